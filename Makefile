@@ -1,0 +1,46 @@
+# The whole life of a checkout. `make test` or `make demo` alone, with only git, make and Python there, do all set-up.
+#
+# PYTHON      makes the environment
+# PYTHON_ENV  runs everything in it; name another interpreter to use what that one has and install nothing, as on a
+#             GPU machine that comes with torch: make test-gpu PYTHON_ENV=python3
+
+PYTHON ?= python3
+VENV := .venv
+PYTHON_ENV ?= $(VENV)/bin/python
+INSTALLED := $(if $(filter $(VENV)/bin/python,$(PYTHON_ENV)),$(VENV)/.installed)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-gpu lint check clean
+
+help: ## say what can be made
+	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+install: $(INSTALLED) ## make .venv with the tested versions of everything; a second time does nothing
+
+# torch by itself first: it is most of the download, and what fails after it then keeps it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --constraint constraints.txt torch
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples]"
+	touch $@
+
+demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
+	$(PYTHON_ENV) examples/digits.py
+
+test: $(INSTALLED) ## run all tests, the slow ones too
+	$(PYTHON_ENV) -m pytest
+
+test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
+	$(PYTHON_ENV) -m pytest -m gpu tests/gpu
+
+lint: $(INSTALLED) ## ruff, mypy --strict, and the floors of the imports
+	$(PYTHON_ENV) -m ruff check
+	$(PYTHON_ENV) -m ruff format --check
+	$(PYTHON_ENV) -m mypy --strict autobatch
+	$(PYTHON_ENV) -c "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+check: lint test ## what CI runs
+
+clean: ## remove what tests, linters and builds leave behind; .venv stays
+	rm -rf build dist *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,83 @@
+"""autobatch: memory-aware batching for PyTorch training.
+
+Say how many samples one optimizer step should see; ``fit`` finds what fits the device, and ``Runner`` splits the rest
+into accumulation steps, runs them exactly, survives running out of memory, and tells what it did.
+
+The names here are the public ones; nothing is imported before it is used, so ``import autobatch`` costs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from autobatch.version import __version__
+
+if TYPE_CHECKING:
+    from autobatch import testing
+    from autobatch.errors import (
+        AutobatchError,
+        CannotPredict,
+        CannotRetry,
+        DoesNotFit,
+        InexactSplit,
+        InvalidArgument,
+        InvalidBatch,
+        InvalidStep,
+        NeedsBatch,
+    )
+    from autobatch.fitting import fit
+    from autobatch.memory.oom import is_oom
+    from autobatch.plan import Plan
+    from autobatch.planning.curve import MemoryCurve
+    from autobatch.records import DeviceInfo, Trial
+    from autobatch.result import StepResult
+    from autobatch.runner import Runner
+
+__all__ = [
+    "AutobatchError",
+    "CannotPredict",
+    "CannotRetry",
+    "DeviceInfo",
+    "DoesNotFit",
+    "InexactSplit",
+    "InvalidArgument",
+    "InvalidBatch",
+    "InvalidStep",
+    "MemoryCurve",
+    "NeedsBatch",
+    "Plan",
+    "Runner",
+    "StepResult",
+    "Trial",
+    "__version__",
+    "fit",
+    "is_oom",
+    "testing",
+]
+
+_ROOMS = {
+    "DeviceInfo": "autobatch.records",
+    "MemoryCurve": "autobatch.planning.curve",
+    "Plan": "autobatch.plan",
+    "Runner": "autobatch.runner",
+    "StepResult": "autobatch.result",
+    "Trial": "autobatch.records",
+    "fit": "autobatch.fitting",
+    "is_oom": "autobatch.memory.oom",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for (PEP 562)."""
+    if name not in __all__:
+        message = f"module 'autobatch' has no attribute {name!r}"
+        raise AttributeError(message)
+    if name == "testing":
+        return importlib.import_module("autobatch.testing")
+    return getattr(importlib.import_module(_ROOMS.get(name, "autobatch.errors")), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return list(__all__)

@@ -1,0 +1,55 @@
+"""The one hierarchy of errors that autobatch raises itself.
+
+Covers the names a user may catch. Does not cover errors of the user's own step: those come out as they were
+raised, and memory errors are classified in ``autobatch.memory.oom``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AutobatchError",
+    "CannotPredict",
+    "CannotRetry",
+    "DoesNotFit",
+    "InexactSplit",
+    "InvalidArgument",
+    "InvalidBatch",
+    "InvalidStep",
+    "NeedsBatch",
+]
+
+
+class AutobatchError(Exception):
+    """Whatever autobatch itself raises."""
+
+
+class NeedsBatch(AutobatchError):
+    """The model does not tell what its input looks like, so an example batch is needed."""
+
+
+class DoesNotFit(AutobatchError):
+    """Not even one sample fits the budget, or a step could not be done at any size; all state is as before."""
+
+
+class CannotRetry(AutobatchError):
+    """Memory ended where a retry could not be exact: parameters may have moved."""
+
+
+class CannotPredict(AutobatchError):
+    """The step cannot be traced without running it."""
+
+
+class InexactSplit(AutobatchError):
+    """Splitting this step changes its gradient, and the user asked to be stopped (``check="raise"``)."""
+
+
+class InvalidArgument(AutobatchError, ValueError):
+    """An argument of the user's cannot mean anything."""
+
+
+class InvalidBatch(AutobatchError, ValueError):
+    """A batch cannot be counted or split: unequal leading dimensions, no tensors, no samples."""
+
+
+class InvalidStep(AutobatchError, TypeError):
+    """A step returned something whose gradient is not defined: not a scalar, or without a graph."""

@@ -1,0 +1,164 @@
+"""What happened, as records, and how others may listen.
+
+Covers the events of fitting and running, the ``Hook`` protocol and the log line of each event. Does not cover when they
+happen (``fitting``, ``runner``) nor sinks for trackers. Logger ``autobatch``; nothing is printed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+
+from autobatch.records import Record, Trial
+from autobatch.wording import format_bytes, plural
+
+__all__ = ["BatchDiffers", "Event", "Hook", "PlanMade", "Retried", "StepFinished", "TrialFinished", "emit", "log_event"]
+
+logger = logging.getLogger("autobatch")
+
+
+class Event(Record):
+    """Something that happened; its text is the log line."""
+
+    @property
+    def level(self) -> int:
+        """The level at which the default hook logs it."""
+        return logging.INFO
+
+
+class TrialFinished(Event):
+    """One size was tried during ``fit``."""
+
+    trial: Trial
+    limit_bytes: int
+
+    @property
+    def level(self) -> int:
+        """Trials are detail: the plan's own line sums them up."""
+        return logging.DEBUG
+
+    def __str__(self) -> str:
+        """One line: size, outcome, peak against limit, time."""
+        trial = self.trial
+        peak = f"peak {format_bytes(trial.peak_reserved)} of {format_bytes(self.limit_bytes)}, "
+        return (
+            f"autobatch: trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, "
+            f"{peak if trial.peak_reserved else ''}{trial.seconds:.2f} s"
+        )
+
+
+class PlanMade(Event):
+    """``fit`` ended with a plan."""
+
+    summary: str
+
+    def __str__(self) -> str:
+        """The plan's own line."""
+        return self.summary
+
+
+class Retried(Event):
+    """A step met the end of memory and goes on with smaller micro-batches.
+
+    Attributes:
+        step: Which step of the runner, counted from 0.
+        failed_size: Samples in the micro-batch that did not fit.
+        new_size: The most samples in a micro-batch from here on.
+        samples_kept: Samples whose gradient was already complete and is kept.
+        samples_redone: Samples that have to be done again.
+        used_bytes: Held on the device after the clean-up.
+        budget_bytes: What the process may hold.
+        reason: The first line of the error.
+    """
+
+    step: int
+    failed_size: int
+    new_size: int
+    samples_kept: int
+    samples_redone: int
+    used_bytes: int
+    budget_bytes: int
+    reason: str
+
+    @property
+    def level(self) -> int:
+        """A retry costs time: the user should see it."""
+        return logging.WARNING
+
+    def __str__(self) -> str:
+        """One line: sizes, bytes and reason."""
+        return (
+            f"autobatch: step {self.step} ran out of memory at {plural(self.failed_size, 'sample')}; "
+            f"goes on with at most {self.new_size} ({self.samples_kept} kept, {self.samples_redone} redone); "
+            f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "
+            f"held by others and us after clean-up; {self.reason}"
+        )
+
+
+class BatchDiffers(Event):
+    """A step was given another number of samples than the plan was made for; told once a number."""
+
+    step: int
+    samples: int
+    planned: int
+
+    def __str__(self) -> str:
+        """One line: it is run exactly as given."""
+        return (
+            f"autobatch: step {self.step} was given {plural(self.samples, 'sample')}, "
+            f"the plan was made for {self.planned}; the update is the mean over the {self.samples}"
+        )
+
+
+class StepFinished(Event):
+    """One optimizer step (or one accumulation) was committed.
+
+    Attributes:
+        step: Which step of the runner, counted from 0.
+        micro_batch_sizes: The committed micro-batches.
+        retries: How often this step had to begin again with less.
+        peak_bytes: Most bytes in tensors at once, in the whole step.
+        seconds: Wall time; on an asynchronous device the time to enqueue, the runner adds no synchronisation.
+    """
+
+    step: int
+    micro_batch_sizes: tuple[int, ...]
+    retries: int
+    peak_bytes: int
+    seconds: float
+
+    @property
+    def level(self) -> int:
+        """One a step would drown everything else."""
+        return logging.DEBUG
+
+    def __str__(self) -> str:
+        """One line: the committed sizes, retries, peak."""
+        return (
+            f"autobatch: step {self.step}: {plural(len(self.micro_batch_sizes), 'micro-batch', 'micro-batches')} "
+            f"of at most {max(self.micro_batch_sizes, default=0)}, {plural(self.retries, 'retry', 'retries')}, "
+            f"peak {format_bytes(self.peak_bytes)}"
+        )
+
+
+class Hook(Protocol):
+    """Anything that can be called with an event."""
+
+    def __call__(self, event: Event, /) -> None:
+        """Take note of it. What this raises costs a log line, never a step."""
+
+
+def log_event(event: Event) -> None:
+    """The default hook: the event's one line on logger ``autobatch``."""
+    logger.log(event.level, "%s", event)
+
+
+def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
+    """Log the event, then hand it to each hook; a hook that raises is reported and passed over."""
+    log_event(event)
+    for hook in hooks:
+        try:
+            hook(event)
+        except Exception:
+            logger.exception("autobatch: hook %r failed on %s and was passed over", hook, type(event).__name__)

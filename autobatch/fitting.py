@@ -1,0 +1,274 @@
+"""``fit``: from a model and a target batch to a plan, leaving no trace.
+
+Covers the way from arguments to a plan: example batch, budget, trials, choice, warnings. Does not cover how a trial is
+    run
+(``probe``), which sizes are tried (``planning.search``), nor what a plan is applied with (``runner``).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autobatch.distributed import refuse_many_ranks
+from autobatch.errors import DoesNotFit, InexactSplit, InvalidArgument
+from autobatch.events import Event, Hook, PlanMade, TrialFinished, emit
+from autobatch.memory.container import read_host_memory
+from autobatch.memory.device import Device
+from autobatch.memory.devices import device_for
+from autobatch.plan import Plan
+from autobatch.planning.curve import fit_curve, ran
+from autobatch.planning.planner import Objective, balance, choose_size, useful_sizes
+from autobatch.planning.search import Question, next_size, next_smaller_size
+from autobatch.probe import Probe
+from autobatch.records import Trial
+from autobatch.report.text import explain_refusal
+from autobatch.request import Allowance, check_choice, check_count, find_allowance
+from autobatch.version import __version__
+from autobatch.wording import format_bytes
+from autobatch.workload.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
+from autobatch.workload.batches import Layout, count_bytes, describe, tensors_of
+from autobatch.workload.default_step import default_step, explain_default
+from autobatch.workload.example import find_example
+from autobatch.workload.fingerprint import fingerprint
+from autobatch.workload.step import Step, Weigh, Workload
+from autobatch.workload.training_state import TrainingState
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: nn.Module,
+    target_batch: int,
+    *,
+    batch: Any | None = None,
+    step: Step | None = None,
+    optimizer: Any | None = None,
+    weigh: Weigh | None = None,
+    device: torch.device | str | Device | None = None,
+    budget: int | str | None = None,
+    headroom: float | str | None = None,
+    max_micro_batch: int | None = None,
+    objective: Objective = "throughput",
+    check: Literal["warn", "raise"] | None = "warn",
+    reuse: bool = True,  # noqa: ARG001 - the contract has it from the start; no plan is remembered yet
+    progress: bool = True,
+) -> Plan:
+    """Find how to split a target batch so that one optimizer step fits the device.
+
+    A few sizes are run for real: two micro-batches with gradients and optimizer state resident, then the optimizer's
+    step, inside the budget. Afterwards everything is bit for bit as before: parameters, buffers, ``.grad``, optimizer
+    state, random generators, train/eval flags, hooks, and the device's memory.
+
+    Args:
+        model: The model, on its device.
+        target_batch: Samples one optimizer step should see, over all ranks.
+        batch: An example batch: any nest of tensors, arrays, lists, dicts, dataclasses with one row a sample. Or a
+            Dataset or DataLoader, whose largest samples are used. ``None``: inferred from the model where it tells.
+        step: ``step(model, micro_batch) -> loss``: the mean over ``weigh(micro_batch)`` units, or ``(loss, aux)``.
+            ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
+            ``plan.warnings`` says which.
+        optimizer: Its state and its step's own peak are measured. It is stepped on your tensors only inside a trial,
+            and put back.
+        weigh: What the mean is over, ``weigh(micro_batch) -> float``; default: samples.
+        device: Where the model is; default: where its parameters are.
+        budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
+            now.
+        headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
+        max_micro_batch: Never try more samples than this.
+        objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
+            the best rate.
+        check: What to do where splitting is known not to be exact: ``"warn"`` (in ``plan.warnings``), ``"raise"``, or
+            ``None``.
+        reuse: Whether a remembered plan may be confirmed instead of searched for. No plan is remembered in this
+            version.
+        progress: One line a trial on stderr, when that is a terminal.
+
+    Returns:
+        The plan. Its size has run.
+
+    Raises:
+        NeedsBatch: No batch was given and the model does not tell what it takes.
+        DoesNotFit: Not even one sample fits; the message says what it needed, what there was, and what would help.
+        InexactSplit: ``check="raise"`` and the split would change the gradient.
+        InvalidArgument: An argument cannot mean anything.
+        InvalidBatch: The batch cannot be counted.
+    """
+    started = time.perf_counter()
+    refuse_many_ranks()
+    check_count("target_batch", target_batch)
+    check_choice("objective", objective, ("throughput", "memory"))
+    check_choice("check", check, ("warn", "raise", None))
+    bound = (
+        target_batch if max_micro_batch is None else min(target_batch, check_count("max_micro_batch", max_micro_batch))
+    )
+    workload = Workload(model, step or default_step, weigh, optimizer)
+    memory = _find_device(workload, device)
+    allowance = find_allowance(memory, budget, headroom)
+    hooks = (_show_progress,) if progress and sys.stderr.isatty() else ()
+    with TrainingState(
+        model, optimizer, memory.torch_device, host_bytes=read_host_memory().available_bytes // 2
+    ) as state:
+        search = _Search(workload, memory, allowance, state, target_batch, bound, objective, hooks)
+        found = search.run(batch)
+    memory.reclaim()
+    if check == "raise" and found.batch_norms and found.size < target_batch:
+        raise InexactSplit(warn_of_batch_norms(found.batch_norms, found.size, target_batch))
+    plan = _make_plan(
+        workload, memory, allowance, found, target_batch, check=check, seconds=time.perf_counter() - started
+    )
+    emit(PlanMade(summary=str(plan)))
+    return plan
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the trials answered, and what else the plan has to say."""
+
+    size: int
+    trials: tuple[Trial, ...]
+    fingerprint: str
+    batch_norms: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass
+class _Search:
+    """Tries sizes of one workload until the question is answered."""
+
+    workload: Workload
+    memory: Device
+    allowance: Allowance
+    state: TrainingState
+    target: int
+    bound: int
+    objective: Objective
+    hooks: tuple[Hook, ...]
+
+    def run(self, batch: Any | None) -> _Found:
+        model = self.workload.model
+        example = find_example(model, batch, self.target)
+        warnings = [*self.allowance.warnings, *example.warnings]
+        if not model.training:
+            warnings.append("the model was in eval mode: sizes were tried in train mode, which needs more memory")
+            model.train()
+        batch_norms = tuple(batch_norms_in_train_mode(model))
+        layout = self._hold_whole_batch(example.layout, warnings)
+        question = Question(
+            bound=self.bound,
+            limit_bytes=self.allowance.limit_bytes,
+            measures=self.memory.measures,
+            smallest_probe=min(2 if batch_norms else 1, self.bound),
+            candidates=useful_sizes(self.target, self.bound),
+        )
+        probe = Probe(self.workload, layout, self.memory, self.allowance.limit_bytes, self.state)
+        trials = self._try_sizes(question, probe)
+        size = choose_size(question, trials, self.objective)
+        if size is None:
+            raise DoesNotFit(self._refuse(trials, probe))
+        if self.workload.step is default_step:
+            warnings.append(explain_default(model, layout.take(0, 1)))
+        identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
+        return _Found(size, tuple(trials), identity, batch_norms, tuple(warnings))
+
+    def _try_sizes(self, question: Question, probe: Probe) -> list[Trial]:
+        trials: list[Trial] = []
+        policies = (next_size, next_smaller_size) if self.objective == "memory" else (next_size,)
+        with torch.enable_grad():
+            for policy in policies:
+                while (size := policy(question, trials)) is not None:
+                    trials.append(probe.run(size))
+                    emit(TrialFinished(trial=trials[-1], limit_bytes=question.limit_bytes), self.hooks)
+        return trials
+
+    def _hold_whole_batch(self, layout: Layout, warnings: list[str]) -> Layout:
+        """A batch that lives where the model lives stands there whole during a step: so it does in each trial."""
+        if all(tensor.device != self.memory.torch_device for tensor in tensors_of(layout.batch)):
+            return layout
+        whole = count_bytes(layout.batch) * self.target // layout.count
+        if self.allowance.limit_bytes and whole > self.allowance.limit_bytes // 2:
+            warnings.append(
+                f"the whole batch of {self.target} would take {format_bytes(whole)} of the device by itself, and was "
+                f"left out of the trials: "
+                f"keep batches in CPU memory, or hand them over in parts with runner.step_over()"
+            )
+            return layout
+        return describe(layout.grow(self.target), like=layout)
+
+    def _refuse(self, trials: Sequence[Trial], probe: Probe) -> str:
+        smallest = min(trials, key=lambda trial: trial.micro_batch_size)
+        reason = probe.reasons.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
+        allowance = self.allowance
+        return explain_refusal(smallest, reason, allowance.limit_bytes, allowance.budget_bytes, self.memory.describe())
+
+
+def _find_device(workload: Workload, device: torch.device | str | Device | None) -> Device:
+    parameters = workload.parameters()
+    if not parameters:
+        message = f"{type(workload.model).__name__} has no parameters: there is nothing to train"
+        raise InvalidArgument(message)
+    home = parameters[0].device
+    if home.type == "meta":
+        name = type(workload.model).__name__
+        raise InvalidArgument(
+            f"{name} is on the meta device, which has no memory to run in; move it with to_empty() first"
+        )
+    if device is None:
+        return device_for(home)
+    if not isinstance(device, (str, torch.device)):
+        return device
+    asked = torch.device(device)
+    if asked.type != home.type or (asked.index is not None and asked.index != home.index):
+        message = f"device={str(device)!r}, but the model is on {home}; move the model first, or leave device= out"
+        raise InvalidArgument(message)
+    return device_for(home)
+
+
+def _make_plan(
+    workload: Workload,
+    memory: Device,
+    allowance: Allowance,
+    found: _Found,
+    target: int,
+    *,
+    check: str | None,
+    seconds: float,
+) -> Plan:
+    sizes = balance(target, found.size)
+    measured = [trial for trial in found.trials if ran(trial)]
+    peaks = [trial.peak_reserved for trial in measured if trial.micro_batch_size == found.size]
+    warnings = list(found.warnings)
+    if workload.optimizer is None:
+        warnings.append(
+            "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the "
+            "parameters"
+        )
+    if check is not None and found.batch_norms and len(sizes) > 1:
+        warnings.append(warn_of_batch_norms(found.batch_norms, found.size, target))
+    return Plan(
+        target_batch=target,
+        world_size=1,
+        micro_batch_size=max(sizes),
+        micro_batch_sizes=sizes,
+        accumulation_steps=len(sizes),
+        budget_bytes=allowance.budget_bytes,
+        headroom_bytes=allowance.headroom_bytes,
+        peak_bytes=max(peaks),
+        curve=fit_curve(measured) if memory.measures else None,
+        trials=found.trials,
+        device=memory.describe(),
+        warnings=tuple(warnings),
+        fingerprint=found.fingerprint,
+        seconds=seconds,
+        version=__version__,
+    )
+
+
+def _show_progress(event: Event) -> None:
+    sys.stderr.write(f"{event}\n")

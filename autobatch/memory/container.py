@@ -1,0 +1,106 @@
+"""How much memory this process may use on the host: the container's limit, or the machine's RAM.
+
+Covers Linux control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``. Elsewhere the installed
+RAM is all that the standard library tells. Does not cover what the process's tensors hold (``live_storage``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from autobatch.records import Record
+
+__all__ = ["HostMemory", "read_host_memory"]
+
+
+class HostMemory(Record):
+    """What the host has for this process, in bytes.
+
+    Attributes:
+        total_bytes: The tightest limit: a control group's, or the RAM.
+        available_bytes: What can still be taken before that limit; page cache that the kernel would drop counts as
+            free.
+        source: Which limit it is: ``"cgroup v2"``, ``"cgroup v1"`` or ``"RAM"``.
+    """
+
+    total_bytes: int
+    available_bytes: int
+    source: str
+
+
+def read_host_memory(root: Path = Path("/")) -> HostMemory:
+    """The tightest of the machine's RAM and every control group above this process.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are mounted.
+
+    Raises:
+        OSError: The platform does not even tell how much RAM there is.
+    """
+    limits = [_read_ram(root), *_control_groups(root)]
+    return min(limits, key=lambda limit: limit.available_bytes)
+
+
+def _read_ram(root: Path) -> HostMemory:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        return HostMemory(total_bytes=fields["MemTotal"], available_bytes=fields["MemAvailable"], source="RAM")
+    except (OSError, KeyError, ValueError, IndexError):
+        return _read_installed_ram()
+
+
+def _read_installed_ram() -> HostMemory:
+    if not hasattr(os, "sysconf"):
+        message = "this platform does not tell how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
+        raise OSError(message)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return HostMemory(total_bytes=total, available_bytes=total, source="RAM")
+
+
+def _control_groups(root: Path) -> Iterator[HostMemory]:
+    """Each limit that holds for this process: a group is bound by its parents too."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _walk(root / "sys/fs/cgroup", path, "cgroup v2")
+        elif "memory" in controllers.split(","):
+            yield from _walk(root / "sys/fs/cgroup/memory", path, "cgroup v1")
+
+
+def _walk(mount: Path, path: str, source: str) -> Iterator[HostMemory]:
+    # Inside a container the path is often the host's and does not exist here: the mount itself is then our own group.
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        limit = _read_group(mount.joinpath(*parts[:depth]), source)
+        if limit is not None:
+            yield limit
+
+
+def _read_group(folder: Path, source: str) -> HostMemory | None:
+    names = (
+        ("memory.max", "memory.current")
+        if source == "cgroup v2"
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    try:
+        limit, used = (int((folder / name).read_text()) for name in names)  # "max" means no limit: ValueError
+    except (OSError, ValueError):
+        return None
+    held = max(used - _droppable_cache(folder, source), 0)
+    return HostMemory(total_bytes=limit, available_bytes=max(limit - held, 0), source=source)
+
+
+def _droppable_cache(folder: Path, source: str) -> int:
+    key = "inactive_file" if source == "cgroup v2" else "total_inactive_file"
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key + " "))
+    except (OSError, ValueError, StopIteration, IndexError):
+        return 0

@@ -1,0 +1,85 @@
+"""The CPU as a device with a real budget: live tensors are counted, and passing the budget is an out-of-memory error.
+
+Covers what ``live_storage`` counts, against the container's limit or the RAM. So a training job in a container meets an
+error that can be retried instead of the kernel's out-of-memory killer. Does not cover memory that is not in tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from autobatch.memory.container import read_host_memory
+from autobatch.memory.live_storage import LiveStorage, StorageBudget
+from autobatch.records import DeviceInfo, MemoryUsage
+
+__all__ = ["CpuDevice"]
+
+# One count for the process, as the process has one heap: a tensor that one device object has seen counts for all.
+_STORAGE = LiveStorage()
+
+
+class CpuDevice:
+    """The host's memory behind the ``Device`` protocol; all objects of this class share one count."""
+
+    measures = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self._active: StorageBudget | None = None
+
+    def describe(self) -> DeviceInfo:
+        """Total is the container's limit where there is one."""
+        return DeviceInfo(kind="cpu", name="CPU", total_bytes=read_host_memory().total_bytes)
+
+    def available_bytes(self) -> int:
+        """What the host can still give plus what our counted tensors hold."""
+        return read_host_memory().available_bytes + _STORAGE.live_bytes
+
+    @contextmanager
+    def limit(self, budget_bytes: int) -> Iterator[None]:
+        """Count every operator's result inside the block, and raise ``torch.OutOfMemoryError`` beyond the budget."""
+        if self._active is not None:
+            outer, self._active.budget_bytes = self._active.budget_bytes, budget_bytes
+            try:
+                yield
+            finally:
+                self._active.budget_bytes = outer
+            return
+        self._active = StorageBudget(_STORAGE, budget_bytes)
+        try:
+            with self._active:
+                yield
+        finally:
+            self._active = None
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that were made before, or outside, any ``limit`` block."""
+        _STORAGE.add(tensors)
+
+    def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in CPU memory stays as it is."""
+        return tensor.to(self.torch_device)
+
+    def micro_batch(self, samples: int) -> AbstractContextManager[None]:
+        """A range in torch's profiler."""
+        return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
+
+    def reset_peak(self) -> None:
+        """The peak begins at what is live now."""
+        _STORAGE.peak_bytes = _STORAGE.live_bytes
+
+    def usage(self) -> MemoryUsage:
+        """Allocated and reserved are the same here: freed memory goes back to the C library at once."""
+        live, peak = _STORAGE.live_bytes, _STORAGE.peak_bytes
+        return MemoryUsage(allocated=live, reserved=live, peak_allocated=peak, peak_reserved=peak)
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def reclaim(self) -> None:
+        """Break reference cycles that hold tensors."""
+        gc.collect()

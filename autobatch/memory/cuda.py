@@ -1,0 +1,130 @@
+"""A CUDA (or ROCm) card as a device: the caching allocator's statistics, its limit, and who else is on the card.
+
+Covers what torch's allocator holds and may hold. Does not cover what lies outside it: the CUDA context, NCCL's buffers
+and other libraries' memory show only in how little the driver has free.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from autobatch.memory import nvml
+from autobatch.records import DeviceInfo, MemoryUsage
+
+__all__ = ["CudaDevice", "find_fraction"]
+
+
+class CudaDevice:
+    """One card, or one MIG slice, behind the ``Device`` protocol."""
+
+    measures = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        """Take a card; ``"cuda"`` without an index is the current one."""
+        index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
+        self.torch_device = torch.device("cuda", index)
+
+    @property
+    def total_bytes(self) -> int:
+        """What the allocator takes fractions of; asking makes no CUDA context."""
+        return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+
+    def describe(self) -> DeviceInfo:
+        """Name and total as torch sees them, and other processes as the driver tells."""
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        reading = nvml.query(str(properties.uuid))
+        return DeviceInfo(
+            kind="cuda",
+            name=properties.name,
+            total_bytes=self.total_bytes,
+            uuid=reading.uuid if reading else f"GPU-{properties.uuid}",
+            tenants=reading.tenants if reading else (),
+        )
+
+    def available_bytes(self) -> int:
+        """What the driver has free plus what our allocator holds, within the limit that is set for this process."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return min(free + torch.cuda.memory_reserved(self.torch_device), self._limit_bytes())
+
+    @contextmanager
+    def limit(self, budget_bytes: int) -> Iterator[None]:
+        """Let the allocator hold no more than the budget inside the block; a budget of the whole card is no limit.
+
+        What its cache holds beyond that is given back first: cached blocks are handed out without a look at the limit.
+        """
+        outer_bytes = self._limit_bytes()
+        self._set_limit(budget_bytes)
+        try:
+            if torch.cuda.memory_reserved(self.torch_device) > budget_bytes:
+                torch.cuda.empty_cache()
+            yield
+        finally:
+            self._set_limit(outer_bytes)
+
+    def _limit_bytes(self) -> int:
+        # torch divides the bytes by the total to answer, so this gets the very bytes back.
+        return round(torch.cuda.get_per_process_memory_fraction(self.torch_device) * self.total_bytes)
+
+    def _set_limit(self, limit_bytes: int) -> None:
+        torch.cuda.set_per_process_memory_fraction(find_fraction(limit_bytes, self.total_bytes), self.torch_device)
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing to do: the allocator sees every tensor."""
+
+    def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copied without waiting where the source is pinned: torch reuses pinned memory only after it was read."""
+        pinned = tensor.device.type == "cpu" and tensor.is_pinned()
+        return tensor.to(self.torch_device, non_blocking=pinned)
+
+    def micro_batch(self, samples: int) -> AbstractContextManager[None]:
+        """A range in torch's profiler."""
+        return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
+
+    def reset_peak(self) -> None:
+        """The peaks begin at what is held now."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def usage(self) -> MemoryUsage:
+        """The allocator's own counts; ``alloc_retries`` counts since the process began, not since the reset."""
+        stats = torch.cuda.memory_stats(self.torch_device)
+        return MemoryUsage(
+            allocated=stats.get("allocated_bytes.all.current", 0),
+            reserved=stats.get("reserved_bytes.all.current", 0),
+            peak_allocated=stats.get("allocated_bytes.all.peak", 0),
+            peak_reserved=stats.get("reserved_bytes.all.peak", 0),
+            alloc_retries=stats.get("num_alloc_retries", 0),
+        )
+
+    def synchronize(self) -> None:
+        """Wait for every stream of the card."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def reclaim(self) -> None:
+        """Break reference cycles that hold tensors, then give cached blocks back to the driver."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def find_fraction(limit_bytes: int, total_bytes: int) -> float:
+    """The fraction of the total that torch turns into exactly this many bytes.
+
+    The allocator takes ``fraction * total`` in double precision and drops what is behind the point
+    (``setMemoryFraction`` in torch's ``CUDACachingAllocator.cpp``). The plain quotient can so lose one byte, and with
+    it the last 2 MiB segment of a budget that is a whole number of them. The next double loses none, and adds less
+    than one while the limit is below 2**52 bytes.
+
+    Args:
+        limit_bytes: What the allocator may hold.
+        total_bytes: All memory of the device.
+
+    Returns:
+        Between 0 and 1; 1, which is no limit, from the total on.
+    """
+    if limit_bytes >= total_bytes:
+        return 1.0
+    return math.nextafter(limit_bytes / total_bytes, 1.0)

@@ -1,0 +1,154 @@
+"""An exact count of the bytes in live CPU tensors, and a budget on them.
+
+Covers every storage that an operator returns while a ``StorageBudget`` is active (forward, backward, optimizer), plus
+those that were announced with ``LiveStorage.add``. Does not cover scratch memory inside a kernel, memory that never
+becomes a tensor, nor the inside of a compiled graph: under an active dispatch mode torch runs such a graph eagerly.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from autobatch.wording import format_bytes
+
+__all__ = ["LiveStorage", "StorageBudget"]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+class _StorageReference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that remembers what it has to subtract when its storage dies."""
+
+    __slots__ = ("byte_count", "key")
+
+    key: int
+    byte_count: int
+
+
+class LiveStorage:
+    """Bytes in live CPU storages: one entry a storage, however many views share it.
+
+    A storage is dropped from the count by a weak reference's callback, at the moment torch frees it. torch keeps one
+    Python object a storage alive for as long as the storage itself (``torch/csrc/Storage.cpp``), so the callback
+    neither fires early nor gets lost.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._references: dict[int, _StorageReference] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these tensors from now on; those already counted are counted once.
+
+        Args:
+            tensors: Any tensors. Those that are not in CPU memory are passed over.
+        """
+        for tensor in tensors:
+            self.count(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def count(self, tensor: torch.Tensor) -> int:
+        """Count one tensor's storages without moving the peak; returns how many bytes are new."""
+        if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.device.type == "cpu":
+            return self._count_storage(tensor.untyped_storage())
+        return sum(self._count_storage(storage) for storage in _storages_of(tensor))
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        byte_count = storage.nbytes()
+        known = self._references.get(key)
+        if known is not None and known.byte_count == byte_count:
+            return 0
+        grown_from = 0 if known is None else known.byte_count
+        reference = _StorageReference(storage, self._forget)
+        reference.key, reference.byte_count = key, byte_count
+        self._references[key] = reference
+        self.live_bytes += byte_count - grown_from
+        return max(byte_count - grown_from, 0)
+
+    def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(reference, _StorageReference)  # noqa: S101 - narrows for mypy; the callback is only ever ours
+        # A resized storage has a newer reference under the same key: only the newest one speaks for it.
+        if self._references.get(reference.key) is reference:
+            del self._references[reference.key]
+            self.live_bytes -= reference.byte_count
+
+
+class StorageBudget(TorchDispatchMode):
+    """While active, counts what operators return and raises when that passes the budget.
+
+    The operator has run by then; its result is dropped before the error leaves, so nothing of it stays and the peak
+    does not contain it. An operator that returns no new storage (a view, an in-place update) never raises.
+
+    Attributes:
+        budget_bytes: May be changed while active: that is how nested limits work without a second mode.
+    """
+
+    def __init__(self, storage: LiveStorage, budget_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storage = storage
+        self.budget_bytes = budget_bytes
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, count its result."""
+        result = func(*args, **(kwargs or {}))
+        storage = self.storage
+        made = storage.count(result) if isinstance(result, torch.Tensor) else self._count_nested(result)
+        if made:
+            if storage.live_bytes > self.budget_bytes:
+                del result
+                raise torch.OutOfMemoryError(self._describe(str(func), made))
+            storage.peak_bytes = max(storage.peak_bytes, storage.live_bytes)
+        return result
+
+    def _count_nested(self, result: Any) -> int:
+        if isinstance(result, torch.Tensor):
+            return self.storage.count(result)
+        if isinstance(result, (tuple, list)):
+            return sum(self._count_nested(part) for part in result)
+        return 0
+
+    def _describe(self, operator: str, made: int) -> str:
+        return (
+            f"CPU out of memory. Tried to allocate {format_bytes(made)} in {operator} with "
+            f"{format_bytes(self.storage.live_bytes)} in tensors; the budget is {format_bytes(self.budget_bytes)}."
+        )
+
+
+def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The CPU storages behind a tensor of any kind; none for fake, meta, opaque and other devices' tensors."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [getattr(tensor, name) for name in names]
+    elif tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        yield from _strided_storage(tensor)
+        return
+    for part in parts:
+        yield from _storages_of(part)
+
+
+def _strided_storage(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # opaque layouts (oneDNN) have no storage to look at
+        return
+    if storage.device.type == "cpu":
+        yield storage

@@ -1,0 +1,150 @@
+"""What NVIDIA's driver knows of a card: its memory, and which other processes hold some of it.
+
+Covers one reading by UUID through ``pynvml`` (nvidia-ml-py). Does not cover this process's own allocator (``cuda``).
+Whatever fails (no module, no driver, no permission, a vendor that is not NVIDIA) leaves the answer unknown: it is said
+once in the log and never raised. Inside a container the driver may number processes as the host does; then this process
+cannot be told from others by its number.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from autobatch.records import Record, Tenant
+
+__all__ = ["CardReading", "query"]
+
+logger = logging.getLogger("autobatch")
+_said = threading.Event()
+
+# A process with a compute and a graphics context is in both lists, with the same total in each.
+_PROCESS_LISTS = (
+    "nvmlDeviceGetComputeRunningProcesses",
+    "nvmlDeviceGetGraphicsRunningProcesses",
+    "nvmlDeviceGetMPSComputeRunningProcesses",
+)
+
+
+class CardReading(Record):
+    """A card, or a MIG slice of one, as the driver sees it.
+
+    Attributes:
+        uuid: As the driver writes it: ``"GPU-..."`` or ``"MIG-..."``.
+        total_bytes: All memory of it, with what the driver keeps for itself.
+        free_bytes: What nobody holds.
+        tenants: Other processes whose memory the driver tells, the largest first.
+    """
+
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+    tenants: tuple[Tenant, ...] = ()
+
+
+def query(uuid: str) -> CardReading | None:
+    """Ask the driver about one card.
+
+    Args:
+        uuid: With or without its prefix: ``torch.cuda.get_device_properties(i).uuid`` has none, and a whole card and a
+            MIG slice are then tried in turn. An index is never used: CUDA and NVML number cards differently.
+
+    Returns:
+        The reading, or ``None`` where there is none to be had.
+    """
+    try:
+        with _session() as nvml:
+            return _read(nvml, uuid)
+    except Exception as error:  # noqa: BLE001 (a missing module, a wrong one, ctypes, the driver: all mean unknown)
+        _say_once(f"{type(error).__name__}: {error}")
+        return None
+
+
+@contextmanager
+def _session() -> Iterator[Any]:
+    # The driver counts these, so somebody else's session stays open when ours ends.
+    nvml = importlib.import_module("pynvml")
+    nvml.nvmlInit()
+    try:
+        yield nvml
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _read(nvml: Any, uuid: str) -> CardReading:
+    name, handle = _find(nvml, uuid)
+    if _is_divided(nvml, handle):
+        raise LookupError(f"{name} is divided into MIG slices, and which one is ours is not known")
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    held = _list_processes(nvml, handle)
+    held.pop(os.getpid(), None)
+    tenants = (Tenant(pid=pid, used_bytes=used, name=_name(nvml, pid)) for pid, used in held.items())
+    return CardReading(
+        uuid=name,
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+        tenants=tuple(sorted(tenants, key=lambda tenant: (-tenant.used_bytes, tenant.pid))),
+    )
+
+
+def _find(nvml: Any, uuid: str) -> tuple[str, Any]:
+    names = (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
+    for name in names:
+        try:
+            return name, nvml.nvmlDeviceGetHandleByUUID(name)
+        except nvml.NVMLError:
+            continue
+    raise LookupError(f"the driver knows no device {' or '.join(names)}")
+
+
+def _is_divided(nvml: Any, handle: Any) -> bool:
+    """Whether this is a whole card whose memory is handed out in MIG slices: its totals say nothing about ours."""
+    try:
+        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
+    except (nvml.NVMLError, AttributeError):  # a slice itself, a card or a module too old for MIG
+        return False
+    return bool(current)
+
+
+def _list_processes(nvml: Any, handle: Any) -> dict[int, int]:
+    """Bytes by process, for those whose bytes are told."""
+    held: dict[int, int] = {}
+    for process in _running(nvml, handle):
+        if process.usedGpuMemory is None:  # the driver's "not available": Windows, or a slice without permission
+            _say_once(f"the memory of process {process.pid} is not available")
+        else:
+            held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory))
+    return held
+
+
+def _running(nvml: Any, handle: Any) -> list[Any]:
+    processes: list[Any] = []
+    refusals: list[str] = []
+    for name in _PROCESS_LISTS:
+        try:
+            processes += getattr(nvml, name)(handle)
+        except (nvml.NVMLError, AttributeError) as error:
+            refusals.append(str(error))
+    # One or two are refused on many cards (no graphics on a slice, no MPS in an old driver) and nothing is missed.
+    if len(refusals) == len(_PROCESS_LISTS):
+        _say_once(refusals[0])
+    return processes
+
+
+def _name(nvml: Any, pid: int) -> str:
+    try:
+        name = nvml.nvmlSystemGetProcessName(pid)
+    except (nvml.NVMLError, UnicodeDecodeError):  # it ended meanwhile, belongs to somebody else, or has an odd name
+        return ""
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def _say_once(reason: str) -> None:
+    if not _said.is_set():
+        _said.set()
+        logger.info("autobatch: who else holds memory of the GPU is not fully known: %s", reason)

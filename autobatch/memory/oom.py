@@ -1,0 +1,175 @@
+"""Which errors mean that memory ended, and how such an error is told without being kept.
+
+Covers the one classifier that everything here asks, as tables: types first, then texts. Does not cover cleaning up
+(``Device.reclaim``) nor what is done next (``runner``, ``probe``); exception groups are not looked into. Nothing
+here holds an exception: a kept one keeps its traceback, and that keeps the failed step's tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["describe_error", "is_oom"]
+
+# torch.AcceleratorError carries the runtime's own number (cudaError_t, which HIP shares for these).
+_OUT_OF_MEMORY_CODE = 2
+# After these the CUDA documentation asks for a new process: ECC, illegal address, launch timeout, destroyed context,
+# assert, hardware stack, illegal instruction, misaligned address, address space, program counter, launch failure.
+_STICKY_CODES = frozenset({214, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})
+
+_FATAL_TEXTS = (
+    "device-side assert triggered",
+    "an illegal memory access was encountered",
+    "illegal instruction was encountered",
+    "misaligned address",
+    "invalid program counter",
+    "unspecified launch failure",
+    "hardware stack error",
+    "operation not supported on global/shared address space",
+    "uncorrectable ECC error",
+    "launch timed out and was terminated",
+    # The communicator's state is unknown: other ranks may wait forever for this one.
+    "NCCL error",
+    "NCCL Error",
+    "ncclUnhandledCudaError",
+    # The loader's own memory ended, which no smaller micro-batch gives back.
+    "in DataLoader worker process",
+    "in pin memory thread",
+)
+_OUT_OF_MEMORY_TEXTS = (
+    "out of memory. Tried to allocate",  # every caching allocator built like CUDA's: HIP, XPU, NPU...
+    "MPS backend out of memory",
+    "Invalid buffer size: ",  # MPS: one tensor beyond what Metal gives at once
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "Triton Error [HIP]: out of memory",
+    "cudaErrorMemoryAllocation",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSPARSE, cuSOLVER, hipBLAS
+    "CUFFT_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "PT_DEVMEM Allocation failed",  # Gaudi
+    "DefaultCPUAllocator: can't allocate memory",
+    "not enough memory: you tried to allocate",  # the CPU allocator on Windows
+)
+# Each has causes beside memory (an unsupported shape, a broken installation), so memory has to be low as well.
+_AMBIGUOUS_TEXTS = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "CUFFT_INTERNAL_ERROR",
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+    "NVML_SUCCESS == r INTERNAL ASSERT FAILED",  # the allocator's own report of an OOM failed, as on Jetson
+)
+
+_LOW_FRACTION = 0.05
+_LOW_BYTES = 512 * 1024**2
+
+
+def is_oom(error: BaseException, *, memory_is_low: bool | None = None) -> bool:
+    """Whether an error means that memory ended and that less work at once may go through.
+
+    The error itself and whatever it was raised from count: ``__cause__``, or ``__context__`` where ``from None`` does
+    not hide it. Texts count only on ``RuntimeError`` (``torch.OutOfMemoryError`` and ``torch.AcceleratorError`` are
+    such), so a ``ValueError`` that mentions memory is not one. Python's ``MemoryError``, overflowing sizes and Triton's
+    ``OutOfResources`` (shared memory of a kernel) are not: a smaller batch does not cure them. Errors that end the CUDA
+    context or a communicator are not, even where an OOM led to them, and neither is an interrupt.
+
+    Args:
+        error: What was raised. It is looked at, never kept.
+        memory_is_low: Decides errors that mean an OOM only sometimes, such as ``CUDNN_STATUS_NOT_SUPPORTED``. ``None``
+            asks the CUDA devices that this process uses: low is less than 5 % of the device or 512 MiB, whichever is
+            more. Without an initialised CUDA it is not low.
+
+    Returns:
+        Whether it is worth trying again with fewer samples.
+    """
+    chain = _unchain(error)
+    if any(_is_fatal(link) for link in chain):
+        return False
+    if any(_means_oom(link) for link in chain):
+        return True
+    if not any(_may_mean_oom(link) for link in chain):
+        return False
+    return _any_device_is_low() if memory_is_low is None else memory_is_low
+
+
+def describe_error(error: BaseException) -> str:
+    """``"OutOfMemoryError: CUDA out of memory. Tried to..."``: type and first line, for a log.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        A plain text about the link of the chain that tells of memory, or about ``error`` itself where none does.
+    """
+    chain = _unchain(error)
+    told = [link for link in chain if _means_oom(link)] or [link for link in chain if _may_mean_oom(link)] or chain
+    line = next((line.strip() for line in str(told[0]).splitlines() if line.strip()), "")
+    name = type(told[0]).__name__
+    return f"{name}: {line}" if line else name
+
+
+def _unchain(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, outermost first, as a traceback would show them."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    # By identity: an exception class may compare its instances as it likes.
+    while link is not None and not any(link is seen for seen in chain):
+        chain.append(link)
+        # Setting a cause, also the None of `from None`, suppresses the context.
+        link = link.__cause__ if link.__suppress_context__ else link.__context__
+    return chain
+
+
+def _is_fatal(error: BaseException) -> bool:
+    # torch builds without distributed lack the class.
+    distributed: type[BaseException] | tuple[()] = getattr(torch.distributed, "DistError", ())
+    return (
+        not isinstance(error, Exception)
+        or isinstance(error, distributed)
+        or _code(error) in _STICKY_CODES
+        or _tells(error, _FATAL_TEXTS)
+    )
+
+
+def _means_oom(error: BaseException) -> bool:
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or _code(error) == _OUT_OF_MEMORY_CODE
+        or _tells(error, _OUT_OF_MEMORY_TEXTS)
+    )
+
+
+def _may_mean_oom(error: BaseException) -> bool:
+    return _tells(error, _AMBIGUOUS_TEXTS)
+
+
+def _tells(error: BaseException, texts: tuple[str, ...]) -> bool:
+    if not isinstance(error, RuntimeError):
+        return False
+    said = str(error)
+    return any(text in said for text in texts)
+
+
+def _code(error: BaseException) -> int | None:
+    return getattr(error, "error_code", None) if isinstance(error, torch.AcceleratorError) else None
+
+
+def _any_device_is_low() -> bool:
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        # Only where this process holds something: asking another device would create a context on it.
+        used = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
+        return any(_is_low(*torch.cuda.mem_get_info(index)) for index in used)
+    except RuntimeError:  # a device that does not even answer is not one to retry on
+        return False
+
+
+def _is_low(free_bytes: int, total_bytes: int) -> bool:
+    return free_bytes < max(_LOW_FRACTION * total_bytes, _LOW_BYTES)

@@ -1,0 +1,79 @@
+"""``Plan``: what ``fit`` returns and ``Runner`` applies.
+
+Covers what a user does with a plan: print, explain, save, load, translate. The data itself is ``planning.plan_record``,
+    its
+texts are ``report``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from autobatch.errors import InvalidArgument
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.settings import settings_for
+from autobatch.report.text import explain_plan, summarise_plan
+
+__all__ = ["Plan"]
+
+
+class Plan(PlanRecord):
+    """How one optimizer step is divided so that it fits, and the measurements behind it; frozen, and equal by content.
+
+    Example:
+        >>> plan = autobatch.fit(model, target_batch=256)  # doctest: +SKIP
+        >>> print(plan)  # doctest: +SKIP
+        autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s
+    """
+
+    def __str__(self) -> str:
+        """The plan in one line."""
+        return summarise_plan(self)
+
+    def explain(self) -> str:
+        """The whole story as text: trials, curve, where the memory goes, what would help, warnings."""
+        return explain_plan(self)
+
+    def settings(self, framework: str) -> dict[str, int]:
+        """The same plan in another framework's words, with an exact divisor of the target as the size.
+
+        Args:
+            framework: ``"huggingface"``, ``"lightning"``, ``"accelerate"`` or ``"deepspeed"``.
+
+        Raises:
+            InvalidArgument: The framework is not known, or the ranks cannot share the target equally.
+        """
+        return settings_for(self, framework)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON.
+
+        Args:
+            path: A file; it is replaced as a whole, so a reader never sees half a plan.
+        """
+        target = Path(path)
+        draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
+        draft.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        draft.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that ``save`` wrote.
+
+        Raises:
+            InvalidArgument: The file holds no plan, or one of a version that this one cannot read.
+            OSError: The file cannot be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "the file"
+            message = (
+                f"{path} is no plan that this version reads ({place}: {first['msg']}); run fit() again and save it"
+            )
+            raise InvalidArgument(message) from None

@@ -1,0 +1,183 @@
+"""Peak memory as a function of the micro-batch size, from a few trials.
+
+Covers one process on one device: a convex, piecewise linear curve for allocated and for reserved bytes. Does not cover
+which sizes are worth a trial (``search``) nor curves that were traced instead of measured, though those are the same
+record.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from autobatch.errors import InvalidArgument
+from autobatch.records import Record, Trial
+
+__all__ = ["UNLIMITED", "Knots", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
+
+UNLIMITED = sys.maxsize
+"""What ``MemoryCurve.largest`` answers where memory does not grow with the size at all."""
+
+
+def _check_order(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Refuse knots that are not a function that never falls."""
+    for (size, peak), (next_size, next_peak) in pairwise(knots):
+        if next_size <= size or next_peak < peak:
+            raise ValueError(f"knots must go up in size and never down in bytes, not {knots}")
+    return knots
+
+
+Knots = Annotated[tuple[tuple[int, int], ...], Field(min_length=2), AfterValidator(_check_order)]
+"""``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
+
+
+class MemoryCurve(Record):
+    """The most bytes held at once during an optimizer step, by micro-batch size.
+
+    Convex because it is a maximum: each point of the program holds ``constant + slope * size`` bytes and the peak is
+    whichever holds most. The optimizer's step does not depend on the size, so it is a floor under the growing part.
+
+    Attributes:
+        allocated: Knots of the growing part, in bytes of tensors.
+        reserved: Knots of the growing part, in bytes that the allocator holds: what meets the limit.
+        allocated_floor: Bytes of tensors at any size: what is resident, or the optimizer's step where that is more.
+        reserved_floor: The same, as the allocator holds it.
+    """
+
+    allocated: Knots
+    reserved: Knots
+    allocated_floor: int = 0
+    reserved_floor: int = 0
+
+    def peak_allocated(self, n: int) -> int:
+        """Bytes in tensors at once with micro-batches of ``n`` samples, rounded up."""
+        return max(self.allocated_floor, _evaluate(self.allocated, n))
+
+    def peak_reserved(self, n: int) -> int:
+        """Bytes held by the allocator at once with micro-batches of ``n`` samples, rounded up."""
+        return max(self.reserved_floor, _evaluate(self.reserved, n))
+
+    def largest(self, limit: int) -> int:
+        """The most samples in a micro-batch whose reserved peak stays within ``limit`` bytes.
+
+        Returns:
+            0 where not even one sample fits, ``UNLIMITED`` where the size makes no difference.
+        """
+        if self.peak_reserved(1) > limit:
+            return 0
+        rising = (piece for piece in pairwise(self.reserved) if piece[1][1] > piece[0][1])
+        return min((_reach(piece, limit) for piece in rising), default=UNLIMITED)
+
+
+def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
+    """The curve through what the trials measured.
+
+    It passes through every point of convex measurements. Reserved bytes are a staircase (the CUDA allocator takes
+    segments of 2 and 20 MiB): there it is the greatest convex function below the points, moved up until no point lies
+    above it. So a measured size is never under-predicted; between and beyond sizes it is a prediction.
+
+    Args:
+        trials: At least one that ran (``"fits"`` or ``"thrash"``). One alone gives the line to the resident bytes at
+            size 0, which is steeper than memory that grows linearly.
+
+    Raises:
+        InvalidArgument: No trial ran, so nothing was measured.
+    """
+    measured = [trial for trial in trials if ran(trial)]
+    if not measured:
+        raise InvalidArgument(f"a memory curve needs a trial that ran, not {len(trials)} that ran out of memory")
+    resident = min(trial.resident_bytes for trial in measured)
+    plateaus = [trial for trial in measured if _optimizer_leads(trial)]
+    return MemoryCurve(
+        allocated=_fit_knots(((trial.micro_batch_size, growing_allocated(trial)) for trial in measured), resident),
+        reserved=_fit_knots(((trial.micro_batch_size, growing_reserved(trial)) for trial in measured), resident),
+        allocated_floor=max([resident, *(max(trial.peak_allocated, trial.optimizer_peak) for trial in plateaus)]),
+        reserved_floor=max([resident, *(_peak_reserved(trial) for trial in plateaus)]),
+    )
+
+
+def ran(trial: Trial) -> bool:
+    """Whether the trial came to its end, so that its peaks are those of a whole step."""
+    return trial.outcome != "oom"
+
+
+def growing_allocated(trial: Trial) -> int:
+    """The bytes in tensors that depend on the size: the backward's peak, also where the optimizer's hides it."""
+    if _optimizer_leads(trial) and trial.backward_allocated is not None:
+        return trial.backward_allocated
+    return trial.peak_allocated
+
+
+def growing_reserved(trial: Trial) -> int:
+    """The bytes held by the allocator that depend on the size.
+
+    Where the backward leads in tensors, what the allocator took later is fragmentation, not a plateau: it grows with
+    the size and counts.
+    """
+    if _optimizer_leads(trial) and trial.backward_reserved is not None:
+        return trial.backward_reserved
+    return _peak_reserved(trial)
+
+
+def _optimizer_leads(trial: Trial) -> bool:
+    return trial.backward_allocated is not None and trial.optimizer_peak > trial.backward_allocated
+
+
+def _peak_reserved(trial: Trial) -> int:
+    # A device without a caching allocator reports no reserved bytes of its own: there tensors are all that is held.
+    return max(trial.peak_reserved, trial.peak_allocated)
+
+
+def _fit_knots(points: Iterable[tuple[int, int]], resident: int) -> tuple[tuple[int, int], ...]:
+    rising = _raise_dips(points)
+    if len(rising) == 1:
+        [(size, peak)] = rising
+        return ((0, min(resident, peak)), (size, peak))
+    if rising[0][0] == 1 and len(rising) > 2:
+        # One sample is another program (views of size-1 dimensions skip copies), so its point must not tilt the line.
+        others = _cover(rising[1:])
+        if _evaluate(others, 1) >= rising[0][1]:
+            return others
+    return _cover(rising)
+
+
+def _raise_dips(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """In order of size, each size once, no size with less than a smaller one had."""
+    rising: dict[int, int] = {}
+    highest = 0
+    for size, peak in sorted(points):
+        highest = max(highest, peak)
+        rising[size] = highest
+    return list(rising.items())
+
+
+def _cover(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The greatest convex function below the points, moved up by the most that a point lies above it."""
+    hull: list[tuple[int, int]] = []
+    for point in points:
+        while len(hull) > 1 and not _bends_up(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    shift = max(peak - _evaluate(hull, size) for size, peak in points)
+    return tuple((size, peak + shift) for size, peak in hull)
+
+
+def _bends_up(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> bool:
+    return (middle[1] - first[1]) * (last[0] - middle[0]) < (last[1] - middle[1]) * (middle[0] - first[0])
+
+
+def _evaluate(knots: Sequence[tuple[int, int]], n: int) -> int:
+    # A convex piecewise linear function is the maximum of its pieces, each gone on with in both directions.
+    return max(
+        peak - (size - n) * (next_peak - peak) // (next_size - size)  # minus a floor: rounded up, on either side
+        for (size, peak), (next_size, next_peak) in pairwise(knots)
+    )
+
+
+def _reach(piece: tuple[tuple[int, int], tuple[int, int]], limit: int) -> int:
+    (size, peak), (next_size, next_peak) = piece
+    return size + (limit - peak) * (next_size - size) // (next_peak - peak)

@@ -1,0 +1,168 @@
+"""What a search asks, and what the trials so far say about it.
+
+Covers reading trials: which sizes fit, which are still open, the straight line through what was measured. Does not
+cover what to try next (``search``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pydantic import Field, model_validator
+
+from autobatch.planning.curve import UNLIMITED, growing_allocated, growing_reserved
+from autobatch.records import Record, Trial
+
+__all__ = [
+    "Bracket",
+    "Line",
+    "Question",
+    "draw_line",
+    "find_bracket",
+    "fits",
+    "fitting_sizes",
+    "largest_fitting",
+    "measured_peaks",
+    "safe_reach",
+    "smallest_as_fast",
+]
+
+_AS_FAST = 0.98
+"""The share of the best rate that still counts as no slower; timings of one size differ by about as much."""
+
+
+class Question(Record):
+    """What a search is to find: the largest useful size that stays within a limit.
+
+    Attributes:
+        bound: No size above this is tried: a rank's share of the target, or what the user allows.
+        limit_bytes: What a step may hold at its peak. A trial that ran with more than this does not fit.
+        measures: Whether trials carry bytes. Where not, running out of memory is the only signal.
+        smallest_probe: 2 for models with BatchNorm, which refuse one value per channel: size 1 is then only tried
+            after 2 has failed.
+        candidates: The sizes worth answering with, ascending (``planner.useful_sizes``); empty for all up to the
+            bound. A search may measure others on its way.
+    """
+
+    bound: int = Field(ge=1)
+    limit_bytes: int = Field(ge=0)
+    measures: bool = True
+    smallest_probe: int = Field(default=1, ge=1, le=2)
+    candidates: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> Question:
+        start = [*range(1, min(self.bound, 2) + 1)]  # where every search may have to begin and to end
+        candidates = [*self.candidates]
+        if candidates and (candidates != sorted({*candidates, *start}) or candidates[-1] > self.bound):
+            raise ValueError(f"candidates must ascend from {start} to at most {self.bound}, not {candidates}")
+        return self
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The possible answers, ascending."""
+        return self.candidates or range(1, self.bound + 1)
+
+
+class Bracket(NamedTuple):
+    """What is settled: ``lowest`` fits (0: nothing known to), ``failing`` does not, ``open`` lies strictly between."""
+
+    lowest: int
+    failing: int | None
+    open: Sequence[int]
+
+
+class Line(NamedTuple):
+    """A straight line up to a point ``(size, peak)``, coming from ``run`` samples and ``rise`` bytes below it."""
+
+    size: int
+    peak: int
+    run: int
+    rise: int
+
+    def reach(self, limit: int, steepness: int = 1) -> int:
+        """The largest size within the limit on this line, or on one so many times as steep through the same point."""
+        if self.rise <= 0:
+            return UNLIMITED
+        return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
+
+    def passes(self, size: int, peak: int, tolerance: int) -> bool:
+        """Whether the line comes within ``tolerance`` bytes of another point."""
+        return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run
+
+
+def fits(question: Question, trial: Trial) -> bool:
+    """Whether the trial ran, without thrashing and within the limit."""
+    within = max(trial.peak_reserved, trial.peak_allocated) <= question.limit_bytes
+    return trial.outcome == "fits" and (within or not question.measures)
+
+
+def fitting_sizes(question: Question, trials: Sequence[Trial]) -> set[int]:
+    """The sizes that fit each time they were tried, candidates or not."""
+    return {trial.micro_batch_size for trial in trials} - _failing_sizes(question, trials)
+
+
+def largest_fitting(question: Question, trials: Sequence[Trial]) -> int | None:
+    """The largest candidate that has run and fits, ``None`` where none has."""
+    return max(fitting_sizes(question, trials).intersection(question.sizes), default=None)
+
+
+def smallest_as_fast(question: Question, trials: Sequence[Trial]) -> int | None:
+    """The smallest candidate that has run, fits, and comes within 2 % of the best rate in samples per second.
+
+    Without rates the largest, since nothing says that a smaller one is as fast. ``None`` where none fits.
+    """
+    sizes = fitting_sizes(question, trials).intersection(question.sizes)
+    rates = {trial.micro_batch_size: 0.0 for trial in trials if trial.micro_batch_size in sizes}
+    for trial in trials:
+        if trial.micro_batch_size in sizes:
+            rates[trial.micro_batch_size] = max(rates[trial.micro_batch_size], trial.samples_per_second)
+    best = max(rates.values(), default=0.0)
+    if best == 0:
+        return largest_fitting(question, trials)
+    return min(size for size, rate in rates.items() if rate >= _AS_FAST * best)
+
+
+def find_bracket(question: Question, trials: Sequence[Trial]) -> Bracket:
+    """Between the largest candidate that fits and the smallest size above it that does not.
+
+    On memory that is not monotone a failure below a size that fits settles nothing; no open size has been tried.
+    """
+    sizes = question.sizes
+    lowest = largest_fitting(question, trials) or 0
+    failing = min((size for size in _failing_sizes(question, trials) if size > lowest), default=None)
+    end = len(sizes) if failing is None else bisect_left(sizes, failing)
+    return Bracket(lowest, failing, sizes[bisect_right(sizes, lowest) : end])
+
+
+def measured_peaks(question: Question, trials: Sequence[Trial]) -> dict[int, int]:
+    """The bytes that grow with the size, by size. Thrashing trials say little: they had to do with what there was."""
+    measured = [trial for trial in trials if trial.outcome == "fits"] if question.measures else []
+    return {trial.micro_batch_size: growing_reserved(trial) for trial in measured}
+
+
+def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
+    """Through the largest of at least two measured sizes and the largest of at most half of it.
+
+    Reserved bytes are a staircase, and two close sizes are often on one step: so not through the two largest, and never
+    less steep than the bytes in tensors, which know no steps and which the allocator cannot outrun for long. One
+    sample is another program, so it only serves where there is but one other size.
+    """
+    largest = max(peaks)
+    others = [size for size in peaks if size != largest and (size > 1 or len(peaks) == 2)]
+    other = max((size for size in others if size <= largest // 2), default=min(others))
+    tensors = {trial.micro_batch_size: growing_allocated(trial) for trial in trials}
+    rise = max(peaks[largest] - peaks[other], tensors[largest] - tensors[other])
+    return Line(largest, peaks[largest], largest - other, rise)
+
+
+def safe_reach(question: Question, trials: Sequence[Trial], size: int, peak: int) -> int:
+    """The largest size within the limit on the line from what is resident at 0: steeper than linear memory can be."""
+    resident = min(trial.resident_bytes for trial in trials if trial.outcome == "fits")
+    return Line(size, peak, size, peak - min(peak, resident)).reach(question.limit_bytes)
+
+
+def _failing_sizes(question: Question, trials: Sequence[Trial]) -> set[int]:
+    return {trial.micro_batch_size for trial in trials if not fits(question, trial)}

@@ -1,0 +1,1 @@
+"""One plan rendered for people. Text today; HTML has its room here."""

@@ -1,0 +1,45 @@
+"""``StepResult``: what one step of the runner gave back.
+
+Covers the numbers of one step. Does not cover anything over time (hooks do).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["StepResult"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One committed step.
+
+    Attributes:
+        loss: The batch's mean loss: a detached 0-dim tensor on the device. Reading it waits for the device.
+        micro_batch_sizes: The committed micro-batches, in order; sums to the batch's samples.
+        retries: How often memory ended and the step went on with less.
+        peak_bytes: Most bytes in tensors at once during the step; 0 where the device cannot measure.
+        seconds: Wall time. On an asynchronous device the time to enqueue the work: nothing is waited for.
+        aux: What the user's step returned beside the loss, one entry a committed micro-batch, detached.
+    """
+
+    loss: torch.Tensor
+    micro_batch_sizes: tuple[int, ...]
+    retries: int
+    peak_bytes: int
+    seconds: float
+    aux: tuple[Any, ...] = ()
+
+    def metrics(self) -> dict[str, int | float]:
+        """Plain numbers for any tracker; the loss is left out, because reading it would wait for the device."""
+        return {
+            "autobatch/samples": sum(self.micro_batch_sizes),
+            "autobatch/micro_batch_size": max(self.micro_batch_sizes, default=0),
+            "autobatch/accumulation_steps": len(self.micro_batch_sizes),
+            "autobatch/retries": self.retries,
+            "autobatch/peak_bytes": self.peak_bytes,
+            "autobatch/seconds": self.seconds,
+        }

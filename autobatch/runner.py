@@ -1,0 +1,259 @@
+"""``Runner``: applies a plan, step after step.
+
+Covers one optimizer step on a batch of any size: accumulation, the retry's next size, the update, and what is told
+about it. The exactness lives in ``accumulation``. Does not cover several ranks, nor growing back after a shortage.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.accumulation import Accumulated, Accumulation, Shortage
+from autobatch.distributed import refuse_many_ranks
+from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.events import BatchDiffers, Hook, Retried, StepFinished, emit
+from autobatch.memory.device import Device
+from autobatch.memory.devices import device_for
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.plan import Plan
+from autobatch.planning.shrinking import shrink
+from autobatch.result import StepResult
+from autobatch.wording import format_bytes
+from autobatch.workload.batches import count_samples
+from autobatch.workload.default_step import default_step
+from autobatch.workload.step import Step, Weigh, Workload
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs optimizer steps in the plan's micro-batches, exactly, and goes on with less when memory ends.
+
+    Attributes:
+        micro_batch_size: The most samples in a micro-batch from now on: the plan's, until a retry makes it smaller.
+        steps: How many steps (or accumulations) have been committed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        step: Step | None,
+        optimizer: Any,
+        *,
+        weigh: Weigh | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        max_grad_norm: float | None = None,
+        scheduler: Any | None = None,
+        hooks: Iterable[Hook] = (),
+        device: Device | None = None,
+    ) -> None:
+        """Bind a plan to a model.
+
+        Args:
+            plan: From ``fit``, or loaded.
+            model: The model to train, on its device.
+            step: ``step(model, micro_batch) -> loss``, the mean over ``weigh(micro_batch)`` units; or ``(loss, aux)``.
+                ``None``: as in ``fit``, the model's own loss.
+            optimizer: Stepped once a step; ``None`` if only ``accumulate`` is used.
+            weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
+            scaler: Scales each loss, and unscales, steps and updates once a step.
+            max_grad_norm: Clip the whole gradient's norm to this before the update.
+            scheduler: Its ``step()`` is called after each step in which the optimizer stepped.
+            hooks: Called with every event.
+            device: The device's memory; default: where the model is.
+
+        Raises:
+            InvalidArgument: An argument cannot mean anything.
+        """
+        refuse_many_ranks()
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            message = f"max_grad_norm={max_grad_norm} must be greater than 0, or None for no clipping"
+            raise InvalidArgument(message)
+        self.plan = plan
+        self.micro_batch_size = plan.micro_batch_size
+        self.steps = 0
+        self._workload = Workload(model, step or default_step, weigh, optimizer)
+        self._device = device or device_for(self._workload.parameters()[0].device)
+        self._scaler = scaler
+        self._max_grad_norm = max_grad_norm
+        self._scheduler = scheduler
+        self._hooks = tuple(hooks)
+        self._told_sizes = {sum(plan.micro_batch_sizes)}
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step on a whole batch.
+
+        Args:
+            batch: This rank's share of the target batch, on any device; only micro-batches go to the model's device.
+
+        Returns:
+            The loss, the committed sizes and the numbers of this step. Gradients are ``None`` afterwards.
+
+        Raises:
+            DoesNotFit: Memory ended at one sample; everything is as before.
+            CannotRetry: Memory ended inside the update; parameters may have moved.
+        """
+        return self.step_over([batch])
+
+    def step_over(self, batches: Iterable[Any]) -> StepResult:
+        """One optimizer step on smaller batches that make up the target together.
+
+        Args:
+            batches: All are taken before the first one is run: the mean's denominator is the total, and a restart needs
+                them.
+
+        Returns:
+            As ``step``.
+
+        Raises:
+            DoesNotFit: As ``step``.
+            CannotRetry: As ``step``.
+        """
+        if self._workload.optimizer is None:
+            message = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
+            raise InvalidArgument(message)
+        return self._run(list(batches), update=True)
+
+    def accumulate(self, batch: Any) -> StepResult:
+        """The same without the update: ``.grad`` becomes the batch's gradient, added to what was there.
+
+        With a ``scaler`` the gradients stay scaled, as after ``scaler.scale(loss).backward()``.
+
+        Args:
+            batch: This rank's share of the target batch.
+
+        Returns:
+            As ``step``.
+
+        Raises:
+            DoesNotFit: Memory ended at one sample; everything is as before.
+        """
+        return self._run([batch], update=False)
+
+    def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
+        self._tell_size(batches)
+        started = time.perf_counter()
+        self._device.watch(self._workload.resident_tensors())
+        with self._device.limit(self.plan.budget_bytes):
+            self._device.reset_peak()
+            accumulated = self._accumulate(batches)
+            if update:
+                self._update()
+        result = StepResult(
+            loss=accumulated.loss,
+            micro_batch_sizes=accumulated.micro_batch_sizes,
+            retries=accumulated.retries,
+            peak_bytes=self._device.usage().peak_allocated,
+            seconds=time.perf_counter() - started,
+            aux=accumulated.aux,
+        )
+        self._tell_finished(result)
+        self.steps += 1
+        return result
+
+    def _accumulate(self, batches: Sequence[Any]) -> Accumulated:
+        scale = None if self._scaler is None else self._scaler.scale
+        return Accumulation(self._workload, self._device, self._shrink, scale).run(batches, self.micro_batch_size)
+
+    def _shrink(self, shortage: Shortage) -> int:
+        if shortage.failed_size == 1:
+            raise DoesNotFit(self._explain_shortage(shortage))
+        self.micro_batch_size = shrink(shortage.failed_size, self.plan.curve, self._room())
+        emit(
+            Retried(
+                step=self.steps,
+                failed_size=shortage.failed_size,
+                new_size=self.micro_batch_size,
+                samples_kept=shortage.samples_kept,
+                samples_redone=shortage.samples_redone,
+                used_bytes=self._device.usage().allocated,
+                budget_bytes=self.plan.budget_bytes,
+                reason=shortage.reason,
+            ),
+            self._hooks,
+        )
+        return self.micro_batch_size
+
+    def _room(self) -> int | None:
+        """Bytes this step may reach, counted as the trials counted: without what others have taken since."""
+        if not self._device.measures or not self.plan.trials:
+            return None
+        resident = max(trial.resident_bytes for trial in self.plan.trials)
+        gradients = sum(p.grad.nbytes for p in self._workload.parameters() if p.grad is not None)
+        newcomers = max(self._device.usage().allocated - resident - gradients, 0)
+        return max(
+            min(self.plan.budget_bytes, self._device.available_bytes()) - self.plan.headroom_bytes - newcomers, 0
+        )
+
+    def _update(self) -> None:
+        reason = None
+        try:
+            self._update_once()
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            reason = describe_error(error)
+        if reason is not None:
+            message = (
+                f"memory ended inside the update of step {self.steps} ({reason}): parameters may have moved, so it was "
+                f"not retried; "
+                f"load your last checkpoint and give fit() the optimizer and more headroom= than "
+                f"{format_bytes(self.plan.headroom_bytes)}"
+            )
+            raise CannotRetry(message)
+
+    def _update_once(self) -> None:
+        optimizer: Any = self._workload.optimizer
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        if self._max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._workload.parameters(), self._max_grad_norm)
+        stepped = True
+        if self._scaler is None:
+            optimizer.step()
+        else:
+            scale = self._scaler.get_scale()
+            self._scaler.step(optimizer)
+            self._scaler.update()
+            stepped = self._scaler.get_scale() >= scale  # it only falls when infinities made it skip the step
+        if stepped and self._scheduler is not None:
+            self._scheduler.step()
+        for parameter in self._workload.parameters():
+            parameter.grad = None
+
+    def _explain_shortage(self, shortage: Shortage) -> str:
+        usage = self._device.usage()
+        return (
+            f"step {self.steps} ran out of memory at a micro-batch of one sample; {format_bytes(usage.allocated)} of a "
+            f"budget of "
+            f"{format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is as before "
+            f"the step: free memory or "
+            f"give fit() a larger budget="
+        )
+
+    def _tell_size(self, batches: Sequence[Any]) -> None:
+        if not batches:
+            message = "step_over() was given no batches"
+            raise InvalidBatch(message)
+        samples = sum(count_samples(batch) for batch in batches)
+        if samples not in self._told_sizes:
+            self._told_sizes.add(samples)
+            emit(BatchDiffers(step=self.steps, samples=samples, planned=sum(self.plan.micro_batch_sizes)), self._hooks)
+
+    def _tell_finished(self, result: StepResult) -> None:
+        emit(
+            StepFinished(
+                step=self.steps,
+                micro_batch_sizes=result.micro_batch_sizes,
+                retries=result.retries,
+                peak_bytes=result.peak_bytes,
+                seconds=result.seconds,
+            ),
+            self._hooks,
+        )

@@ -1,0 +1,196 @@
+"""For users' own tests: a device whose memory is a formula, and memory that ends where you say.
+
+Covers CPU tests of code that trains with autobatch: ``FakeDevice`` for plans and retries without a GPU, ``oom_at`` for
+an out-of-memory error at a chosen operation, ``tenant`` for somebody else who takes memory. Does not cover speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autobatch.errors import InvalidArgument
+from autobatch.memory.device import Device
+from autobatch.memory.devices import device_for
+from autobatch.records import DeviceInfo, MemoryUsage, Tenant
+from autobatch.wording import format_bytes
+
+__all__ = ["FakeDevice", "oom_at", "tenant"]
+
+
+class FakeDevice:
+    """A pretended device: a micro-batch of ``n`` samples peaks at ``curve(n)`` bytes. Tensors really live on the CPU.
+
+    Pass it as ``device=`` to ``fit`` and to ``Runner``.
+
+    Example:
+        >>> gpu = FakeDevice(lambda n: 1000 + 50 * n, total_bytes=4000)
+        >>> plan = autobatch.fit(model, 256, batch=batch, device=gpu, headroom=0)  # doctest: +SKIP
+        >>> plan.micro_batch_size  # doctest: +SKIP
+        52
+    """
+
+    def __init__(
+        self,
+        curve: Callable[[int], int],
+        total_bytes: int,
+        *,
+        measures: bool = True,
+        thrashes_from: int | None = None,
+        tenants: Iterable[Tenant] = (),
+    ) -> None:
+        """Make a device.
+
+        Args:
+            curve: Peak bytes of a micro-batch by its samples; ``curve(0)`` is what is resident.
+            total_bytes: Beyond it, or beyond a budget, the micro-batch raises ``torch.OutOfMemoryError``.
+            measures: ``False``: a device that tells nothing, where running out is the only signal.
+            thrashes_from: From this size on each micro-batch counts one allocator retry.
+            tenants: Other processes; what they hold is not available.
+        """
+        self.torch_device = torch.device("cpu")
+        self.measures = measures
+        self.curve = curve
+        self.total_bytes = total_bytes
+        self.thrashes_from = thrashes_from
+        self.tenants = tuple(tenants)
+        self.ran_sizes: list[int] = []
+        self._budget = total_bytes
+        self._peak = 0
+        self._retries = 0
+
+    def describe(self) -> DeviceInfo:
+        """A fake of its own kind."""
+        return DeviceInfo(kind="fake", name="fake device", total_bytes=self.total_bytes, tenants=self.tenants)
+
+    def available_bytes(self) -> int:
+        """The total less what the tenants hold; 0 (unknown) where the device does not measure."""
+        return self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants) if self.measures else 0
+
+    @contextmanager
+    def limit(self, budget_bytes: int) -> Iterator[None]:
+        """Enforce the smaller of the budget and what is available."""
+        outer, self._budget = self._budget, budget_bytes if self.measures else self.total_bytes
+        try:
+            yield
+        finally:
+            self._budget = outer
+
+    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The formula says everything."""
+
+    def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Stays where it is."""
+        return tensor
+
+    @contextmanager
+    def micro_batch(self, samples: int) -> Iterator[None]:
+        """Take the memory of so many samples, or run out."""
+        need = int(self.curve(samples))
+        room = min(self._budget, self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants))
+        self.ran_sizes.append(samples)
+        if need > room:
+            raise torch.OutOfMemoryError(
+                f"fake device out of memory. Tried to hold {format_bytes(need)} for {samples} samples in "
+                f"{format_bytes(room)}"
+            )
+        self._peak = max(self._peak, need)
+        self._retries += self.thrashes_from is not None and samples >= self.thrashes_from
+        yield
+
+    def reset_peak(self) -> None:
+        """The peak begins at what is resident."""
+        self._peak = self.usage().allocated
+
+    def usage(self) -> MemoryUsage:
+        """Zeros where the device does not measure."""
+        if not self.measures:
+            return MemoryUsage()
+        resident = int(self.curve(0))
+        peak = max(self._peak, resident)
+        return MemoryUsage(
+            allocated=resident, reserved=resident, peak_allocated=peak, peak_reserved=peak, alloc_retries=self._retries
+        )
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def reclaim(self) -> None:
+        """Nothing is held."""
+
+
+class _OutOfMemoryAt(TorchDispatchMode):
+    """Counts operations and raises at the chosen ones."""
+
+    def __init__(self, positions: Iterable[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.positions = frozenset(positions)
+        self.operations = 0
+        self.raised: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, or raise before it."""
+        if _allocates_nothing(func):
+            return func(*args, **(kwargs or {}))
+        self.operations += 1
+        if self.operations in self.positions:
+            self.raised.append(str(func))
+            message = f"planned out of memory. Tried to allocate at operation {self.operations} ({func})"
+            raise torch.OutOfMemoryError(message)
+        return func(*args, **(kwargs or {}))
+
+
+def _allocates_nothing(func: Any) -> bool:
+    """Views, and copies into memory that is there (which is how state is put back): they cannot run out of memory."""
+    aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - no public twin
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return is_view or func is torch.ops.aten.copy_.default
+
+
+@contextmanager
+def oom_at(*positions: int) -> Iterator[_OutOfMemoryAt]:
+    """Raise ``torch.OutOfMemoryError`` at the n-th operation inside the block, in forward, backward or update.
+
+    Args:
+        positions: Counted from 1 over torch's operations inside the block, without views and in-place copies, which
+            allocate nothing; several make several errors.
+
+    Yields:
+        An object with ``operations`` (how many were counted) and ``raised`` (the operators that failed).
+
+    Raises:
+        InvalidArgument: A position is less than 1.
+    """
+    if not positions or min(positions) < 1:
+        message = f"oom_at{positions}: positions are counted from 1"
+        raise InvalidArgument(message)
+    with _OutOfMemoryAt(positions) as planned:
+        yield planned
+
+
+@contextmanager
+def tenant(byte_count: int, device: Device | torch.device | str = "cpu") -> Iterator[None]:
+    """Hold so many bytes of a device inside the block, as another model, an evaluation or another process would.
+
+    Args:
+        byte_count: Really allocated, so it counts against every budget.
+        device: Where.
+    """
+    memory = device_for(torch.device(device)) if isinstance(device, (str, torch.device)) else device
+    held = torch.empty(byte_count, dtype=torch.uint8, device=memory.torch_device)
+    memory.watch([held])
+    try:
+        yield
+    finally:
+        del held
+        memory.reclaim()

@@ -1,0 +1,182 @@
+"""A batch of any nest, counted, split and grown along its samples.
+
+Covers ``Layout``, the one description from which counting, splitting and growing all follow. Does not cover how a batch
+is read (``reading`` has the rules), containers (``nests``), or when a micro-batch goes to a device.
+
+A part of a batch may read differently from the whole: two tags beside eight samples are shared, beside two samples they
+are split. So do not count micro-batches, their sizes are known; or describe them ``like`` the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.workload.nests import (
+    count_bytes,
+    count_elements,
+    fields_of,
+    is_sequence,
+    map_tensors,
+    tensors_of,
+    with_fields,
+    with_items,
+)
+from autobatch.workload.reading import ROOT, ListReading, count_rows, read
+
+__all__ = [
+    "Layout",
+    "count_bytes",
+    "count_elements",
+    "count_samples",
+    "describe",
+    "grow",
+    "map_tensors",
+    "slice_samples",
+    "split",
+    "tensors_of",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How one batch divides into samples, found once by ``describe``.
+
+    Attributes:
+        batch: The batch it describes.
+        count: How many samples it has.
+        lists: What each list of alike entries holds, by path.
+    """
+
+    batch: Any
+    count: int
+    lists: Mapping[str, ListReading]
+
+    def take(self, start: int, stop: int) -> Any:
+        """Samples ``start`` to ``stop`` (exclusive), as views: no tensor or array is copied. All are the batch itself.
+
+        Raises:
+            InvalidArgument: The range is empty or reaches outside the batch.
+            InvalidBatch: A list can be read both as samples and as fields.
+        """
+        if not 0 <= start < stop <= self.count:
+            raise InvalidArgument(f"samples {start} to {stop} of a batch of {self.count}: no such part")
+        if stop - start == self.count:
+            return self.batch
+        return self._replace(self.batch, ROOT, lambda part: _take_entries(part, start, stop))
+
+    def split(self, sizes: Sequence[int]) -> list[Any]:
+        """Consecutive parts of these sizes, as views.
+
+        Raises:
+            InvalidArgument: A size is not positive, or they do not sum to the number of samples.
+            InvalidBatch: A list can be read both as samples and as fields.
+        """
+        if sum(sizes) != self.count or min(sizes) < 1:
+            raise InvalidArgument(f"sizes {tuple(sizes)} do not divide a batch of {self.count}: positive, of that sum")
+        return [self.take(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+
+    def grow(self, n: int) -> Any:
+        """A batch of ``n`` samples: sample ``i`` is this batch's sample ``i`` modulo its count.
+
+        Up to its own count tensors are views, beyond it new tensors of the same dtype, device and memory format. Either
+        way each is a leaf that requires a gradient where the original does: none reaches the original. Samples in
+        lists are repeated by reference.
+
+        Raises:
+            InvalidArgument: ``n`` is not positive.
+            InvalidBatch: A list can be read both as samples and as fields.
+        """
+        if n < 1:
+            raise InvalidArgument(f"a batch cannot have {n} samples: at least 1")
+        return self._replace(self.batch, ROOT, lambda part: _repeat_entries(part, n))
+
+    def _replace(self, node: Any, path: str, function: Callable[[Any], Any]) -> Any:
+        """The same nest with ``function(part)`` for each part that has one entry a sample."""
+        reading = self.lists.get(path)
+        if reading == "unclear":
+            raise InvalidBatch(
+                f"{path} has {self.count} entries, every tensor in it has {self.count} rows, and the batch has "
+                f"{self.count} samples: pass another number of samples, or a dict if the entries are no samples"
+            )
+        if reading == "samples" or count_rows(node) is not None:
+            return function(node)
+        fields = fields_of(node)
+        if fields is None:
+            return node
+        return with_fields(node, [self._replace(child, path + suffix, function) for suffix, child in fields])
+
+
+def describe(batch: Any, like: Layout | None = None) -> Layout:
+    """How this batch divides into samples, by the rules at the head of ``autobatch.workload.reading``.
+
+    Args:
+        batch: Any nest of mappings, lists, tuples, dataclasses, tensors and NumPy arrays.
+        like: The layout of an earlier batch of the same kind: its lists are read as they were there, also where this
+            batch alone could be read otherwise.
+
+    Raises:
+        InvalidBatch: Nothing to count, no samples, unequal numbers, or a tensor whose rows cannot be viewed (sparse,
+            nested, packed); with the paths and sizes.
+    """
+    count, lists = read(batch, like.lists if like is not None else {})
+    return Layout(batch, count, lists)
+
+
+def count_samples(batch: Any) -> int:
+    """How many samples a batch has; raises InvalidBatch as ``describe`` does."""
+    return describe(batch).count
+
+
+def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
+    """Consecutive parts of these sizes, which sum to the number of samples, as views; see ``Layout.split``."""
+    return describe(batch).split(sizes)
+
+
+def slice_samples(batch: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` (exclusive), as views; see ``Layout.take``."""
+    return describe(batch).take(start, stop)
+
+
+def grow(batch: Any, n: int) -> Any:
+    """A batch of ``n`` samples by repeating this one's in order; see ``Layout.grow``."""
+    return describe(batch).grow(n)
+
+
+def _take_entries(part: Any, start: int, stop: int) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.narrow(0, start, stop - start)
+    return with_items(part, part[start:stop]) if is_sequence(part) else part[start:stop]
+
+
+def _repeat_entries(part: Any, n: int) -> Any:
+    if isinstance(part, torch.Tensor):
+        return _repeat_rows(part.detach(), n).requires_grad_(part.requires_grad)
+    if is_sequence(part):
+        return with_items(part, [part[index % len(part)] for index in range(n)])
+    return part[:n] if n <= len(part) else part[[index % len(part) for index in range(n)]]
+
+
+def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
+    have = rows.shape[0]
+    if n <= have:
+        return rows.narrow(0, 0, n)
+    shape = (n, *rows.shape[1:])
+    grown = torch.empty(shape, dtype=rows.dtype, device=rows.device, memory_format=_memory_format(rows))
+    # Filled in place, not concatenated: a batch may be a large part of memory, and must not be there twice.
+    whole = n - n % have
+    grown[:whole].unflatten(0, (-1, have)).copy_(rows.expand(whole // have, *rows.shape))
+    grown[whole:].copy_(rows[: n - whole])
+    return grown
+
+
+def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    if channels_last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=channels_last):
+        return torch.contiguous_format
+    return channels_last

@@ -1,0 +1,118 @@
+"""What is run where the user gives no step: the model called on the batch, and a loss found in its output.
+
+Covers the three ways to call a model and the three places a loss is found. Does not cover losses against targets: a
+model that computes none gives the mean of its output, which uses the memory but teaches nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autobatch.errors import InvalidStep
+from autobatch.workload.batches import count_samples, grow, map_tensors, tensors_of
+
+__all__ = ["call_model", "default_step", "explain_default", "loss_of", "unwrap"]
+
+_Origin = Literal["loss", "scalar", "mean"]
+
+_EXPLANATIONS: dict[_Origin, str] = {
+    "loss": "no step= was given: the loss is the output's own .loss",
+    "scalar": "no step= was given: the model's scalar output is taken as the loss",
+    "mean": "no step= was given and the output holds no loss: the mean of its floats is taken; pass step= to train",
+}
+
+
+def default_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Call the model on the batch and find a scalar loss in what it returns: ``loss_of(call_model(model, batch))``.
+
+    Raises:
+        InvalidStep: The output holds neither a loss nor floats.
+    """
+    return loss_of(call_model(model, batch))
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch of any form.
+
+    A mapping gives keyword arguments. A list or tuple (also a namedtuple) gives positional arguments where ``forward``
+    takes that many, else its first entry is the input and the rest (targets) is left out. All else is the one argument.
+    """
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if not isinstance(batch, list | tuple):
+        return model(batch)
+    return model(*batch) if _takes(model, batch) else model(batch[0])
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """A scalar to start the backward pass from.
+
+    The output's ``.loss`` (an attribute or a key) if it is a tensor, else the output itself if it is a scalar tensor,
+    else the mean over all elements of its floating-point tensors, accumulated in at least float32.
+
+    Raises:
+        InvalidStep: There is none of them.
+    """
+    return _find_loss(output)[1]
+
+
+def explain_default(model: nn.Module, batch: Any) -> str:
+    """One sentence on which loss ``default_step`` takes, for a plan's warnings.
+
+    The model is called once without gradients, in its present mode: whoever wants no trace of that (running statistics,
+    random numbers) saves and restores its state. The batch is brought to the model's device, and doubled because
+    BatchNorm refuses a single sample.
+    """
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    doubled = map_tensors(grow(batch, 2 * count_samples(batch)), lambda tensor: tensor.to(device))
+    with torch.no_grad():
+        return _EXPLANATIONS[_find_loss(call_model(model, doubled))[0]]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module inside ``DistributedDataParallel`` and ``torch.compile``, whose signatures tell nothing."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _takes(model: nn.Module, arguments: list[Any] | tuple[Any, ...]) -> bool:
+    try:
+        signature = inspect.signature(unwrap(model).forward)
+    except (TypeError, ValueError):
+        return True  # a scripted forward shows no signature; if it takes another number its own error says so
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return "loss", loss
+    if isinstance(output, torch.Tensor) and output.ndim == 0:
+        return "scalar", output
+    return "mean", _mean_of_floats(output)
+
+
+def _mean_of_floats(output: Any) -> torch.Tensor:
+    floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.numel() > 0]
+    if not floats:
+        raise InvalidStep(f"the model returned {type(output).__name__} without a float tensor: pass step= with a loss")
+    total = sum(tensor.numel() for tensor in floats)
+    means = [_mean(tensor).to(floats[0].device) * (tensor.numel() / total) for tensor in floats]
+    return sum(means[1:], start=means[0])
+
+
+def _mean(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32))

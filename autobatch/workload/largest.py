@@ -1,0 +1,170 @@
+"""The largest samples of a dataset, as the batch that a plan must survive.
+
+Covers torch's ``Dataset`` and ``DataLoader``, map-style and iterable, and datasets that follow torch's protocol without
+its base class. Does not cover batches (``batches``). No worker process is started: samples are made here, one by one.
+
+A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``; where that ties,
+the characters of its strings. The largest are then collated together, so that a collate function that pads gives the
+widest batch it can.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
+
+from autobatch.errors import InvalidBatch
+from autobatch.workload.batches import count_elements, count_samples
+from autobatch.workload.nests import leaves_of
+
+__all__ = ["ExampleBatch", "is_source", "largest_samples"]
+
+
+class ExampleBatch(NamedTuple):
+    """A batch, and what has to be said about where it came from, if anything."""
+
+    batch: Any
+    note: str | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a loader would do with a dataset."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    sampler: Any = None
+    gives_batches: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether samples come in their own order and cannot be asked for."""
+        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
+
+    def collated(self, entries: Sequence[Any]) -> Any:
+        """The batch that the loader would yield for these samples, or for this one whole batch."""
+        return self.collate(entries[0]) if self.gives_batches else self.collate(list(entries))
+
+    def size(self, entry: Any) -> tuple[float, int]:
+        """What entries are ranked by: tensor elements (of a whole batch, a sample), then characters."""
+        batch = self.collated([entry])
+        samples = count_samples(batch) if self.gives_batches else 1
+        return count_elements(batch) / samples, sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
+
+
+class _Ranked(NamedTuple):
+    """The largest entries, largest first; how many were looked at; whether time ran out before all were."""
+
+    largest: list[Any]
+    seen: int
+    out_of_time: bool
+
+
+def is_source(batch: Any) -> bool:
+    """Whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
+
+    A class of its own counts as a dataset if it fetches many samples at once as torch's loader asks
+    (``__getitems__``), which Hugging Face's ``datasets.Dataset`` does.
+    """
+    return isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__getitems__")
+
+
+def largest_samples(source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0) -> ExampleBatch:
+    """The largest samples of a dataset, collated together.
+
+    Of a map-style dataset samples spread evenly over it are looked at, the first and the last among them; of an
+    iterable one the first. A loader with ``batch_size=None`` gives whole batches: the one with most elements a sample
+    is taken as it is. Each sample is fetched once, so that one made at random is the one that was measured.
+
+    Args:
+        source: What ``is_source`` accepts. A ``Dataset`` alone is collated as torch does by default.
+        count: How many samples to take, at least 1; fewer come back from a smaller dataset.
+        scan_limit: No more samples (or whole batches) than this are looked at.
+        time_limit: Seconds after which no further one is looked at.
+
+    Returns:
+        The batch, and a note where not all samples were looked at.
+
+    Raises:
+        InvalidBatch: The dataset is empty or has no length. Errors of the dataset and of its collate function come out
+            as they were raised.
+    """
+    opened = _open(source)
+    if opened.streams:
+        return _largest_of_stream(opened, count, scan_limit, time_limit)
+    keys = _keys(opened)
+    chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
+    ranked = _rank(opened, chosen, count, time_limit)
+    unit = "batches" if opened.gives_batches else "samples"
+    note = f"the largest was looked for among {ranked.seen} of the dataset's {len(keys)} {unit}"
+    return ExampleBatch(opened.collated(ranked.largest), note if ranked.seen < len(keys) else None)
+
+
+def _open(source: Any) -> _Source:
+    if not isinstance(source, DataLoader):
+        return _Source(source, default_collate)
+    return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
+
+
+def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit: float) -> ExampleBatch:
+    stream = iter(opened.dataset)
+    try:
+        ranked = _rank(opened, itertools.islice(stream, scan_limit), count, time_limit)
+    finally:
+        close = getattr(stream, "close", None)
+        if close is not None:
+            close()
+    unit = "batches" if opened.gives_batches else "samples"
+    note = f"the largest was looked for among the first {ranked.seen} {unit} of a stream"
+    stopped = ranked.seen == scan_limit or ranked.out_of_time
+    return ExampleBatch(opened.collated(ranked.largest), note if stopped else None)
+
+
+def _rank(opened: _Source, entries: Iterable[Any], count: int, time_limit: float) -> _Ranked:
+    deadline = time.monotonic() + time_limit
+    wanted = 1 if opened.gives_batches else count
+    kept: list[tuple[tuple[float, int], int, Any]] = []
+    seen, out_of_time = 0, False
+    for seen, entry in enumerate(entries, start=1):
+        # Of equal ones the earlier is kept; the number before the entry also keeps entries from being compared.
+        heapq.heappush(kept, (opened.size(entry), -seen, entry))
+        if len(kept) > wanted:
+            heapq.heappop(kept)
+        out_of_time = time.monotonic() > deadline
+        if out_of_time:
+            break
+    if not kept:
+        raise InvalidBatch(f"{type(opened.dataset).__name__} gave no samples: pass a dataset that does, or a batch")
+    return _Ranked([entry for *_, entry in sorted(kept, reverse=True)], seen, out_of_time)
+
+
+def _keys(opened: _Source) -> Sequence[Any]:
+    """What a map-style dataset can be asked for."""
+    if isinstance(opened.sampler, SubsetRandomSampler):
+        return opened.sampler.indices
+    if opened.gives_batches and isinstance(opened.sampler, BatchSampler):
+        return list(opened.sampler)
+    if isinstance(opened.dataset, Mapping):
+        return list(opened.dataset)
+    try:
+        return range(len(opened.dataset))
+    except (TypeError, NotImplementedError) as error:
+        name = type(opened.dataset).__name__
+        raise InvalidBatch(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
+
+
+def _spread(length: int, most: int) -> Iterator[int]:
+    """At most ``most`` different indices; any first part of them is spread evenly, the two ends come first.
+
+    Numbers with their bits reversed (van der Corput's sequence) halve the widest holes again and again.
+    """
+    bits = max(1, (length - 1).bit_length())
+    reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
+    inside = (index for index in reversed_bits if 0 < index < length - 1)
+    return itertools.islice(itertools.chain(sorted({0, length - 1} - {-1}), inside), most)

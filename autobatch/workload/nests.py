@@ -1,0 +1,154 @@
+"""A batch as a nest: mappings, lists, tuples, dataclasses, taken apart and put together in their own types.
+
+Covers containers and the tensors in them. Does not cover what a sample is or how a batch is divided (``batches``).
+Nothing here copies a tensor, and whatever a function leaves unchanged comes back as the very same object.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import sys
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from autobatch.errors import InvalidBatch
+
+__all__ = [
+    "count_bytes",
+    "count_elements",
+    "fields_of",
+    "is_array",
+    "is_sequence",
+    "leaves_of",
+    "map_tensors",
+    "tensors_of",
+    "with_fields",
+    "with_items",
+]
+
+# A shape describes, it holds no samples; a packed sequence's rows are time steps of several samples at once.
+_WHOLE = (torch.Size, PackedSequence)
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a NumPy array; NumPy itself is never imported for that."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether it is a list or a tuple without named fields: what may hold one entry a sample."""
+    return isinstance(value, list | tuple) and not isinstance(value, _WHOLE) and not hasattr(value, "_fields")
+
+
+def fields_of(node: Any) -> list[tuple[str, Any]] | None:
+    """What a container holds, each with how it is reached (``'["x"]'``, ``"[0]"``, ``".x"``); ``None`` for a leaf."""
+    if isinstance(node, Mapping):
+        return [(f"[{_spell_key(key)}]", value) for key, value in node.items()]
+    if is_sequence(node):
+        return [(f"[{index}]", value) for index, value in enumerate(node)]
+    if isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, _WHOLE):
+        return [(f".{name}", value) for name, value in zip(node._fields, node, strict=True)]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(f".{name}", getattr(node, name)) for name in _assigned(node)]
+    return None
+
+
+def with_fields(node: Any, values: Sequence[Any]) -> Any:
+    """The same container with other values, in the order of ``fields_of``; itself where no value is another object.
+
+    Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had.
+
+    Raises:
+        InvalidBatch: A mapping of a foreign type cannot be made from a dict.
+    """
+    fields = fields_of(node) or []
+    if all(new is old for new, (_, old) in zip(values, fields, strict=True)):
+        return node
+    if isinstance(node, Mapping):
+        return _with_values(node, values)
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)._make(values)  # type: ignore[attr-defined]
+    if is_sequence(node):
+        return with_items(node, values)
+    changed = copy.copy(node)
+    for name, value in zip(_assigned(node), values, strict=True):
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def with_items(node: Any, items: Sequence[Any]) -> Any:
+    """A list or tuple of the same type with these items, as many as there are."""
+    if type(node) is list:
+        return list(items)
+    if isinstance(node, tuple):
+        return type(node)(items)
+    changed = copy.copy(node)
+    changed[:] = items
+    return changed
+
+
+def leaves_of(node: Any) -> Iterator[Any]:
+    """Everything that is no container, in order."""
+    fields = fields_of(node)
+    if fields is None:
+        yield node
+        return
+    for _, child in fields:
+        yield from leaves_of(child)
+
+
+def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor of the nest, in order, also scalars and those inside per-sample lists; NumPy arrays are none."""
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
+
+
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest with ``function(tensor)`` for each tensor; NumPy arrays and all else stay as they are."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    fields = fields_of(batch)
+    return batch if fields is None else with_fields(batch, [map_tensors(child, function) for _, child in fields])
+
+
+def count_elements(batch: Any) -> int:
+    """Elements of all tensors and NumPy arrays together."""
+    return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in _arrays_of(batch))
+
+
+def count_bytes(batch: Any) -> int:
+    """Bytes of all tensors and NumPy arrays together; those that share memory count each."""
+    return sum(int(leaf.nbytes) for leaf in _arrays_of(batch))
+
+
+def _arrays_of(batch: Any) -> Iterator[Any]:
+    return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
+
+
+def _spell_key(key: Any) -> str:
+    return json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
+
+
+def _assigned(node: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+
+
+def _with_values(node: Mapping[Any, Any], values: Sequence[Any]) -> Any:
+    replaced = dict(zip(node, values, strict=True))
+    # Copying keeps what the constructor does not take: a default factory, a tokenizer's encodings. A foreign mapping's
+    # copy may share its storage with the original, so that writing to it would write to the user's batch.
+    if isinstance(node, dict | UserDict):
+        changed = copy.copy(node)
+        for key, value in replaced.items():  # transformers' outputs forbid update()
+            changed[key] = value
+        return changed
+    try:
+        return type(node)(replaced)  # type: ignore[call-arg]
+    except TypeError as error:
+        raise InvalidBatch(f"a {type(node).__name__} cannot be made from a dict ({error}): pass a dict") from error

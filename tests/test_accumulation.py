@@ -1,0 +1,317 @@
+"""The gradient of a whole batch from micro-batches: exact, and all or nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from workloads import (
+    Everything,
+    Plain,
+    bits_of,
+    differences,
+    full_batch_gradient,
+    gradients_of,
+    make_batch,
+    mean_step,
+    relative_error,
+)
+
+from autobatch.accumulation import Accumulation, Shortage
+from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
+from autobatch.memory.cpu import CpuDevice
+from autobatch.testing import FakeDevice, oom_at
+from autobatch.workload.step import Workload
+
+
+def halve(shortage: Shortage) -> int:
+    """The simplest policy: half, until one sample is left."""
+    if shortage.failed_size == 1:
+        raise DoesNotFit(shortage.reason)
+    return shortage.failed_size // 2
+
+
+def token_step(model, batch):
+    """The mean over tokens that count, of sequences of which some are wholly ignored."""
+    inputs, labels = batch["inputs"], batch["labels"]
+    logits = model(inputs.flatten(0, 1))
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=-100)
+
+
+def make_tokens(lengths, width=5):
+    """Padded sequences [samples, width, 6] whose labels are -100 beyond their length."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(len(lengths), width, 6, dtype=torch.float64, generator=generator)
+    labels = torch.randint(0, 4, (len(lengths), width), generator=generator)
+    for row, length in zip(labels, lengths, strict=True):
+        row[length:] = -100
+    return {"inputs": inputs, "labels": labels, "source": "generated"}
+
+
+def count_tokens(batch):
+    """What the token mean is over."""
+    return (batch["labels"] != -100).sum()
+
+
+@given(samples=st.integers(1, 40), largest=st.integers(1, 45), checkpointed=st.booleans())
+def test_the_split_gradient_is_the_full_batch_gradient(samples, largest, checkpointed):
+    """For any batch and any micro-batch size, ragged or not, the gradient is the full batch's to 1e-12."""
+    model = Plain(checkpointed=checkpointed)
+    batch = make_batch(samples, torch.float64)
+    expected = full_batch_gradient(model, mean_step, batch)
+    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], largest)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+    assert sum(done.micro_batch_sizes) == samples
+    assert max(done.micro_batch_sizes) <= largest
+    assert max(done.micro_batch_sizes) - min(done.micro_batch_sizes) <= 1
+    assert torch.allclose(done.loss, mean_step(model, batch), rtol=1e-12)
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=12).filter(any), largest=st.integers(1, 12))
+def test_a_token_mean_weighed_by_tokens_is_exact(lengths, largest):
+    """Micro-batches of unequal token counts, also with none at all, give the token mean of the whole batch."""
+    model, batch = Plain(), make_tokens(lengths)
+    expected = full_batch_gradient(model, token_step, batch)
+    Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve).run([batch], largest)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), largest=st.integers(1, 10))
+def test_several_batches_count_as_one(sizes, largest):
+    """Batches of any sizes that belong together give the gradient of their concatenation."""
+    model = Plain()
+    whole = make_batch(sum(sizes), torch.float64)
+    parts = list(zip(whole[0].split(sizes), whole[1].split(sizes), strict=True))
+    expected = full_batch_gradient(model, mean_step, whole)
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, largest)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+def test_sizes_33_33_33_1_are_weighed_by_their_samples():
+    """The ragged tail of one sample gets 1 % of the weight, not a quarter."""
+    model, batch = Plain(), make_batch(100, torch.float64)
+    expected = full_batch_gradient(model, mean_step, batch)
+    parts = list(zip(batch[0].split([33, 33, 33, 1]), batch[1].split([33, 33, 33, 1]), strict=True))
+    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, 33)
+    assert done.micro_batch_sizes == (33, 33, 33, 1)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+def test_class_weights_are_exact_when_weighed_by_their_sum():
+    """A class-weighted mean is over the sum of the classes' weights."""
+    model, batch = Plain(), make_batch(23, torch.float64)
+    weights = torch.tensor([0.1, 3.0, 1.0, 0.5], dtype=torch.float64)
+
+    def step(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
+
+    expected = full_batch_gradient(model, step, batch)
+    Accumulation(Workload(model, step, lambda b: weights[b[1]].sum()), CpuDevice(), halve).run([batch], 4)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+def test_earlier_gradients_are_added_and_keep_their_identity():
+    """Gradients from before stay the same tensors and get the new ones added, as ``backward`` does."""
+    model, batch = Plain(), make_batch(9, torch.float64)
+    mean_step(model, batch).backward()
+    earlier = {name: (grad, grad.clone()) for name, grad in gradients_of(model).items() if grad is not None}
+    expected = full_batch_gradient(model, mean_step, batch)
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], 2)
+    for name, (gradient, value) in earlier.items():
+        assert gradients_of(model)[name] is gradient
+        assert torch.allclose(gradient, value + expected[name], rtol=1e-12)
+
+
+def test_an_unused_and_a_frozen_parameter_keep_none():
+    """None stays None: AdamW's decay would move a parameter whose gradient became zero."""
+    model = Everything()
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([make_batch(8)], 4)
+    assert model.unused.weight.grad is None
+    assert model.frozen.weight.grad is None
+    assert model.head.weight.grad is not None
+
+
+def commit_without_errors(sizes, batch):
+    """The state of a run that used the committed micro-batches from the start."""
+    torch.manual_seed(7)
+    model = Everything()
+    parts = list(zip(batch[0].split(list(sizes)), batch[1].split(list(sizes)), strict=True))
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, max(sizes))
+    return bits_of(model)
+
+
+def forget_objects(bits):
+    """Without object identities, the calls counter and everything else that two models cannot share."""
+    return {key: value for key, value in bits.items() if not key.startswith(("gradient object", "calls"))}
+
+
+def count_operations():
+    """How many operations one accumulation of the test below has."""
+    torch.manual_seed(7)
+    model, batch = Everything(), make_batch(12)
+    with oom_at(10**9) as counted:
+        Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], 6)
+    return counted.operations
+
+
+def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
+    """Wherever memory ends, in forward or backward, the result is bitwise that of the committed micro-batches."""
+    batch = make_batch(12)
+    kept = restarted = 0
+    for position in range(1, count_operations() + 1):
+        torch.manual_seed(7)
+        model = Everything()
+        accumulation = Accumulation(Workload(model, mean_step), CpuDevice(), halve)
+        with oom_at(position) as planned:
+            done = accumulation.run([batch], 6)
+        assert len(planned.raised) == 1
+        kept += done.micro_batch_sizes == (6, 3, 3)
+        restarted += done.micro_batch_sizes == (3, 3, 3, 3)
+        expected = commit_without_errors(done.micro_batch_sizes, batch)
+        assert not differences(forget_objects(bits_of(model)), forget_objects(expected)), (position, planned.raised)
+    assert kept >= 20
+    assert restarted >= 20
+
+
+def test_two_ooms_in_one_step_and_one_in_the_retry():
+    """A second error, also in the retry itself, is one more retry."""
+    batch = make_batch(12)
+    torch.manual_seed(7)
+    model = Everything()
+    with oom_at(30, 45) as planned:
+        done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], 12)
+    assert len(planned.raised) == done.retries == 2
+    expected = commit_without_errors(done.micro_batch_sizes, batch)
+    assert not differences(forget_objects(bits_of(model)), forget_objects(expected))
+
+
+def test_memory_that_never_suffices_restores_everything_and_raises():
+    """Down to one sample and beyond: DoesNotFit, and all is as before, earlier gradients included."""
+    model = Everything()
+    mean_step(model, make_batch(5)).backward()
+    before = bits_of(model)
+    device = FakeDevice(lambda n: 100, total_bytes=10)
+    with pytest.raises(DoesNotFit, match="fake device out of memory"):
+        Accumulation(Workload(model, mean_step), device, halve).run([make_batch(12)], 12)
+    assert device.ran_sizes == [12, 6, 3, 1]
+    assert not differences(bits_of(model), before)
+
+
+@pytest.mark.parametrize("error", [ValueError("labels out of range"), KeyboardInterrupt(), MemoryError("numpy")])
+def test_any_other_error_comes_out_unchanged_and_restores_everything(error):
+    """An error that is not an OOM is the user's, with its own traceback, and the step has not happened."""
+    model = Everything()
+    mean_step(model, make_batch(5)).backward()
+    before = bits_of(model)
+    calls = []
+
+    def step(model, batch):
+        calls.append(1)
+        loss = mean_step(model, batch)
+        np.random.rand()
+        if len(calls) == 3:
+            raise error
+        return loss
+
+    with pytest.raises(type(error)) as caught:
+        Accumulation(Workload(model, step), CpuDevice(), halve).run([make_batch(12)], 4)
+    assert caught.value is error
+    model.calls -= 3  # a plain attribute of the user's module is the user's own
+    assert not differences(bits_of(model), before)
+
+
+def test_a_failed_attempt_leaves_no_tensor_alive():
+    """When the next size is chosen, the activations of the failed attempt are gone."""
+    alive = []
+
+    class Tracks(nn.Linear):
+        def forward(self, inputs):
+            output = super().forward(inputs)
+            alive.append(weakref.ref(output))
+            return output
+
+    model = Tracks(6, 4)
+
+    def look(shortage):
+        assert [ref() for ref in alive] == [None]
+        return 2
+
+    gc.disable()
+    try:
+        with oom_at(6):  # after the first linear layer, inside its loss
+            done = Accumulation(Workload(model, mean_step), CpuDevice(), look).run([make_batch(4)], 4)
+    finally:
+        gc.enable()
+    assert done.retries == 1
+
+
+def test_a_micro_batch_of_weight_zero_is_not_run():
+    """Labels that are all ignored give a mean of nan: such a micro-batch is passed over."""
+    model, batch = Plain(), make_tokens([0, 0, 3, 5])
+    seen = []
+
+    def step(model, part):
+        seen.append(len(part["labels"]))
+        return token_step(model, part)
+
+    done = Accumulation(Workload(model, step, count_tokens), CpuDevice(), halve).run([batch], 2)
+    assert seen == [2]
+    assert done.weight == 8
+    assert torch.isfinite(done.loss)
+
+
+def test_nothing_to_take_a_mean_over_is_an_error():
+    """A batch whose weights are all 0 has no mean."""
+    model = Plain()
+    with pytest.raises(InvalidBatch, match="gave 0 for all 3 samples"):
+        Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve).run([make_tokens([0, 0, 0])], 2)
+    assert model.head.weight.grad is None
+
+
+def test_a_weight_that_does_not_add_up_is_an_error():
+    """``weigh`` must count: a mean of something changes when the batch is divided anew."""
+    model, batch = Plain(), make_batch(8, torch.float64)
+    with oom_at(12), pytest.raises(InvalidBatch, match="not additive"):
+        Accumulation(Workload(model, mean_step, lambda b: 5.0), CpuDevice(), halve).run([batch], 8)
+    assert model.head.weight.grad is None
+
+
+def test_aux_comes_back_once_a_committed_micro_batch_detached():
+    """What stands beside the loss is kept only of micro-batches that count, without its graph."""
+    model, batch = Plain(), make_batch(8, torch.float64)
+
+    def step(model, part):
+        logits = model(part[0])
+        return F.cross_entropy(logits, part[1]), {"logits": logits, "size": len(part[1])}
+
+    with oom_at(20):
+        done = Accumulation(Workload(model, step), CpuDevice(), halve).run([batch], 4)
+    assert [entry["size"] for entry in done.aux] == list(done.micro_batch_sizes)
+    assert not any(entry["logits"].requires_grad for entry in done.aux)
+    assert torch.allclose(torch.cat([entry["logits"] for entry in done.aux]), model(batch[0]), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda loss: loss.item(), "returned float"),
+        (lambda loss: loss.detach(), "without a graph"),
+        (lambda loss: loss.expand(3), r"shape \(3,\)"),
+        (lambda loss: None, "returned NoneType"),
+    ],
+)
+def test_a_step_without_a_gradient_is_refused(returned, message):
+    """A loss that no gradient can come from is named, and nothing has changed."""
+    model = Plain()
+    with pytest.raises(InvalidStep, match=message):
+        Accumulation(Workload(model, lambda m, b: returned(mean_step(m, b))), CpuDevice(), halve).run(
+            [make_batch(4, torch.float64)], 2
+        )
+    assert model.head.weight.grad is None

@@ -1,0 +1,306 @@
+"""Batches: splitting and growing any nest against an oracle that builds the same nest from chosen samples."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.workload.batches import (
+    count_elements,
+    count_samples,
+    describe,
+    grow,
+    slice_samples,
+    split,
+    tensors_of,
+)
+from autobatch.workload.nests import fields_of
+
+# A batch as a function of which of its samples are wanted, in which order.
+Build = Callable[[Sequence[int]], Any]
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    y: Any
+    kept: str = field(default="kept", init=False)
+
+
+class Opaque:
+    """Something of the user's that is no container."""
+
+
+def pick_rows(values: Any) -> Build:
+    """Rows of one tensor or array."""
+    return lambda wanted: values[list(wanted)]
+
+
+def pick_entries(kind: Callable[[list[Any]], Any], entries: list[Any]) -> Build:
+    """Entries of one list."""
+    return lambda wanted: kind([entries[index] for index in wanted])
+
+
+def nest_fields(kind: Callable[..., Any], builds: list[Build]) -> Build:
+    """A container of parts."""
+    return lambda wanted: kind(*[build(wanted) for build in builds])
+
+
+def keyed(kind: type) -> Callable[..., Any]:
+    """A mapping whose keys are numbers spelled out."""
+    return lambda *values: kind({f"key{index}": value for index, value in enumerate(values)})
+
+
+def listed(kind: type) -> Callable[..., Any]:
+    """A list of fields; its first entry is unlike the others, so that no length can make samples of them."""
+    return lambda *values: kind([1.5, "text", *values])
+
+
+SHAPES = st.lists(st.integers(1, 3), max_size=4).map(tuple)
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool])
+SHARED = st.sampled_from([3, 0.5, True, None, "text", b"bytes", torch.tensor(2.0), np.float32(1), Opaque(), {1, 2}])
+
+
+@st.composite
+def leaves(draw: st.DrawFn, count: int) -> Build:
+    """A tensor, an array, a list of samples, or something shared."""
+    kind = draw(st.sampled_from(["tensor", "array", "targets", "names", "shared"]))
+    if kind == "tensor":
+        shape, dtype = draw(SHAPES), draw(DTYPES)
+        return pick_rows(torch.randint(0, 9, (count, *shape)).to(dtype))
+    if kind == "array":
+        return pick_rows(np.random.randint(0, 9, (count, *draw(SHAPES))))
+    if kind == "targets":
+        boxes = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+        entries = [{"boxes": torch.rand(number, 4), "name": str(number)} for number in boxes]
+        return pick_entries(draw(st.sampled_from([list, tuple])), entries)
+    if kind == "names":
+        return pick_entries(list, [f"name{index}" for index in range(count)])
+    shared = draw(SHARED)
+    return lambda _wanted: shared
+
+
+def extend(children: st.SearchStrategy[Build]) -> st.SearchStrategy[Build]:
+    """Any container around parts."""
+    several = st.lists(children, min_size=1, max_size=3)
+    kinds = st.sampled_from([keyed(dict), keyed(OrderedDict), keyed(UserDict), listed(list), listed(tuple)])
+    pairs = st.lists(children, min_size=2, max_size=2)
+    return st.builds(nest_fields, kinds, several) | st.builds(nest_fields, st.sampled_from([Pair, Frozen]), pairs)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[int, Build]:
+    """A number of samples above every ragged size in the nest, so that no list is readable both ways, and a batch."""
+    count = draw(st.integers(4, 8))
+    rest = draw(st.recursive(leaves(count), extend, max_leaves=6))
+    return count, nest_fields(Pair, [pick_rows(torch.arange(count)), rest])
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[list[int], Any, Build]:
+    """A batch and sizes that sum to its samples."""
+    count, build = draw(batches())
+    cuts = sorted(draw(st.sets(st.integers(1, count - 1))))
+    sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, count], strict=True)]
+    return sizes, build(range(count)), build
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in structure, types and values."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, torch.Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, np.ndarray):
+        return bool(np.array_equal(left, right))
+    parts = fields_of(left)
+    if parts is None:
+        return left is right or left == right
+    others = fields_of(right)
+    return [key for key, _ in parts] == [key for key, _ in others] and all(
+        same(mine, theirs) for (_, mine), (_, theirs) in zip(parts, others, strict=True)
+    )
+
+
+def storages(batch: Any) -> set[int]:
+    """Where the memory of its tensors begins."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_of(batch)}
+
+
+@given(divided())
+def test_split_gives_these_samples(case: tuple[list[int], Any, Build]) -> None:
+    """Part by part a split holds the samples that stand there, in the batch's own types."""
+    sizes, batch, build = case
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    parts = split(batch, sizes)
+    assert len(parts) == len(sizes)
+    for size, stop, part in zip(sizes, stops, parts, strict=True):
+        assert same(part, build(range(stop - size, stop)))
+        assert same(slice_samples(batch, stop - size, stop), part)
+
+
+@given(divided())
+def test_split_copies_nothing(case: tuple[list[int], Any, Build]) -> None:
+    """Every tensor of every part lies in the batch's own memory."""
+    sizes, batch, _ = case
+    assert all(storages(part) <= storages(batch) for part in split(batch, sizes))
+
+
+@given(batches(), st.integers(1, 20))
+def test_grow_repeats_in_order(case: tuple[int, Build], n: int) -> None:
+    """Sample i of a grown batch is sample i modulo the count, and the original is as it was."""
+    count, build = case
+    batch = build(range(count))
+    assert same(grow(batch, n), build([index % count for index in range(n)]))
+    assert same(batch, build(range(count)))
+
+
+@given(batches(), st.integers(1, 20))
+def test_a_grown_batch_counts_what_was_asked(case: tuple[int, Build], n: int) -> None:
+    """Described like the original, a grown batch has n samples, also where alone its lists would read otherwise."""
+    count, build = case
+    layout = describe(build(range(count)))
+    assert layout.count == count
+    assert describe(layout.grow(n), like=layout).count == n
+
+
+@given(batches())
+def test_growing_by_nothing_views(case: tuple[int, Build]) -> None:
+    """Up to the batch's own count a grown batch takes no memory."""
+    count, build = case
+    batch = build(range(count))
+    assert all(storages(grow(batch, n)) <= storages(batch) for n in (1, count))
+
+
+def test_shared_things_are_the_same_objects() -> None:
+    """Whatever has no samples is in every part and every grown batch by reference."""
+    shared = {"config": Opaque(), "tags": ["a", "b"], "scale": torch.tensor(2.0), "mean": np.float32(0.5)}
+    batch = {"x": torch.zeros(8), **shared, "nested": {"tags": shared["tags"]}}
+    for part in (*split(batch, [5, 3]), grow(batch, 20)):
+        assert all(part[name] is value for name, value in shared.items())
+        assert part["nested"] is batch["nested"]
+
+
+def test_arrays_are_viewed() -> None:
+    """NumPy arrays are sliced, not copied, and stay arrays."""
+    batch = np.arange(12).reshape(6, 2)
+    assert all(np.shares_memory(part, batch) for part in split(batch, [4, 2]))
+    assert np.shares_memory(grow(batch, 3), batch)
+
+
+def test_the_whole_batch_is_itself() -> None:
+    """One part of everything is the user's own batch."""
+    batch = [torch.zeros(4), torch.zeros(4)]
+    assert split(batch, [4])[0] is batch
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [((2, 3, 4, 5), torch.channels_last), ((2, 3, 4, 5, 6), torch.channels_last_3d), ((2, 3), torch.contiguous_format)],
+)
+def test_grow_keeps_memory_format(shape: tuple[int, ...], memory_format: torch.memory_format, n: int) -> None:
+    """A channels-last tensor grows channels last."""
+    grown = grow(torch.rand(shape).to(memory_format=memory_format), n)
+    assert grown.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_growing_keeps_requires_grad_and_reaches_no_original(n: int) -> None:
+    """A grown input requires a gradient as its original does, and keeps it to itself."""
+    batch = {"x": torch.ones(2, requires_grad=True), "y": torch.ones(2)}
+    grown = grow(batch, n)
+    assert (grown["x"].requires_grad, grown["y"].requires_grad) == (True, False)
+    grown["x"].sum().backward()
+    assert batch["x"].grad is None
+    assert torch.equal(grown["x"].grad, torch.ones(n))
+
+
+def test_parts_reach_the_original() -> None:
+    """A split is differentiable: gradients of parts arrive in the user's input."""
+    x = torch.ones(4, requires_grad=True)
+    split(x, [3, 1])[1].sum().backward()
+    assert x.grad.tolist() == [0, 0, 0, 1]
+
+
+def test_leaves_that_share_memory() -> None:
+    """The same tensor twice is split twice, alike."""
+    x = torch.arange(4)
+    part = slice_samples({"x": x, "again": x, "turned": x.flip(0)}, 1, 3)
+    assert (part["x"].tolist(), part["again"].tolist(), part["turned"].tolist()) == ([1, 2], [1, 2], [2, 1])
+
+
+@pytest.mark.parametrize("sizes", [[], [4], [9], [4, 4, 0], [5, -1, 4]])
+def test_sizes_must_divide(sizes: list[int]) -> None:
+    """Sizes that are not positive or have another sum are refused with both numbers."""
+    with pytest.raises(InvalidArgument, match="do not divide a batch of 8"):
+        split(torch.zeros(8), sizes)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (-1, 2), (3, 9), (4, 3)])
+def test_slices_stay_inside(start: int, stop: int) -> None:
+    """A range that is empty or leaves the batch is refused."""
+    with pytest.raises(InvalidArgument, match="of a batch of 8"):
+        slice_samples(torch.zeros(8), start, stop)
+
+
+def test_no_batch_of_nothing() -> None:
+    """A batch cannot be grown to no samples."""
+    with pytest.raises(InvalidArgument, match="0 samples"):
+        grow(torch.zeros(8), 0)
+
+
+def test_an_unclear_list_is_counted_and_not_divided() -> None:
+    """A list readable both ways can be counted and taken whole; dividing it says what to do."""
+    batch = {"x": torch.zeros(2), "pair": [torch.zeros(2), torch.zeros(2)]}
+    assert count_samples(batch) == 2
+    assert split(batch, [2])[0] is batch
+    for divide in (lambda: split(batch, [1, 1]), lambda: grow(batch, 4)):
+        with pytest.raises(InvalidBatch, match=r'batch\["pair"\] has 2 entries, every tensor in it has 2 rows'):
+            divide()
+
+
+def test_a_batch_is_divided_as_an_earlier_one_was() -> None:
+    """After a batch that showed its list to be fields, two samples of the same kind divide as fields."""
+    earlier = describe({"x": torch.zeros(8), "pair": [torch.zeros(8), torch.zeros(8)]})
+    later = describe({"x": torch.zeros(2), "pair": [torch.zeros(2), torch.zeros(2)]}, like=earlier)
+    assert [len(tensor) for tensor in later.take(0, 1)["pair"]] == [1, 1]
+
+
+def test_a_tokenizers_encoding_stays_one() -> None:
+    """A BatchEncoding of transformers keeps its type and what it holds beside its tensors."""
+    transformers = pytest.importorskip("transformers")
+    encoding = transformers.BatchEncoding({"input_ids": torch.arange(12).reshape(4, 3)}, prepend_batch_axis=False)
+    part = slice_samples(encoding, 1, 3)
+    assert type(part) is transformers.BatchEncoding
+    assert part.input_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
+    assert encoding.input_ids.shape == (4, 3)
+    assert grow(encoding, 9)["input_ids"].shape == (9, 3)
+
+
+def test_a_models_output_stays_one() -> None:
+    """A ModelOutput of transformers, at once a dict and a dataclass, is split in both guises."""
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    part = slice_samples(outputs.BaseModelOutput(last_hidden_state=torch.arange(4)), 1, 2)
+    assert part.last_hidden_state.tolist() == [1]
+    assert part["last_hidden_state"].tolist() == [1]
+
+
+def test_elements_grow_with_samples() -> None:
+    """Twice the samples have twice the elements."""
+    batch = (torch.zeros(4, 3), [{"boxes": torch.zeros(index, 4)} for index in range(4)])
+    assert count_elements(grow(batch, 8)) == 2 * count_elements(batch) == 2 * (12 + 24)

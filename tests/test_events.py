@@ -1,0 +1,139 @@
+"""Events: the line and level of each, and hooks that cannot harm a step."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from autobatch import events
+from autobatch.events import BatchDiffers, Event, PlanMade, Retried, StepFinished, TrialFinished, emit
+from autobatch.records import Trial
+
+GIB = 1024**3
+
+TRIAL = Trial(micro_batch_size=43, outcome="fits", peak_reserved=18 * GIB, seconds=0.316)
+RETRIED = Retried(
+    step=120,
+    failed_size=43,
+    new_size=22,
+    samples_kept=86,
+    samples_redone=43,
+    used_bytes=3 * GIB,
+    budget_bytes=8 * GIB,
+    reason="OutOfMemoryError: CUDA out of memory.",
+)
+FINISHED = StepFinished(step=7, micro_batch_sizes=(86, 85, 85), retries=1, peak_bytes=5 * GIB, seconds=0.2)
+
+EVENTS = [
+    pytest.param(
+        TrialFinished(trial=TRIAL, limit_bytes=20 * GIB),
+        logging.DEBUG,
+        "autobatch: trial of 43 samples: fits, peak 18.0 GiB of 20.0 GiB, 0.32 s",
+        id="trial",
+    ),
+    pytest.param(
+        TrialFinished(trial=Trial(micro_batch_size=1, outcome="oom", seconds=0.1), limit_bytes=0),
+        logging.DEBUG,
+        "autobatch: trial of 1 sample: oom, 0.10 s",
+        id="trial where memory cannot be measured",
+    ),
+    pytest.param(PlanMade(summary="autobatch: 256 = 6 x 43"), logging.INFO, "autobatch: 256 = 6 x 43", id="plan"),
+    pytest.param(
+        RETRIED,
+        logging.WARNING,
+        "autobatch: step 120 ran out of memory at 43 samples; goes on with at most 22 (86 kept, 43 redone); "
+        "3.0 GiB of 8.0 GiB held by others and us after clean-up; OutOfMemoryError: CUDA out of memory.",
+        id="retry",
+    ),
+    pytest.param(
+        BatchDiffers(step=3, samples=200, planned=256),
+        logging.INFO,
+        "autobatch: step 3 was given 200 samples, the plan was made for 256; the update is the mean over the 200",
+        id="batch of another size",
+    ),
+    pytest.param(
+        FINISHED,
+        logging.DEBUG,
+        "autobatch: step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB",
+        id="step",
+    ),
+    pytest.param(
+        StepFinished(step=0, micro_batch_sizes=(4,), retries=0, peak_bytes=512, seconds=0.0),
+        logging.DEBUG,
+        "autobatch: step 0: 1 micro-batch of at most 4, 0 retries, peak 512 bytes",
+        id="step in one piece",
+    ),
+]
+
+
+def _types_of_events() -> set[type[Event]]:
+    """Every event that the module makes public."""
+    public = (getattr(events, name) for name in events.__all__)
+    return {kind for kind in public if isinstance(kind, type) and issubclass(kind, Event) and kind is not Event}
+
+
+def test_the_table_above_has_every_event() -> None:
+    """A new event cannot be added without its line being looked at here."""
+    assert {type(case.values[0]) for case in EVENTS} == _types_of_events()
+
+
+@pytest.mark.parametrize(("event", "level", "line"), EVENTS)
+def test_each_event_is_one_log_line(event: Event, level: int, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One event costs one line on logger ``autobatch``, at its own level."""
+    with caplog.at_level(logging.DEBUG, logger="autobatch"):
+        emit(event)
+    assert caplog.record_tuples == [("autobatch", level, line)]
+    assert "\n" not in line
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Below a warning, a program that has not set up logging sees nothing on its own streams."""
+    emit(FINISHED)
+    emit(PlanMade(summary="autobatch: 256 = 6 x 43"))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_hooks_get_the_event_itself_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    """Each hook is called once, in the order given, with the very record, after it was logged."""
+    calls: list[tuple[str, Event, int]] = []
+    with caplog.at_level(logging.WARNING, logger="autobatch"):
+        emit(
+            RETRIED,
+            hooks=[
+                lambda event: calls.append(("first", event, len(caplog.records))),
+                lambda event: calls.append(("second", event, len(caplog.records))),
+            ],
+        )
+    assert [name for name, _, _ in calls] == ["first", "second"]
+    assert all(event is RETRIED for _, event, _ in calls)
+    assert [lines for _, _, lines in calls] == [1, 1]
+
+
+def test_a_hook_that_raises_costs_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Its error is logged with its traceback and the event's name, and the hooks after it still run."""
+    seen: list[Event] = []
+
+    def broken(event: Event) -> None:
+        raise ConnectionError("tracker is away")
+
+    with caplog.at_level(logging.WARNING, logger="autobatch"):
+        emit(FINISHED, hooks=[broken, seen.append])
+    (line,) = caplog.records
+    assert seen == [FINISHED]
+    assert line.levelno == logging.ERROR
+    assert "StepFinished" in line.getMessage()
+    assert "broken" in line.getMessage()
+    assert line.exc_info is not None
+    assert str(line.exc_info[1]) == "tracker is away"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_a_hook_may_stop_the_program(stop: type[BaseException]) -> None:
+    """Ctrl-C and exit inside a hook are the user's will and go through."""
+
+    def leave(event: Event) -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        emit(FINISHED, hooks=[leave])

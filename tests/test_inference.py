@@ -1,0 +1,217 @@
+"""Inferred examples: what models tell of their input, and what is said where they do not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from autobatch.errors import NeedsBatch
+from autobatch.workload.default_step import call_model
+from autobatch.workload.inference import infer_example
+
+
+class Net(nn.Module):
+    """Layers in a row, with attributes beside them."""
+
+    def __init__(self, *layers: nn.Module, **attributes: Any) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x)
+
+
+def perceptron() -> nn.Sequential:
+    """Vectors of five to three."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+CONV = nn.Conv2d(3, 4, 3)
+
+
+class TestExampleInput:
+    """Lightning's example_input_array."""
+
+    @pytest.mark.parametrize(
+        ("given", "shapes"),
+        [
+            (torch.ones(8, 5), [(1, 5)]),
+            (torch.ones(1, 5), [(1, 5)]),
+            ((torch.ones(8, 5), torch.ones(8, dtype=torch.long)), [(1, 5), (1,)]),
+            ({"x": torch.ones(8, 5), "flag": True}, [(1, 5)]),
+        ],
+    )
+    def test_first_sample(self, given: Any, shapes: list[tuple[int, ...]]) -> None:
+        """Its first sample is taken, in its own form."""
+        example = infer_example(Net(nn.Linear(5, 1), example_input_array=given))
+        assert type(example) is type(given)
+        tensors = (
+            [example] if isinstance(example, torch.Tensor) else list(getattr(example, "values", lambda: example)())
+        )
+        assert [tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor)] == shapes
+
+    def test_it_goes_first(self) -> None:
+        """It is preferred to whatever the layers tell."""
+        assert infer_example(Net(CONV, example_input_array=torch.ones(2, 3, 9, 9))).shape == (1, 3, 9, 9)
+
+    def test_one_that_is_no_batch(self) -> None:
+        """One whose tensors disagree is refused by name."""
+        with pytest.raises(
+            NeedsBatch, match=r"Net\.example_input_array is no batch .*batch\[0\] has 2, batch\[1\] has 3"
+        ):
+            infer_example(Net(CONV, example_input_array=(torch.ones(2), torch.ones(3))))
+
+
+class TestImageConfig:
+    """timm's pretrained_cfg."""
+
+    @pytest.mark.parametrize(
+        "attributes",
+        [
+            {"pretrained_cfg": {"input_size": (3, 32, 24)}},
+            {"pretrained_cfg": SimpleNamespace(input_size=(3, 32, 24))},
+            {"default_cfg": {"input_size": (3, 32, 24)}},
+            {"pretrained_cfg": {}, "default_cfg": {"input_size": [3, 32, 24]}},
+        ],
+    )
+    def test_input_size(self, attributes: dict[str, Any]) -> None:
+        """It is one image of the size in the config, whether a dict or an object."""
+        assert infer_example(Net(CONV, **attributes)).shape == (1, 3, 32, 24)
+
+    @pytest.mark.parametrize(
+        ("channels", "inferred"),
+        [(1, 1), (4, 4), (3, 3), (48, 3)],
+    )
+    def test_channels(self, channels: int, inferred: int) -> None:
+        """A model built for other channels gets those; 48 of them are the pixels of 4 x 4 images, moved by the stem."""
+        model = Net(nn.Conv2d(channels, 2, 3), pretrained_cfg={"input_size": (3, 32, 24)})
+        assert infer_example(model).shape == (1, inferred, 32, 24)
+
+    def test_built_size(self) -> None:
+        """A model built for another size than it was pretrained with gets the size it was built for."""
+        patches = nn.Conv2d(3, 4, 8)
+        patches.img_size = (64, 64)
+        assert infer_example(Net(patch_embed=patches, pretrained_cfg={"input_size": (3, 32, 32)})).shape == (
+            1,
+            3,
+            64,
+            64,
+        )
+
+
+class TestFirstLayer:
+    """A first layer that fixes the whole shape."""
+
+    def test_linear(self) -> None:
+        """A Linear that only vectors follow takes one vector, and the model runs on it."""
+        model = perceptron()
+        example = infer_example(model)
+        assert example.shape == (1, 5)
+        assert model(example).shape == (1, 3)
+
+    def test_parametrized_linear(self) -> None:
+        """Weight normalisation does not hide the first layer behind the second."""
+        assert infer_example(nn.Sequential(weight_norm(nn.Linear(5, 4)), nn.Linear(4, 3))).shape == (1, 5)
+
+    @pytest.mark.parametrize(
+        "attributes",
+        [
+            {"config": SimpleNamespace(n_positions=7)},
+            {"config": {"block_size": 7}},
+            {"config": SimpleNamespace(max_position_embeddings=7, block_size=3)},
+            {"max_seq_len": 7},
+        ],
+    )
+    def test_embedding(self, attributes: dict[str, Any]) -> None:
+        """An Embedding with a known length takes that many numbers, all in the vocabulary."""
+        example = infer_example(Net(nn.Embedding(5, 2), nn.Linear(2, 2), **attributes))
+        assert example.dtype == torch.int64
+        assert example.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+
+    @pytest.mark.parametrize("kind", ["GPT2", "Roberta", "Bert"])
+    def test_transformers(self, kind: str) -> None:
+        """A model of transformers gets as many tokens as its positions allow, never its dummy inputs, and runs."""
+        transformers = pytest.importorskip("transformers")
+        names = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = getattr(transformers, f"{kind}Config")(**names, max_position_embeddings=34, intermediate_size=8)
+        model = getattr(transformers, f"{kind}Model")(config)
+        example = infer_example(model)
+        assert example.shape == (1, 32 if kind == "Roberta" else 34)
+        assert call_model(model, example).last_hidden_state.shape == (*example.shape, 8)
+
+
+OPEN = {
+    "conv1d": (nn.Conv1d(2, 4, 3), "0 (Conv1d), takes 2 channels and leaves length open", "(1, 2, 1000)"),
+    "conv2d": (CONV, "0 (Conv2d), takes 3 channels and leaves height and width open", "(1, 3, 224, 224)"),
+    "conv3d": (nn.Conv3d(1, 4, 3), "takes 1 channels and leaves depth, height and width open", "(1, 1, 16, 112, 112)"),
+    "embedding": (nn.Embedding(9, 2), "0 (Embedding), leaves the number of tokens open", "(1, 512, dtype=torch.long)"),
+    "lstm": (nn.LSTM(6, 2, batch_first=True), "takes 6 features and leaves the number of steps open", "(1, 100, 6)"),
+    "attention": (nn.MultiheadAttention(6, 2, batch_first=True), "0 (MultiheadAttention), takes 6 fea", "(1, 100, 6)"),
+}
+
+
+@pytest.mark.parametrize(("layer", "message", "suggestion"), OPEN.values(), ids=OPEN)
+def test_open_shapes(layer: nn.Module, message: str, suggestion: str) -> None:
+    """One line names the layer, what it takes and leaves open, and a batch to paste that this layer does take."""
+    with pytest.raises(NeedsBatch) as caught:
+        infer_example(nn.Sequential(layer))
+    text = str(caught.value)
+    assert text.startswith("Sequential's first layer, 0")
+    assert message in text
+    assert text.endswith(f"pass yours as batch=torch.zeros{suggestion}")
+    pasted = eval(text.partition("batch=")[2], {"torch": torch})
+    assert len(layer(*[pasted] * (3 if isinstance(layer, nn.MultiheadAttention) else 1))) >= 1
+
+
+class TwoArguments(Net):
+    def forward(self, x: Any, mask: Any) -> Any:
+        return x
+
+
+class Encoder(Net):
+    config = SimpleNamespace(is_encoder_decoder=True, n_positions=9)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (Net(), "Net has no layer with parameters"),
+        (Net(nn.LayerNorm(4)), r"0 \(LayerNorm\), does not tell the input's shape: pass an example as batch="),
+        (nn.Conv2d(3, 4, 3), "first layer, Conv2d, takes 3"),
+        (nn.LSTM(6, 2), "batch_first is False"),
+        (Net(nn.Linear(5, 4), nn.LSTM(4, 2)), r"\(Linear\), takes 5 features and leaves the number of steps open"),
+        (Net(nn.Linear(5, 4), nn.TransformerEncoderLayer(4, 2)), r"\(Linear\), takes 5 features and leaves"),
+        (nn.LazyLinear(4), "does not tell the input's shape"),
+        (TwoArguments(nn.Linear(5, 4)), "forward needs x, mask"),
+        (Encoder(nn.Embedding(9, 2)), "an encoder and a decoder"),
+        (Net(nn.Embedding(9, 2), config={"max_position_embeddings": 131072}), "allows 131072 tokens"),
+        (Net(nn.Embedding(9, 2), max_seq_len=None), "leaves the number of tokens open"),
+    ],
+)
+def test_refusals(model: nn.Module, message: str) -> None:
+    """Whatever does not fix the whole input is not guessed."""
+    with pytest.raises(NeedsBatch, match=message) as caught:
+        infer_example(model)
+    assert "batch=" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_device_and_dtype_are_the_models(dtype: torch.dtype) -> None:
+    """Floats come in the model's dtype and on its device, whole numbers keep theirs."""
+    model = perceptron().to(dtype=dtype, device="meta")
+    assert (infer_example(model).dtype, infer_example(model).device.type) == (dtype, "meta")
+    tokens = Net(nn.Embedding(5, 2), max_seq_len=3).to(dtype)
+    assert infer_example(tokens).dtype == torch.int64
+
+
+def test_wrapped_models_are_looked_into() -> None:
+    """A compiled model tells what the model inside tells."""
+    assert infer_example(torch.compile(perceptron(), backend="eager")).shape == (1, 5)

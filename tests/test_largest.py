@@ -1,0 +1,307 @@
+"""The largest samples: found in every kind of dataset and loader, within limits, leaving nothing open."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from autobatch.errors import InvalidBatch
+from autobatch.workload.largest import _spread, is_source, largest_samples
+
+
+class Sequences(Dataset[torch.Tensor]):
+    """Sample i is a sequence of lengths[i] times the number i; remembers what it was asked for."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append(index)
+        return torch.full((self.lengths[index],), index)
+
+
+class Stream(IterableDataset[Any]):
+    """Yields entries one by one; remembers whether its iterator was closed."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.entries = entries
+        self.closed = False
+        self.given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            for entry in self.entries:
+                self.given += 1
+                yield entry
+        finally:
+            self.closed = True
+
+
+def pad(samples: list[torch.Tensor]) -> torch.Tensor:
+    """As loaders of text do."""
+    return pad_sequence(samples, batch_first=True, padding_value=-1)
+
+
+LENGTHS = [3, 9, 1, 7, 2, 8]
+
+
+def indices(batch: torch.Tensor) -> list[int]:
+    """Which samples are in a padded batch."""
+    return batch[:, 0].tolist()
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 10))
+def test_largest_of_a_map_style_loader(lengths: list[int], count: int) -> None:
+    """The padded batch has the longest samples, as many as asked for or there are, and no more is said."""
+    dataset = Sequences(lengths)
+    batch, note = largest_samples(DataLoader(dataset, batch_size=3, shuffle=True, collate_fn=pad), count)
+    assert (batch >= 0).sum(dim=1).tolist() == sorted(lengths, reverse=True)[:count]
+    assert note is None
+    assert sorted(dataset.asked) == list(range(len(lengths)))
+
+
+@given(st.integers(1, 300), st.integers(1, 310))
+def test_spread_is_even_and_without_repeats(length: int, most: int) -> None:
+    """Indices differ, hold both ends, and the largest hole among them is within three times the even one."""
+    found = list(_spread(length, most))
+    assert len(found) == len(set(found)) == min(length, most)
+    assert all(0 <= index < length for index in found)
+    if len(found) > 1:
+        assert {0, length - 1} <= set(found)
+        places = sorted(found)
+        holes = [right - left for left, right in itertools.pairwise(places)]
+        assert max(holes) <= 3 * length / (len(found) - 1) + 1
+
+
+def test_scan_limit_is_kept_and_said() -> None:
+    """No more samples than the limit are fetched; the note says how many of how many."""
+    dataset = Sequences([1] * 99 + [50])
+    batch, note = largest_samples(DataLoader(dataset, collate_fn=pad), 2, scan_limit=10)
+    assert len(dataset.asked) == 10
+    assert batch.shape == (2, 50)
+    assert note == "the largest was looked for among 10 of the dataset's 100 samples"
+
+
+def test_the_same_samples_each_time() -> None:
+    """Which samples are looked at depends on nothing but their number."""
+    seen = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        dataset = Sequences(list(range(1, 101)))
+        largest_samples(DataLoader(dataset, shuffle=True, collate_fn=pad), scan_limit=10)
+        seen.append(dataset.asked)
+    assert seen[0] == seen[1]
+
+
+def test_time_limit_is_kept_and_said() -> None:
+    """After the time limit no further sample is looked at, but one always is."""
+
+    class Slow(Sequences):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(0.02)
+            return super().__getitem__(index)
+
+    dataset = Slow([4] * 50)
+    _, note = largest_samples(DataLoader(dataset, collate_fn=pad), time_limit=0.05)
+    assert 1 <= len(dataset.asked) < 10
+    assert f"{len(dataset.asked)} of the dataset's 50 samples" in note
+    assert len(largest_samples(Slow([4] * 50), time_limit=0).batch) == 1
+
+
+def test_a_dataset_alone_is_collated_as_torch_does() -> None:
+    """A TensorDataset gives the list of columns that a loader would."""
+    batch, note = largest_samples(TensorDataset(torch.arange(6).reshape(3, 2), torch.arange(3)), 2)
+    assert isinstance(batch, list)
+    assert [tuple(column.shape) for column in batch] == [(2, 2), (2,)]
+    assert note is None
+
+
+def test_a_random_sample_is_the_one_that_was_measured() -> None:
+    """Where each access gives another size, the batch has the sizes that were ranked."""
+
+    class Random(Sequences):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.zeros(int(torch.randint(1, 100, ())))
+
+    made: list[int] = []
+
+    def remember(samples: list[torch.Tensor]) -> torch.Tensor:
+        made.extend(len(sample) for sample in samples)
+        return pad(samples)
+
+    batch, _ = largest_samples(DataLoader(Random([0] * 20), collate_fn=remember), 3)
+    assert made[-3:] == sorted(made[:20], reverse=True)[:3]
+    assert batch.shape == (3, max(made[:20]))
+
+
+@pytest.mark.parametrize("limit", [6, 100])
+def test_streams(limit: int) -> None:
+    """Of an iterable dataset the largest of the first samples are taken, and its iterator is closed."""
+    stream = Stream([torch.full((length,), index) for index, length in enumerate(LENGTHS)] * 1000)
+    loader = DataLoader(stream, batch_size=2, collate_fn=pad)
+    batch, note = largest_samples(loader, 2, scan_limit=limit)
+    assert batch.shape == (2, 9)
+    assert stream.closed
+    assert stream.given == limit
+    assert note == f"the largest was looked for among the first {limit} samples of a stream"
+
+
+def test_a_short_stream_needs_no_note() -> None:
+    """A stream that ended before any limit was seen whole."""
+    batch, note = largest_samples(Stream([{"x": torch.zeros(3)}] * 5), 9)
+    assert batch["x"].shape == (5, 3)
+    assert note is None
+
+
+def test_a_stream_is_closed_when_it_fails() -> None:
+    """An error of the collate function comes out as it is, and nothing is left open."""
+    stream = Stream([torch.zeros(1), torch.zeros(2)])
+
+    def fail(samples: list[torch.Tensor]) -> torch.Tensor:
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match=r"^mine$"):
+        largest_samples(DataLoader(stream, collate_fn=fail))
+    assert stream.closed
+
+
+WHOLE = [torch.zeros(8, 5), torch.zeros(2, 9), torch.zeros(30, 6)]
+
+
+class Batches(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return len(WHOLE)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return WHOLE[index]
+
+
+@pytest.mark.parametrize("dataset", [Batches(), Stream(WHOLE)], ids=["map", "stream"])
+def test_whole_batches(dataset: Any) -> None:
+    """A loader with batch_size=None gives the batch with most elements a sample, not the one with most in all."""
+    assert largest_samples(DataLoader(dataset, batch_size=None), 4).batch.shape == (2, 9)
+
+
+def test_bulk_reads() -> None:
+    """A dataset asked for lists of indices by a batch sampler gives the largest of those batches."""
+
+    class Bulk(Sequences):
+        def __getitem__(self, wanted: Any) -> torch.Tensor:
+            return pad([torch.full((self.lengths[index],), index) for index in wanted])
+
+    dataset = Bulk(LENGTHS)
+    sampler = BatchSampler(SequentialSampler(dataset), 2, drop_last=False)
+    assert indices(largest_samples(DataLoader(dataset, sampler=sampler, batch_size=None)).batch) == [0, 1]
+
+
+def test_a_batch_sampler_changes_nothing() -> None:
+    """With a batch_sampler samples are still looked at one by one."""
+    dataset = Sequences(LENGTHS)
+    sampler = BatchSampler(SequentialSampler(dataset), 2, drop_last=False)
+    assert indices(largest_samples(DataLoader(dataset, batch_sampler=sampler, collate_fn=pad), 2).batch) == [1, 5]
+
+
+def test_a_subset_sampler_is_kept_to() -> None:
+    """Samples that the loader never draws are not looked at."""
+    dataset = Sequences(LENGTHS)
+    loader = DataLoader(dataset, sampler=SubsetRandomSampler([0, 2, 4]), collate_fn=pad)
+    assert indices(largest_samples(loader, 2).batch) == [0, 4]
+    assert sorted(dataset.asked) == [0, 2, 4]
+
+
+def test_no_workers_are_started() -> None:
+    """A loader with workers is read in this process, where the dataset remembers what it was asked for."""
+    dataset = Sequences(LENGTHS)
+    largest_samples(DataLoader(dataset, num_workers=2, collate_fn=pad), 4)
+    assert sorted(dataset.asked) == list(range(len(LENGTHS)))
+    assert multiprocessing.active_children() == []
+
+
+def test_text_is_ranked_by_its_length() -> None:
+    """Where samples are strings that the step turns into tokens, the longest are taken."""
+    assert largest_samples(DataLoader(["a", "abc", "ab"], collate_fn=list), 2).batch == ["abc", "ab"]
+
+
+def test_a_foreign_dataset() -> None:
+    """A dataset without torch's base class works alone if it fetches many samples as torch's loader asks."""
+
+    class Table:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"x": torch.tensor(index)}
+
+        def __getitems__(self, wanted: list[int]) -> list[dict[str, torch.Tensor]]:
+            return [self[index] for index in wanted]
+
+    assert is_source(Table())
+    assert sorted(largest_samples(Table()).batch["x"].tolist()) == [0, 1, 2]
+
+
+class Endless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Sequences([]), "Sequences gave no samples"),
+        (DataLoader(Sequences([]), collate_fn=pad), "Sequences gave no samples"),
+        (Stream([]), "Stream gave no samples"),
+        (Endless(), "Endless has no length"),
+    ],
+)
+def test_nothing_to_take(source: Any, message: str) -> None:
+    """An empty dataset and one without a length say what to pass instead."""
+    with pytest.raises(InvalidBatch, match=message):
+        largest_samples(source)
+
+
+def test_a_datasets_own_error_comes_out() -> None:
+    """What a dataset raises reaches the user as it was raised."""
+
+    class Broken(Sequences):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise KeyError("column")
+
+    with pytest.raises(KeyError, match="column"):
+        largest_samples(Broken([1]))
+
+
+@pytest.mark.parametrize("source", [TensorDataset(torch.zeros(2)), DataLoader([1, 2]), Stream([])])
+def test_sources(source: Any) -> None:
+    """Datasets and loaders are sources."""
+    assert is_source(source)
+
+
+@pytest.mark.parametrize(
+    "batch", [torch.zeros(2), [torch.zeros(2)], {"x": torch.zeros(2)}, default_collate([1, 2]), None]
+)
+def test_batches_are_no_sources(batch: Any) -> None:
+    """Tensors, lists and dicts are batches."""
+    assert not is_source(batch)

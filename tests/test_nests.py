@@ -1,0 +1,148 @@
+"""Nests: every container comes apart and back together in its own type, and the user's objects are not written to."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autobatch.errors import InvalidBatch
+from autobatch.workload.nests import count_bytes, count_elements, fields_of, map_tensors, tensors_of
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the untyped kind is what old code uses
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+    kept: str = field(default="", init=False)
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Any
+    never_set: int = field(init=False)
+
+
+class Encoding(UserDict[str, Any]):
+    """As tokenizers return it: more than its entries."""
+
+    def __init__(self, data: dict[str, Any], *, length: int) -> None:
+        super().__init__(data)
+        self.length = length
+
+
+class Growing(list[Any]):
+    note = ""
+
+
+class Foreign(Mapping[str, Any]):
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Any:
+        return self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+class Closed(Foreign):
+    def __init__(self, path: str, entries: dict[str, Any]) -> None:
+        super().__init__(entries)
+
+
+X = torch.arange(4.0)
+
+
+def growing() -> Growing:
+    """A list subclass with an attribute of its own."""
+    entries = Growing([X, "s"])
+    entries.note = "n"
+    return entries
+
+
+NESTS = {
+    "dict": {"x": X, 1: "s"},
+    "ordered": OrderedDict(x=X),
+    "defaultdict": defaultdict(list, x=X),
+    "user dict": Encoding({"x": X}, length=4),
+    "proxy": types.MappingProxyType({"x": X}),
+    "foreign mapping": Foreign({"x": X}),
+    "list": [X, "s"],
+    "list subclass": growing(),
+    "tuple": (X, 3),
+    "namedtuple": Pair(X, None),
+    "max": X.reshape(2, 2).max(dim=0),
+    "frozen": Frozen(X),
+    "slotted": Slotted(X),
+    "deep": {"a": [(Frozen(Pair(X, {"b": X})),)]},
+}
+
+
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+def test_map_keeps_types_and_originals(nest: Any) -> None:
+    """A mapped nest has the same type and the new tensors, and the original still holds its own."""
+    before = [tensor.clone() for tensor in tensors_of(nest)]
+    mapped = map_tensors(nest, lambda tensor: tensor + 1)
+    assert type(mapped) is type(nest)
+    assert [suffix for suffix, _ in fields_of(mapped)] == [suffix for suffix, _ in fields_of(nest)]
+    assert all(torch.equal(new, old + 1) for new, old in zip(tensors_of(mapped), before, strict=True))
+    assert all(torch.equal(kept, old) for kept, old in zip(tensors_of(nest), before, strict=True))
+
+
+@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
+def test_what_does_not_change_is_the_same_object(nest: Any) -> None:
+    """A function that changes nothing gives back the very nest it was given."""
+    assert map_tensors(nest, lambda tensor: tensor) is nest
+
+
+def test_what_is_beside_the_entries_is_kept() -> None:
+    """Default factories, attributes and fields that no constructor takes come along."""
+    frozen = Frozen(X)
+    object.__setattr__(frozen, "kept", "set later")
+    assert map_tensors(frozen, torch.neg).kept == "set later"
+    assert map_tensors(NESTS["defaultdict"], torch.neg).default_factory is list
+    assert map_tensors(NESTS["user dict"], torch.neg).length == 4
+    assert map_tensors(NESTS["list subclass"], torch.neg).note == "n"
+    assert not hasattr(map_tensors(NESTS["slotted"], torch.neg), "never_set")
+
+
+def test_a_mapping_that_cannot_be_made_says_so() -> None:
+    """A foreign mapping with another constructor is refused by name."""
+    with pytest.raises(InvalidBatch, match="a Closed cannot be made from a dict"):
+        map_tensors(Closed("p", {"x": X}), torch.neg)
+
+
+@pytest.mark.parametrize("leaf", ["text", b"bytes", 3, None, {1, 2}, torch.Size([2, 3]), Frozen, X, np.zeros(3)])
+def test_leaves(leaf: Any) -> None:
+    """Strings, sets, shapes, classes, tensors and arrays are no containers."""
+    assert fields_of(leaf) is None
+
+
+def test_paths_are_what_one_would_type() -> None:
+    """Each way down is spelled as Python would."""
+    assert [suffix for suffix, _ in fields_of({"x": 0, 'a"b': 0, 3: 0, (1, 2): 0})] == [
+        '["x"]',
+        '["a\\"b"]',
+        "[3]",
+        "[(1, 2)]",
+    ]
+    assert [suffix for suffix, _ in fields_of(Pair(0, 0))] == [".left", ".right"]
+    assert [suffix for suffix, _ in fields_of(Frozen(0))] == [".x", ".kept"]
+
+
+def test_elements_and_bytes() -> None:
+    """Tensors and arrays count wherever they are, everything else does not."""
+    nest = {"x": torch.zeros(4, 3), "y": [np.zeros((2, 5), np.int16), torch.tensor(1, dtype=torch.int8)], "s": "text"}
+    assert count_elements(nest) == 12 + 10 + 1
+    assert count_bytes(nest) == 48 + 20 + 1
