@@ -79,13 +79,41 @@ class _Finished:
     """What remains of a micro-batch once its backward pass is complete."""
 
     size: int
-    loss_so_far: torch.Tensor  # summed here, so that nothing is left to allocate after the last micro-batch
     aux: Any
 
 
 @dataclass
+class _Progress:
+    """How far one accumulation has come: what is to do, what is done, and their loss so far."""
+
+    todo: list[_Piece]
+    total: float
+    finished: list[_Finished] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    retries: int = 0
+
+    def add(self, size: int, share: torch.Tensor, aux: Any) -> None:
+        # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
+        self.loss = share.detach() if self.loss is None else self.loss + share.detach()
+        self.finished.append(_Finished(size, aux))
+
+    def forget(self, pieces: list[_Piece]) -> None:
+        self.todo, self.finished, self.loss = pieces, [], None
+
+    def sum_up(self) -> Accumulated:
+        assert self.loss is not None  # noqa: S101 - some weight is above 0, so some micro-batch has run
+        return Accumulated(
+            loss=self.loss,
+            weight=self.total,
+            micro_batch_sizes=tuple(finished.size for finished in self.finished),
+            aux=tuple(finished.aux for finished in self.finished),
+            retries=self.retries,
+        )
+
+
+@dataclass
 class Accumulation:
-    """One accumulation at a time of a workload on a device.
+    """Accumulates the gradients of one workload on one device, batch after batch.
 
     Attributes:
         workload: Model, step, weights, optimizer.
@@ -98,7 +126,6 @@ class Accumulation:
     device: Device
     shrink: Callable[[Shortage], int]
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
-    _finished: list[_Finished] = field(default_factory=list)
     _layout: Layout | None = None
 
     def run(self, batches: Sequence[Any], largest: int) -> Accumulated:
@@ -113,44 +140,64 @@ class Accumulation:
 
         Raises:
             InvalidBatch: There is nothing to take a mean over, or ``weigh`` is not additive.
+            DoesNotFit: There is no room for a copy of the model's buffers. Whatever ``shrink`` raises comes out too.
         """
-        parameters = self.workload.parameters()
         before = self._remember()
-        aside = GradientsAside(parameters)
+        aside = GradientsAside(self.workload.parameters())
         try:
-            accumulated = self._run_all(self._divide(batches, largest), before)
+            pieces = self._divide(batches, largest)
+            progress = _Progress(pieces, _total_weight(pieces))
+            self._advance(progress, before)
         except BaseException:
             before.restore()
             aside.put_back()
             raise
-        finally:
-            self._finished = []
         aside.add()
-        return accumulated
+        return progress.sum_up()
 
-    def _run_all(self, pieces: list[_Piece], before: Checkpoint) -> Accumulated:
-        total = _total_weight(pieces)
-        everything, retries = pieces, 0
-        while pieces:
+    def _advance(self, progress: _Progress, before: Checkpoint) -> None:
+        """Run all micro-batches, with ever smaller ones where memory ends."""
+        everything = progress.todo
+        while progress.todo:
             stamps = GradientStamps(self.workload.parameters())
-            here = self._remember() if self._finished else before
-            reason = self._attempt(pieces[0], total)
+            here = self._remember() if progress.finished else before
+            reason = self._attempt(progress)
             if reason is None:
-                pieces = pieces[1:]
+                progress.todo = progress.todo[1:]
                 continue
-            failed_size, retries = pieces[0].size, retries + 1
+            failed_size = progress.todo[0].size
             if stamps.unchanged():
                 here.restore()
             else:
                 before.restore()
                 stamps.clear()
-                self._finished, pieces = [], everything
+                progress.forget(everything)
             # Only now, after the ``except`` block, are the frames of the failed attempt gone.
             self.device.reclaim()
-            pieces = self._shrink(pieces, failed_size, reason)
-            if not self._finished:
-                everything = pieces
-        return self._sum_up(total, retries)
+            progress.todo = self._divide_anew(progress, failed_size, reason)
+            progress.retries += 1
+            if not progress.finished:
+                everything = progress.todo
+
+    def _attempt(self, progress: _Progress) -> str | None:
+        """Run the next micro-batch; returns None, or why memory ended. Nothing of the error outlives this call."""
+        piece = progress.todo[0]
+        if piece.weight == 0:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
+            return None
+        try:
+            with self.device.micro_batch(piece.size):
+                self._backward(piece, progress)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            return describe_error(error)
+        return None
+
+    def _backward(self, piece: _Piece, progress: _Progress) -> None:
+        output = self.workload.run(map_tensors(piece.layout.take(piece.start, piece.stop), self.device.place_tensor))
+        share = output.loss * (piece.weight / progress.total)
+        (share if self.scale is None else self.scale(share)).backward()
+        progress.add(piece.size, share, output.aux)
 
     def _remember(self) -> Checkpoint:
         """A checkpoint; where memory ends even for that, another try with all caches given back."""
@@ -166,33 +213,13 @@ class Accumulation:
             f"there is no room for a copy of the model's buffers ({reason}); everything is as before the step"
         )
 
-    def _attempt(self, piece: _Piece, total: float) -> str | None:
-        """Run one micro-batch; returns None, or why memory ended. Nothing of the error outlives this call."""
-        if piece.weight == 0:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
-            return None
-        try:
-            with self.device.micro_batch(piece.size):
-                self._finished.append(self._backward(piece, total))
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            return describe_error(error)
-        return None
-
-    def _backward(self, piece: _Piece, total: float) -> _Finished:
-        output = self.workload.run(map_tensors(piece.layout.take(piece.start, piece.stop), self.device.place_tensor))
-        share = output.loss * (piece.weight / total)
-        (share if self.scale is None else self.scale(share)).backward()
-        earlier = self._finished[-1].loss_so_far if self._finished else 0.0
-        return _Finished(piece.size, share.detach() + earlier, output.aux)
-
     def _divide(self, batches: Sequence[Any], largest: int) -> list[_Piece]:
         pieces: list[_Piece] = []
         for batch in batches:
             self.device.watch(tensors_of(batch))
             layout = describe(batch, like=self._layout)
             pieces += self._cut(layout, 0, layout.count, largest)
-            self._layout = dataclasses.replace(layout, batch=None)  # a list stays what it was; the batch is not kept
+            self._layout = dataclasses.replace(layout, batch=None)  # how lists are read stays; the batch is not kept
         return pieces
 
     def _cut(self, layout: Layout, start: int, stop: int, largest: int) -> list[_Piece]:
@@ -203,22 +230,13 @@ class Accumulation:
             start += size
         return pieces
 
-    def _shrink(self, pieces: list[_Piece], failed_size: int, reason: str) -> list[_Piece]:
-        kept = sum(finished.size for finished in self._finished)
-        redone = sum(piece.size for piece in pieces)
+    def _divide_anew(self, progress: _Progress, failed_size: int, reason: str) -> list[_Piece]:
+        kept = sum(finished.size for finished in progress.finished)
+        redone = sum(piece.size for piece in progress.todo)
         largest = self.shrink(Shortage(failed_size, kept, redone, reason))
-        smaller = [part for run in _join(pieces) for part in self._cut(run.layout, run.start, run.stop, largest)]
-        _check_additive(pieces, smaller)
+        smaller = [part for run in _join(progress.todo) for part in self._cut(run.layout, run.start, run.stop, largest)]
+        _check_additive(progress.todo, smaller)
         return smaller
-
-    def _sum_up(self, total: float, retries: int) -> Accumulated:
-        return Accumulated(
-            loss=self._finished[-1].loss_so_far,
-            weight=total,
-            micro_batch_sizes=tuple(finished.size for finished in self._finished),
-            aux=tuple(finished.aux for finished in self._finished),
-            retries=retries,
-        )
 
 
 def _join(pieces: list[_Piece]) -> list[_Piece]:

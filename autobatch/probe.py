@@ -13,12 +13,12 @@ not know custom optimizers. The copy costs host memory only (a file where that i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from autobatch.accumulation import Accumulation, Shortage
+from autobatch.accumulation import Accumulated, Accumulation, Shortage
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -71,48 +71,59 @@ class Probe:
         Returns:
             What was measured, up to the point where memory ended if it did.
         """
-        self.state.rewind()
         self.device.watch(self.workload.resident_tensors())
-        readings = _Readings()
-        reason = self._attempt(size, readings)
-        # Here, outside the ``except`` block, the frames of a failed attempt no longer hold its tensors.
-        self.state.rewind()
-        self.device.reclaim()
+        readings, reason = _Readings(), None
+        if not self._warm:
+            reason = self._attempt(self._warm_up, size, readings)
+            self._warm = reason is None
+        if reason is None:
+            reason = self._attempt(self._measure, size, readings)
         if reason is not None:
             self.reasons[size] = reason
         return _summarise(size, readings, self.device.usage().alloc_retries, reason)
 
-    def _attempt(self, size: int, readings: _Readings) -> str | None:
-        """Returns None, or why memory ended."""
+    def _attempt(self, action: Callable[[int, _Readings], None], size: int, readings: _Readings) -> str | None:
+        """Run one part of a trial from the user's own state; returns None, or why memory ended."""
+        # Outside the limit: putting values back must not count, nor may a copy of them.
+        self.state.rewind()
+        reason = None
         try:
             with self.device.limit(self.limit_bytes):
-                self._measure(size, readings)
+                action(size, readings)
         except DoesNotFit as ended:
-            return str(ended)
+            reason = str(ended)
         except Exception as error:
             if not is_oom(error):
                 raise
-            return describe_error(error)
-        return None
+            reason = describe_error(error)
+        # After the ``except`` block the frames of a failed attempt no longer hold its tensors.
+        self.state.rewind()
+        self.device.reclaim()
+        return reason
+
+    def _warm_up(self, size: int, readings: _Readings) -> None:
+        """The first step makes the optimizer's state and loads kernels: neither belongs to the steps that follow."""
+        batch = self._make_batch(size)
+        with self._read(readings, "backward"):
+            self._accumulate([batch], size)
+            self._step_optimizer()
 
     def _measure(self, size: int, readings: _Readings) -> None:
-        batch = self.example.grow(size)
-        self.device.watch(tensors_of(batch))
-        if not self._warm:
-            # The first step makes the optimizer's state and loads kernels: neither belongs to the steps that follow.
-            with self._read(readings, "backward"):
-                self._accumulate([batch], size)
-                self._step_optimizer()
-            self.state.rewind()
-            self._warm = True
+        batch = self._make_batch(size)
         before = self.device.usage()
         readings.resident, readings.retries_before = before.allocated, before.alloc_retries
         started = time.perf_counter()
         with self._read(readings, "backward"):
-            self._accumulate([batch, batch], size)
+            accumulated = self._accumulate([batch, batch], size)
         with self._read(readings, "optimizer"):
             self._step_optimizer()
+        del accumulated  # its loss stands beside the optimizer's step, as it does in training
         readings.seconds = time.perf_counter() - started
+
+    def _make_batch(self, size: int) -> Any:
+        batch = self.example.grow(size)
+        self.device.watch(tensors_of(batch))
+        return batch
 
     @contextmanager
     def _read(self, readings: _Readings, phase: str) -> Iterator[None]:
@@ -123,8 +134,8 @@ class Probe:
         finally:
             setattr(readings, phase, self.device.usage())
 
-    def _accumulate(self, batches: list[Any], size: int) -> None:
-        Accumulation(self.workload, self.device, shrink=_end_trial).run(batches, size)
+    def _accumulate(self, batches: list[Any], size: int) -> Accumulated:
+        return Accumulation(self.workload, self.device, shrink=_end_trial).run(batches, size)
 
     def _step_optimizer(self) -> None:
         if self.workload.optimizer is not None:

@@ -153,7 +153,7 @@ def test_explaining_a_model_with_batch_norm_needs_no_second_sample() -> None:
 
 
 def test_unwrap() -> None:
-    """Under torch.compile and DistributedDataParallel lies the user's own module; its attribute `module` is no wrapper."""
+    """Under torch.compile and DistributedDataParallel lies the user's own module; having a `module` wraps nothing."""
     model = nn.Sequential()
     model.module = nn.Linear(3, 1)
     assert unwrap(model) is model

@@ -212,6 +212,13 @@ def test_device_and_dtype_are_the_models(dtype: torch.dtype) -> None:
     assert infer_example(tokens).dtype == torch.int64
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")  # such models are still around
+def test_traced_models_tell_nothing() -> None:
+    """A traced model shows neither its layers' kinds nor its signature, and says what to pass."""
+    with pytest.raises(NeedsBatch, match="pass an example as batch="):
+        infer_example(torch.jit.trace(perceptron(), torch.zeros(1, 5)))
+
+
 def test_wrapped_models_are_looked_into() -> None:
     """A compiled model tells what the model inside tells."""
     assert infer_example(torch.compile(perceptron(), backend="eager")).shape == (1, 5)

@@ -44,7 +44,7 @@ class Sequences(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[Any]):
-    """Yields entries one by one; remembers whether its iterator was closed."""
+    """Yields entries; remembers whether its iterator was closed, and holds it so that nothing else closes it."""
 
     def __init__(self, entries: list[Any]) -> None:
         self.entries = entries
@@ -52,6 +52,10 @@ class Stream(IterableDataset[Any]):
         self.given = 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.iterator = self.read()
+        return self.iterator
+
+    def read(self) -> Iterator[Any]:
         try:
             for entry in self.entries:
                 self.given += 1
@@ -103,6 +107,12 @@ def test_scan_limit_is_kept_and_said() -> None:
     assert len(dataset.asked) == 10
     assert batch.shape == (2, 50)
     assert note == "the largest was looked for among 10 of the dataset's 100 samples"
+
+
+def test_of_equal_samples_the_first_are_taken() -> None:
+    """Where sizes tie, what was looked at first is kept, in that order."""
+    stream = Stream([torch.full((2,), index) for index in range(9)])
+    assert indices(largest_samples(DataLoader(stream, collate_fn=pad), 3).batch) == [0, 1, 2]
 
 
 def test_the_same_samples_each_time() -> None:
@@ -230,6 +240,12 @@ def test_a_subset_sampler_is_kept_to() -> None:
     loader = DataLoader(dataset, sampler=SubsetRandomSampler([0, 2, 4]), collate_fn=pad)
     assert indices(largest_samples(loader, 2).batch) == [0, 4]
     assert sorted(dataset.asked) == [0, 2, 4]
+
+
+def test_a_dict_is_asked_for_its_keys() -> None:
+    """A loader over a dict, whose sampler draws keys, is looked through by those keys."""
+    dataset = {"a": torch.zeros(1), "b": torch.zeros(3), "c": torch.zeros(2)}
+    assert largest_samples(DataLoader(dataset, sampler=list(dataset), collate_fn=pad), 2).batch.shape == (2, 3)
 
 
 def test_no_workers_are_started() -> None:

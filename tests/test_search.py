@@ -223,9 +223,7 @@ def check_exact(question: Question, trials: Sequence[Trial]) -> None:
 
 @given(monotone())
 def test_monotone_memory_is_exact_within_the_bound_on_trials(case):
-    """On any memory that grows, ``floor(log2(bound)) + 4`` trials give an answer whose successor is known not to
-    fit.
-    """
+    """On any memory that grows ``floor(log2(bound)) + 4`` trials are enough for an answer with a proof."""
     question, memory = case
     trials = search_memory(question, memory)  # counts the trials
     assert most_trials(question) == question.bound.bit_length() - 1 + 4
@@ -247,22 +245,20 @@ def test_an_allocators_staircase_costs_at_most_what_counts_as_straight(case, ste
 
 
 def test_a_staircase_hides_no_slope_that_tensors_show():
-    """Small sizes on one step of reserved bytes do not lead to a jump: the bytes in tensors show how steep memory
-    is.
-    """
+    """Two small sizes on one step of reserved bytes lead to no blind jump: bytes in tensors tell the slope."""
     tensors = lambda size: 2**30 + size * MIB  # noqa: E731 # a formula
-    question = Question(bound=8192, limit_bytes=2**30 + 4010 * MIB)
+    held = staircase(tensors, 20 * MIB, offset=7 * MIB)
+    question = Question(bound=8192, limit_bytes=2**30 + 4010 * MIB, candidates=useful_sizes(8192, 8192))
 
     def run(size: int) -> Trial:
-        reserved = staircase(tensors, 20 * MIB, offset=7 * MIB)(size)
-        trial = measure(size, question.limit_bytes, reserved, resident=2**30)
+        trial = measure(size, question.limit_bytes, held(size), resident=2**30)
         return trial.model_copy(update={"peak_allocated": min(tensors(size), question.limit_bytes)})
 
     trials = search(question, run)
     assert trials[0].peak_reserved == trials[1].peak_reserved  # what makes this case hard
     assert out_of_memory(trials) == 0
     assert len(trials) == 4
-    assert largest_fitting(question, trials) >= true_answer(question, staircase(tensors, 20 * MIB, 7 * MIB)) * 0.99
+    assert largest_fitting(question, trials) == true_answer(question, held)
 
 
 RESNET18_ADAMW = {1: 223.6, 2: 224.2, 4: 254.7, 8: 334.8, 16: 501.7, 32: 835.5, 4096: 835.5 + 4064 * 21_876_736 / MIB}
@@ -350,9 +346,7 @@ def test_a_ceiling_at_the_bound_is_answered_and_not_passed(bound, measures):
 @pytest.mark.parametrize("measures", [True, False])
 @pytest.mark.parametrize("bound", [1, 2, 3, 8, 100, 5000])
 def test_nothing_fits(bound, measures):
-    """Where not even one sample fits the answer is ``None`` after size 1 has failed: neither 0 nor something
-    untried.
-    """
+    """Where not even one sample fits the answer is ``None``, after size 1 has failed: not 0, nothing untried."""
     question = Question(bound=bound, limit_bytes=1000, measures=measures)
     trials = search_memory(question, lambda size: 1001 + size)
     assert largest_fitting(question, trials) is None
@@ -417,6 +411,24 @@ def test_a_search_goes_on_from_a_remembered_size(case, remembered):
     )
     trials = search(question, lambda size: measure(size, question.limit_bytes, memory(size)), [first])
     assert largest_fitting(question, trials) == true_answer(question, memory)
+
+
+def test_a_caller_that_used_up_the_trials_still_gets_a_bisection():
+    """After more trials of the caller's own than a search takes, what is open is bisected to its end."""
+    question = Question(bound=64, limit_bytes=100)
+    trials = [measure(64 - index, 100, 101) for index in range(20)]
+    while (size := next_size(question, trials)) is not None:
+        trials.append(measure(size, 100, 3 * size))
+    assert largest_fitting(question, trials) == 33
+    assert len(trials) <= 20 + 6
+
+
+def test_batch_norm_tries_the_next_size_where_nothing_is_sure():
+    """Without size 1 to learn the slope from, the next size is tried, sure to fit or not."""
+    question = Question(bound=3, limit_bytes=250, smallest_probe=2)
+    trials = search_memory(question, lambda size: 100 * size)
+    assert [trial.micro_batch_size for trial in trials] == [2, 3]
+    assert largest_fitting(question, trials) == 2
 
 
 def test_a_size_that_failed_once_is_not_answered():

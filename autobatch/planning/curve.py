@@ -23,15 +23,16 @@ UNLIMITED = sys.maxsize
 """What ``MemoryCurve.largest`` answers where memory does not grow with the size at all."""
 
 
-def _check_order(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Refuse knots that are not a function that never falls."""
-    for (size, peak), (next_size, next_peak) in pairwise(knots):
-        if next_size <= size or next_peak < peak:
-            raise ValueError(f"knots must go up in size and never down in bytes, not {knots}")
+def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Refuse knots that are no function of the size which never falls and only bends up."""
+    if any(next_size <= size or next_peak < peak for (size, peak), (next_size, next_peak) in pairwise(knots)):
+        raise ValueError(f"knots must go up in size and never down in bytes, not {knots}")
+    if any(_bend(*triple) < 0 for triple in zip(knots, knots[1:], knots[2:], strict=False)):
+        raise ValueError(f"knots must bend up, not down as in {knots}")
     return knots
 
 
-Knots = Annotated[tuple[tuple[int, int], ...], Field(min_length=2), AfterValidator(_check_order)]
+Knots = Annotated[tuple[tuple[int, int], ...], Field(min_length=2), AfterValidator(_check_knots)]
 """``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
 
 
@@ -159,15 +160,17 @@ def _cover(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """The greatest convex function below the points, moved up by the most that a point lies above it."""
     hull: list[tuple[int, int]] = []
     for point in points:
-        while len(hull) > 1 and not _bends_up(hull[-2], hull[-1], point):
+        while len(hull) > 1 and _bend(hull[-2], hull[-1], point) <= 0:
             hull.pop()
         hull.append(point)
     shift = max(peak - _evaluate(hull, size) for size, peak in points)
     return tuple((size, peak + shift) for size, peak in hull)
 
 
-def _bends_up(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> bool:
-    return (middle[1] - first[1]) * (last[0] - middle[0]) < (last[1] - middle[1]) * (middle[0] - first[0])
+def _bend(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> int:
+    """Positive where the slope rises at the middle point, 0 on a line, negative where it falls."""
+    rise, run = middle[1] - first[1], middle[0] - first[0]
+    return (last[1] - middle[1]) * run - rise * (last[0] - middle[0])
 
 
 def _evaluate(knots: Sequence[tuple[int, int]], n: int) -> int:

@@ -106,7 +106,7 @@ def fitting_sizes(question: Question, trials: Sequence[Trial]) -> set[int]:
 
 def largest_fitting(question: Question, trials: Sequence[Trial]) -> int | None:
     """The largest candidate that has run and fits, ``None`` where none has."""
-    return max(fitting_sizes(question, trials).intersection(question.sizes), default=None)
+    return max((size for size in fitting_sizes(question, trials) if size in question.sizes), default=None)
 
 
 def smallest_as_fast(question: Question, trials: Sequence[Trial]) -> int | None:
@@ -114,11 +114,11 @@ def smallest_as_fast(question: Question, trials: Sequence[Trial]) -> int | None:
 
     Without rates the largest, since nothing says that a smaller one is as fast. ``None`` where none fits.
     """
-    sizes = fitting_sizes(question, trials).intersection(question.sizes)
-    rates = {trial.micro_batch_size: 0.0 for trial in trials if trial.micro_batch_size in sizes}
+    rates: dict[int, float] = {}
     for trial in trials:
-        if trial.micro_batch_size in sizes:
-            rates[trial.micro_batch_size] = max(rates[trial.micro_batch_size], trial.samples_per_second)
+        size = trial.micro_batch_size
+        if size in question.sizes and size in fitting_sizes(question, trials):
+            rates[size] = max(rates.get(size, 0.0), trial.samples_per_second)
     best = max(rates.values(), default=0.0)
     if best == 0:
         return largest_fitting(question, trials)

@@ -99,7 +99,7 @@ def _affords(left: int, bracket: Bracket, wish: _Wish) -> bool:
 
 def _nearest_affordable(left: int, bracket: Bracket, wish: _Wish) -> int:
     """The open candidate nearest to the wish after which the trials left still suffice (``_affords``)."""
-    most_open = 2 ** max(left - 1, 0) - 1
+    most_open = (1 << max(left - 1, 0)) - 1
     first, last = len(bracket.open) - 1 - most_open, most_open
     if first > last:  # the caller has already used more trials than a search takes
         return bracket.open[len(bracket.open) // 2]

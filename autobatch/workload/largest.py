@@ -167,4 +167,4 @@ def _spread(length: int, most: int) -> Iterator[int]:
     bits = max(1, (length - 1).bit_length())
     reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
     inside = (index for index in reversed_bits if 0 < index < length - 1)
-    return itertools.islice(itertools.chain(sorted({0, length - 1} - {-1}), inside), most)
+    return itertools.islice(itertools.chain([0, length - 1][:length], inside), most)

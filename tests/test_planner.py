@@ -1,0 +1,144 @@
+"""Dividing a target: everything is done once, in the fewest and most equal parts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autobatch.errors import InvalidArgument
+from autobatch.planning.evidence import Question
+from autobatch.planning.planner import balance, choose_size, divide_evenly, share_of, spread, useful_sizes
+from autobatch.records import Trial
+
+totals = st.integers(1, 20_000)
+largests = st.integers(1, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("total", "largest", "parts"),
+    [
+        (256, 100, (86, 85, 85)),
+        (256, 256, (256,)),
+        (256, 1000, (256,)),
+        (256, 43, (43, 43, 43, 43, 42, 42)),
+        (5, 2, (2, 2, 1)),
+        (3, 1, (1, 1, 1)),
+        (1, 1, (1,)),
+        (0, 7, ()),
+    ],
+)
+def test_balance_by_example(total, largest, parts):
+    """Known divisions come out as written."""
+    assert balance(total, largest) == parts
+
+
+@given(totals, largests)
+def test_balance_is_complete_fewest_and_level(total, largest):
+    """The parts sum to the total, stay within the largest, are as few as possible and differ by at most one."""
+    parts = balance(total, largest)
+    assert sum(parts) == total
+    assert max(parts) <= largest
+    assert (len(parts) - 1) * largest < total
+    assert max(parts) - min(parts) <= 1
+    assert list(parts) == sorted(parts, reverse=True)
+
+
+@given(totals, largests)
+def test_balance_has_the_smallest_possible_maximum(total, largest):
+    """No division into as many parts has a smaller largest part."""
+    parts = balance(total, largest)
+    assert len(parts) * (max(parts) - 1) < total
+
+
+@given(st.integers(0, 20_000), st.integers(1, 500))
+def test_spread_uses_all_parts(total, parts):
+    """Spreading gives exactly so many parts, level, larger first, with zeros where there are too few samples."""
+    spread_parts = spread(total, parts)
+    assert len(spread_parts) == parts
+    assert sum(spread_parts) == total
+    assert spread_parts[0] - spread_parts[-1] <= 1
+    assert list(spread_parts) == sorted(spread_parts, reverse=True)
+
+
+@given(st.integers(1, 2000), st.integers(1, 2000))
+def test_divide_evenly_is_the_largest_divisor(total, largest):
+    """Size times steps is the total exactly, and no larger divisor is allowed."""
+    size, steps = divide_evenly(total, largest)
+    assert size * steps == total
+    assert size == max(part for part in range(1, min(total, largest) + 1) if total % part == 0)
+
+
+@pytest.mark.parametrize(("total", "largest", "answer"), [(256, 100, (64, 4)), (257, 256, (1, 257)), (12, 4, (4, 3))])
+def test_divide_evenly_by_example(total, largest, answer):
+    """Known exact divisions come out as written, a prime's included."""
+    assert divide_evenly(total, largest) == answer
+
+
+@given(st.integers(1, 3000), st.integers(1, 3000))
+def test_useful_sizes_are_what_balance_makes(total, bound):
+    """The useful sizes are exactly the largest parts of balanced divisions, ascending from 1."""
+    sizes = useful_sizes(total, bound)
+    assert list(sizes) == sorted({max(balance(total, largest)) for largest in range(1, bound + 1)})
+    assert sizes[0] == 1
+
+
+@given(totals)
+def test_useful_sizes_are_few(total):
+    """There are at most twice the root of the total, the total itself is one, and 2 is where there is room for it."""
+    sizes = useful_sizes(total, total)
+    assert len(sizes) ** 2 <= 4 * total
+    assert sizes[-1] == total
+    assert total == 1 or 2 in sizes
+
+
+@given(totals, st.integers(1, 300))
+def test_shares_make_up_the_target(target, world_size):
+    """Shares sum to the target, differ by at most one, and rank 0 has the largest."""
+    shares = [share_of(target, world_size, rank) for rank in range(world_size)]
+    assert sum(shares) == target
+    assert max(shares) - min(shares) <= 1
+    assert shares[0] == -(-target // world_size)
+    assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("objective", "size"),
+    [("throughput", 100), ("memory", 50)],
+)
+def test_the_objective_chooses_among_sizes_that_ran(objective, size):
+    """Throughput takes the largest that fits, memory the smallest that is no slower; what thrashed is neither."""
+    rates = {2: 10, 50: 99, 100: 100}
+    trials = [Trial(micro_batch_size=n, outcome="fits", seconds=2 * n / rate) for n, rate in rates.items()]
+    trials.append(Trial(micro_batch_size=128, outcome="thrash", seconds=0.1))
+    assert choose_size(Question(bound=256, limit_bytes=0), trials, objective) == size
+
+
+@pytest.mark.parametrize("objective", ["throughput", "memory"])
+def test_nothing_is_chosen_where_nothing_fits(objective):
+    """Without a size that fits there is none to choose."""
+    trials = [Trial(micro_batch_size=1, outcome="oom")]
+    assert choose_size(Question(bound=4, limit_bytes=0), trials, objective) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: balance(-1, 2), "-1 samples"),
+        (lambda: balance(5, 0), "not at most 0"),
+        (lambda: spread(5, 0), "over 0 parts"),
+        (lambda: spread(-5, 2), "-5 samples"),
+        (lambda: divide_evenly(0, 2), "not 0"),
+        (lambda: divide_evenly(4, 0), "not at most 0"),
+        (lambda: useful_sizes(0, 2), "not 0"),
+        (lambda: useful_sizes(4, -1), "not at most -1"),
+        (lambda: share_of(0, 2, 0), "not 0"),
+        (lambda: share_of(4, 2, 2), "rank 2 is not one of a world of 2"),
+        (lambda: share_of(4, 2, -1), "rank -1"),
+        (lambda: share_of(4, 0, 0), "rank 0 is not one of a world of 0"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(call, message):
+    """Sizes and ranks that mean nothing are refused with the caller's own numbers."""
+    with pytest.raises(InvalidArgument, match=message):
+        call()
