@@ -183,9 +183,18 @@ class _Search:
         with torch.enable_grad():
             for policy in policies:
                 while (size := policy(question, trials)) is not None:
-                    trials.append(probe.run(size))
+                    trials.append(self._try_size(size, question, probe, trials))
                     emit(TrialFinished(trial=trials[-1], limit_bytes=question.limit_bytes), self.hooks)
         return trials
+
+    def _try_size(self, size: int, question: Question, probe: Probe, trials: Sequence[Trial]) -> Trial:
+        try:
+            return probe.run(size)
+        except ValueError as error:
+            # Below the smallest probe BatchNorm may refuse; then what did not fit before is the answer, not this error.
+            if size >= question.smallest_probe:
+                raise
+            raise DoesNotFit(self._refuse(trials, probe)) from error
 
     def _hold_whole_batch(self, layout: Layout, warnings: list[str]) -> Layout:
         """A batch that lives where the model lives stands there whole during a step: so it does in each trial."""

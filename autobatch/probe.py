@@ -72,7 +72,7 @@ class Probe:
             What was measured, up to the point where memory ended if it did.
         """
         self.device.watch(self.workload.resident_tensors())
-        readings, reason = _Readings(), None
+        readings, reason = _Readings(resident=self.device.usage().allocated), None
         if not self._warm:
             reason = self._attempt(self._warm_up, size, readings)
             self._warm = reason is None

@@ -31,7 +31,7 @@ _BYTES = TypeAdapter(ByteSize)
 
 
 class Allowance(Record):
-    """What a process may hold on a device, in bytes; 0 where the device cannot tell and the user did not say."""
+    """What a process may hold on a device, in bytes; both 0 where the device cannot tell and the user did not say."""
 
     budget_bytes: int
     headroom_bytes: int
@@ -55,7 +55,8 @@ def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> 
     if 0 < available < asked:
         warnings = (f"budget={budget!r} is more than is available now: {format_bytes(available)} are the budget",)
         asked = available
-    return Allowance(budget_bytes=asked, headroom_bytes=parse_headroom(headroom, asked), warnings=warnings)
+    kept = parse_headroom(headroom, asked)
+    return Allowance(budget_bytes=asked, headroom_bytes=kept if asked else 0, warnings=warnings)
 
 
 def parse_bytes(name: str, value: Any) -> int:

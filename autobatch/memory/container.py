@@ -19,10 +19,10 @@ class HostMemory(Record):
     """What the host has for this process, in bytes.
 
     Attributes:
-        total_bytes: The tightest limit: a control group's, or the RAM.
-        available_bytes: What can still be taken before that limit; page cache that the kernel would drop counts as
-            free.
-        source: Which limit it is: ``"cgroup v2"``, ``"cgroup v1"`` or ``"RAM"``.
+        total_bytes: The tightest limit: a control group's, or the RAM. It does not depend on who uses how much.
+        available_bytes: What can still be taken before any limit is met, this one or another; page cache that the
+            kernel would drop counts as free.
+        source: Whose limit ``total_bytes`` is: ``"cgroup v2"``, ``"cgroup v1"`` or ``"RAM"``.
     """
 
     total_bytes: int
@@ -40,14 +40,16 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
         OSError: The platform does not even tell how much RAM there is.
     """
     limits = [_read_ram(root), *_control_groups(root)]
-    return min(limits, key=lambda limit: limit.available_bytes)
+    tightest = min(limits, key=lambda limit: limit.total_bytes)
+    return tightest.model_copy(update={"available_bytes": min(limit.available_bytes for limit in limits)})
 
 
 def _read_ram(root: Path) -> HostMemory:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
-        fields = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
-        return HostMemory(total_bytes=fields["MemTotal"], available_bytes=fields["MemAvailable"], source="RAM")
+        fields = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
+        total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+        return HostMemory(total_bytes=total, available_bytes=available, source="RAM")
     except (OSError, KeyError, ValueError, IndexError):
         return _read_installed_ram()
 
@@ -67,7 +69,8 @@ def _control_groups(root: Path) -> Iterator[HostMemory]:
     except OSError:
         return
     for line in memberships:
-        _, controllers, path = line.split(":", 2)
+        _, _, membership = line.partition(":")
+        controllers, _, path = membership.partition(":")
         if controllers == "":
             yield from _walk(root / "sys/fs/cgroup", path, "cgroup v2")
         elif "memory" in controllers.split(","):

@@ -7,6 +7,7 @@ error that can be retried instead of the kernel's out-of-memory killer. Does not
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -22,14 +23,25 @@ __all__ = ["CpuDevice"]
 _STORAGE = LiveStorage()
 
 
+class _Innermost(threading.local):
+    """The budget in force. One a thread: torch's dispatch modes, which enforce it, are of one thread too."""
+
+    budget: StorageBudget | None = None
+
+
+_INNERMOST = _Innermost()
+
+
 class CpuDevice:
-    """The host's memory behind the ``Device`` protocol; all objects of this class share one count."""
+    """The host's memory behind the ``Device`` protocol; all objects of this class share one count and one budget.
+
+    A ``limit`` holds in the thread that entered it. What other threads make is not seen there, unless ``watch`` is told.
+    """
 
     measures = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
-        self._active: StorageBudget | None = None
 
     def describe(self) -> DeviceInfo:
         """Total is the container's limit where there is one."""
@@ -42,19 +54,19 @@ class CpuDevice:
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
         """Count every operator's result inside the block, and raise ``torch.OutOfMemoryError`` beyond the budget."""
-        if self._active is not None:
-            outer, self._active.budget_bytes = self._active.budget_bytes, budget_bytes
+        if _INNERMOST.budget is None:
+            _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
             try:
-                yield
+                with _INNERMOST.budget:
+                    yield
             finally:
-                self._active.budget_bytes = outer
+                _INNERMOST.budget = None
             return
-        self._active = StorageBudget(_STORAGE, budget_bytes)
+        outer, _INNERMOST.budget.budget_bytes = _INNERMOST.budget.budget_bytes, budget_bytes
         try:
-            with self._active:
-                yield
+            yield
         finally:
-            self._active = None
+            _INNERMOST.budget.budget_bytes = outer
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made before, or outside, any ``limit`` block."""

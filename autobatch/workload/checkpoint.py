@@ -26,10 +26,9 @@ class Checkpoint:
         """Remember both as they are now."""
         self._random = RandomState.capture(device)
         self._buffers = [
-            (module, name, buffer, None if _overlaps(buffer) else buffer.detach().clone())
+            (module, name, buffer, None if buffer is None or _overlaps(buffer) else buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
 
     @torch.no_grad()
@@ -38,9 +37,11 @@ class Checkpoint:
         self._random.restore()
         for module, name, buffer, value in self._buffers:
             module._buffers[name] = buffer
-            if value is not None:
+            if buffer is not None and value is not None:
                 buffer.copy_(value)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

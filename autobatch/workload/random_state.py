@@ -30,11 +30,10 @@ class RandomState:
     def capture(cls, device: torch.device) -> RandomState:
         """Remember all generators as they are now; ``device`` says whose own generator is meant."""
         numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
-        on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return cls(
             cpu=torch.get_rng_state(),
             device=device,
-            device_state=on_device,
+            device_state=_read(device),
             python=random.getstate(),
             numpy=None if numpy is None else numpy.get_state(),
         )
@@ -43,7 +42,19 @@ class RandomState:
         """Put all generators back, bit for bit."""
         torch.set_rng_state(self.cpu)
         if self.device_state is not None:
-            torch.get_device_module(self.device).set_rng_state(self.device_state, self.device)
+            torch.get_device_module(self.device).set_rng_state(self.device_state, *_which(self.device))
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
+
+
+def _read(device: torch.device) -> torch.Tensor | None:
+    if device.type == "cpu":
+        return None
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(*_which(device))
+    return state
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    # There is one MPS device, and before torch 2.13 its functions take none.
+    return () if device.type == "mps" else (device,)

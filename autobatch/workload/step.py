@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autobatch.errors import InvalidBatch, InvalidStep
-from autobatch.workload.batches import map_tensors
+from autobatch.workload.batches import map_tensors, tensors_of
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload"]
 
@@ -55,7 +55,7 @@ class Workload:
                 yield parameter.grad
         yield from self.model.buffers()
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            yield from tensors_of(dict(state))  # nested in some: LBFGS keeps lists of directions
 
     def weight_of(self, micro_batch: Any, samples: int) -> float:
         """What the micro-batch counts for in the mean: ``weigh`` of it, or its samples.

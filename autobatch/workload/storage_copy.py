@@ -1,11 +1,13 @@
 """Values of tensors, kept aside and put back bit for bit.
 
 Covers whole storages: views, tied tensors and overlapping strides (``expand``) are then right by construction, and so
-is every dtype, payloads of NaN included. Does not cover which tensors belong to a model or an optimizer (``state``).
+is every dtype, payloads of NaN included. Does not cover which tensors belong to a model or an optimizer
+(``training_state``), meta tensors (they have no values) and opaque ones (oneDNN's own layout).
 """
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +16,21 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from autobatch.errors import DoesNotFit
+from autobatch.wording import format_bytes
+
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["StorageCopies"]
+__all__ = ["StorageCopies", "storages_of"]
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
 class StorageCopies:
@@ -33,10 +46,13 @@ class StorageCopies:
             tensors: What to remember, on any device.
             host_bytes: How much host memory the copies may take; beyond it they go to a temporary file, whose pages the
                 kernel can write out.
+
+        Raises:
+            DoesNotFit: The disk has no room either.
         """
-        storages = {storage._cdata: storage for tensor in tensors for storage in _storages(tensor)}
+        storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
         total = sum(storage.nbytes() for storage in storages.values())
-        self._folder = tempfile.TemporaryDirectory(prefix="autobatch-") if total > host_bytes else None
+        self._folder = _open_folder(total, host_bytes) if total > host_bytes else None
         self._copies = [(storage, self._copy(storage, index)) for index, storage in enumerate(storages.values())]
 
     def _copy(self, storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
@@ -49,6 +65,8 @@ class StorageCopies:
     def restore(self) -> None:
         """Write the remembered bytes back. Can be done any number of times."""
         for storage, copy in self._copies:
+            if storage.nbytes() != copy.nbytes():  # somebody used resize_ on it
+                storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=False)
 
     def close(self) -> None:
@@ -69,11 +87,27 @@ class StorageCopies:
         self.close()
 
 
-def _storages(tensor: torch.Tensor) -> Iterable[torch.UntypedStorage]:
+def _open_folder(total: int, host_bytes: int) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="autobatch-")
+    free = shutil.disk_usage(folder.name).free
+    if free >= total:
+        return folder
+    folder.cleanup()
+    # Checked, because the files are mapped: a disk that is full when a page is written ends the process (SIGBUS).
+    raise DoesNotFit(
+        f"the state has to be put aside while sizes are tried: {format_bytes(total)}, but host memory has "
+        f"{format_bytes(host_bytes)} for it and {tempfile.gettempdir()} {format_bytes(free)}; free some, or set TMPDIR "
+        f"to a larger disk"
+    )
+
+
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """The memory behind a tensor of any layout; none for meta and opaque tensors."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in _storages(getattr(tensor, name))]
-    if tensor.layout is not torch.strided:
-        parts = (tensor._indices(), tensor._values()) if tensor.layout is torch.sparse_coo else (tensor.values(),)
-        return [part.untyped_storage() for part in parts]
-    return [tensor.untyped_storage()]
+        return [storage for name in names for storage in storages_of(getattr(tensor, name))]
+    if tensor.layout in _SPARSE_PARTS:
+        parts = [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
+        return [storage for part in parts for storage in storages_of(part)]
+    has_memory = tensor.layout is torch.strided and tensor.device.type != "meta"
+    return [tensor.untyped_storage()] if has_memory else []
