@@ -5,6 +5,7 @@ Covers meaning and range of each plain argument. Does not cover the model, the b
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -28,6 +29,8 @@ DEFAULT_HEADROOM = 0.05
 """Fraction of the budget left free: room for a longer batch and for fragmentation."""
 
 _BYTES = TypeAdapter(ByteSize)
+# pydantic reads the beginning and ignores the rest: "5%" would be five bytes.
+_WHOLE_TEXT = re.compile(r"\s*[\d.]+\s*[a-zA-Z]*\s*")
 
 
 class Allowance(Record):
@@ -69,7 +72,8 @@ def parse_bytes(name: str, value: Any) -> int:
         size = int(_BYTES.validate_python(value))
     except ValidationError:
         size = 0
-    if size <= 0 or isinstance(value, bool):
+    half_read = isinstance(value, str) and not _WHOLE_TEXT.fullmatch(value)
+    if size <= 0 or half_read or isinstance(value, bool):
         message = f"{name}={value!r} is no size: pass bytes as an int, or a text such as '8GiB' or '512MiB'"
         raise InvalidArgument(message)
     return size

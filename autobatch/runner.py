@@ -24,6 +24,7 @@ from autobatch.plan import Plan
 from autobatch.planning.shrinking import shrink
 from autobatch.result import StepResult
 from autobatch.wording import format_bytes
+from autobatch.workload.batch_norm import batch_norms_in_train_mode
 from autobatch.workload.batches import count_samples
 from autobatch.workload.default_step import default_step
 from autobatch.workload.step import Step, Weigh, Workload
@@ -80,6 +81,8 @@ class Runner:
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, optimizer)
         self._device = device or device_for(self._workload.parameters()[0].device)
+        scale = None if scaler is None else scaler.scale
+        self._accumulation = Accumulation(self._workload, self._device, self._shrink, scale)
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
         self._scheduler = scheduler
@@ -158,13 +161,18 @@ class Runner:
         return result
 
     def _accumulate(self, batches: Sequence[Any]) -> Accumulated:
-        scale = None if self._scaler is None else self._scaler.scale
-        return Accumulation(self._workload, self._device, self._shrink, scale).run(batches, self.micro_batch_size)
+        size_before = self.micro_batch_size
+        try:
+            return self._accumulation.run(batches, size_before)
+        except BaseException:
+            self.micro_batch_size = size_before  # a step that did not happen has taught nothing
+            raise
 
     def _shrink(self, shortage: Shortage) -> int:
         if shortage.failed_size == 1:
             raise DoesNotFit(self._explain_shortage(shortage))
-        self.micro_batch_size = shrink(shortage.failed_size, self.plan.curve, self._room())
+        smallest = 2 if batch_norms_in_train_mode(self._workload.model) else 1
+        self.micro_batch_size = shrink(shortage.failed_size, self.plan.curve, self._room(), smallest)
         emit(
             Retried(
                 step=self.steps,

@@ -32,7 +32,7 @@ import autobatch
 
 TARGET_BATCH = 64
 LOADER_BATCH = 32
-STEPS = 40
+STEPS = 30
 BYTES_OF_FUNCTION = range(48, 257)
 VOCABULARY = 128  # ASCII
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -23,7 +23,9 @@ from autobatch.workload.step import Workload
 
 def fit_fake(curve, total, target, **options):
     """A fit of a tiny model on a fake device with this memory."""
-    device = FakeDevice(curve, total, **{k: options.pop(k) for k in ("measures", "thrashes_from", "tenants") if k in options})
+    device = FakeDevice(
+        curve, total, **{k: options.pop(k) for k in ("measures", "thrashes_from", "tenants") if k in options}
+    )
     options.setdefault("headroom", 0)
     plan = autobatch.fit(Plain(), target, batch=make_batch(4, torch.float64), step=mean_step, device=device, **options)
     return plan, device
@@ -122,7 +124,13 @@ def test_a_sample_that_does_not_fit_says_what_was_needed_and_who_is_there():
     with pytest.raises(DoesNotFit) as caught:
         fit_fake(lambda n: 2**30 + n * 2**30, 4 * 2**30, 256, tenants=[tenant])
     text = str(caught.value)
-    for part in ("1 sample", "fake device", "1.0 GiB", "process 4711 (python train.py) holds 3.0 GiB", "what would help"):
+    for part in (
+        "1 sample",
+        "fake device",
+        "1.0 GiB",
+        "process 4711 (python train.py) holds 3.0 GiB",
+        "what would help",
+    ):
         assert part in text, part
 
 
@@ -150,7 +158,9 @@ def test_a_real_budget_on_the_cpu_is_kept(batch_form):
 
 @pytest.mark.parametrize("earlier_steps", [0, 2])
 @pytest.mark.parametrize("budget", [None, "tight"])
-@pytest.mark.parametrize("make", [torch.optim.AdamW, None, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["adamw", "none", "sgd"])
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, None, lambda p: torch.optim.SGD(p, lr=0.1)], ids=["adamw", "none", "sgd"]
+)
 def test_fit_leaves_no_trace(make, budget, earlier_steps):
     """Bit for bit as before: weights, all buffers, .grad, optimizer state and counters, generators, modes, hooks."""
     model = Everything()
@@ -325,7 +335,13 @@ def test_progress_is_one_line_a_trial_on_a_terminal(capsys, monkeypatch):
 )
 def test_bad_arguments_are_named(options, error, message):
     """What cannot mean anything is refused with the user's own input in the message."""
-    arguments = {"model": Plain(torch.float32), "target_batch": 16, "batch": make_batch(4), "step": mean_step, **options}
+    arguments = {
+        "model": Plain(torch.float32),
+        "target_batch": 16,
+        "batch": make_batch(4),
+        "step": mean_step,
+        **options,
+    }
     with pytest.raises(error, match=message):
         autobatch.fit(arguments.pop("model"), arguments.pop("target_batch"), **arguments)
 

@@ -127,10 +127,10 @@ def _breakdown_lines(plan: PlanRecord) -> Iterator[str]:
 def _curve_lines(plan: PlanRecord) -> Iterator[str]:
     if plan.curve is None:
         return
-    for size in sorted({1, plan.micro_batch_size, 2 * plan.micro_batch_size, sum(plan.micro_batch_sizes)}):
+    share = sum(plan.micro_batch_sizes)
+    for size in sorted({1, plan.micro_batch_size, min(2 * plan.micro_batch_size, share), share}):
         mark = "  <- the plan" if size == plan.micro_batch_size else ""
         yield f"{plural(size, 'sample'):>14}   {format_bytes(plan.curve.peak_reserved(size)):>12}{mark}"
-    share = sum(plan.micro_batch_sizes)
     largest = min(plan.curve.largest(plan.limit_bytes), share)
     yield f"The curve puts the largest size within the limit at {largest} of {share}."
 

@@ -1,17 +1,23 @@
 """What a measurement depends on, as one short text that changes when any of it changes.
 
-Covers parameters and buffers, the step's code, the batch's shapes, the optimizer and its options, precision settings,
-software and device. Does not cover values of parameters or data: no user data goes in.
+Covers modules with their switches (gradient checkpointing is one), parameters and buffers, the step's code, the batch's
+shapes, the optimizer and its options, precision settings, software and device. Does not cover values of parameters or
+data (no user data goes in), numbers that move during training (learning rates, counters), code that the step calls, and
+values that it closes over: a plan that no longer fits is found out by the trial that confirms it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
+from torch import nn
 
 from autobatch.records import DeviceInfo
 from autobatch.workload.batches import Layout, tensors_of
@@ -31,15 +37,15 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
     """
     model = workload.model
     parts = {
-        "model": [type(model).__qualname__, *(_spell(name, p) for name, p in model.named_parameters())],
+        "modules": [_spell_module(name, module) for name, module in model.named_modules()],
+        "parameters": [_spell(name, p) for name, p in model.named_parameters()],
         "buffers": [_spell(name, buffer) for name, buffer in model.named_buffers()],
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
-        "training": [name for name, module in model.named_modules() if module.training],
         "step": _spell_code(workload.step),
         "weigh": _spell_code(workload.weigh),
         "batch": [_spell("", tensor) for tensor in tensors_of(example.take(0, 1))],
         "optimizer": list(_spell_optimizer(workload.optimizer)),
-        "precision": [torch.get_float32_matmul_precision(), str(torch.get_default_dtype())],
+        "precision": [torch.get_float32_matmul_precision(), str(torch.get_default_dtype()), *_list_autocasts()],
         "software": [torch.__version__, str(torch.version.cuda)],
         "device": [device.kind, device.name, device.total_bytes],
         "world_size": world_size,
@@ -51,13 +57,37 @@ def _spell(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {tensor.dtype} {tuple(tensor.shape)}"
 
 
+def _spell_module(name: str, module: nn.Module) -> str:
+    # Only bools: they are switches (training, gradient_checkpointing, batch_first), while an int may be a counter.
+    switches = sorted(key for key, value in vars(module).items() if value is True)
+    return f"{name} {type(module).__qualname__} {switches}"
+
+
+def _list_autocasts() -> list[str]:
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]
+
+
 def _spell_code(function: Callable[..., Any] | None) -> str:
     """A Python function's code and constants, of anything else its type: lines may move, the code may not change."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        return "" if function is None else type(function).__qualname__
-    constants = [value for value in code.co_consts if isinstance(value, (int, float, str, bool))]
-    return f"{code.co_name} {hashlib.sha256(code.co_code).hexdigest()} {code.co_names} {constants}"
+    if function is None:
+        return ""
+    function = inspect.unwrap(function)
+    if isinstance(function, functools.partial):
+        return f"partial {_spell_code(function.func)}"
+    called = function if hasattr(function, "__code__") or hasattr(function, "__func__") else type(function).__call__
+    code = getattr(getattr(called, "__func__", called), "__code__", None)
+    return _spell_constant(code) if isinstance(code, CodeType) else type(function).__qualname__
+
+
+def _spell_constant(value: Any) -> str:
+    """A constant of a function's code; functions inside it are such constants too."""
+    if isinstance(value, CodeType):
+        constants = [_spell_constant(constant) for constant in value.co_consts]
+        return f"{value.co_name} {hashlib.sha256(value.co_code).hexdigest()} {value.co_names} {constants}"
+    if isinstance(value, frozenset):  # its order changes from process to process
+        return str(sorted(map(_spell_constant, value)))
+    return repr(value)
 
 
 def _spell_optimizer(optimizer: Any | None) -> Iterator[str]:
@@ -65,7 +95,14 @@ def _spell_optimizer(optimizer: Any | None) -> Iterator[str]:
         return
     yield type(optimizer).__qualname__
     for group in optimizer.param_groups:
-        yield str(
-            sorted((name, str(value)) for name, value in group.items() if name not in ("params", "lr", "initial_lr"))
-        )
+        yield str(sorted((name, _spell_option(value)) for name, value in group.items() if name != "params"))
         yield str(len(group["params"]))
+
+
+def _spell_option(value: Any) -> str:
+    """Switches and sizes as they are; of other numbers only whether they are 0: schedules move them, and no memory."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return str([_spell_option(part) for part in value])
+    return str(bool(value)) if isinstance(value, float) else type(value).__qualname__

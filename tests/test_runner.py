@@ -1,0 +1,370 @@
+"""``Runner``: one exact optimizer step after another, also when memory ends."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from workloads import (
+    Everything,
+    Plain,
+    bits_of,
+    differences,
+    full_batch_gradient,
+    gradients_of,
+    make_batch,
+    mean_step,
+    relative_error,
+)
+
+import autobatch
+from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.events import BatchDiffers, Retried, StepFinished
+from autobatch.memory.cpu import CpuDevice
+from autobatch.testing import FakeDevice, oom_at, tenant
+
+
+def make_plan(model, target, largest, step=mean_step, optimizer=None, dtype=torch.float32):
+    """A plan with micro-batches of at most so many."""
+    return autobatch.fit(
+        model, target, batch=make_batch(8, dtype), step=step, optimizer=optimizer, max_micro_batch=largest, check=None
+    )
+
+
+def make_runner(target, largest, *, make_model=Plain, dtype=torch.float64, lr=0.1, **options):
+    """Model, optimizer and a runner with a plan of this form."""
+    model = make_model(dtype)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr, momentum=0.9)
+    plan = make_plan(model, target, largest, optimizer=optimizer, dtype=dtype)
+    return model, optimizer, autobatch.Runner(plan, model, mean_step, optimizer, **options)
+
+
+@settings(max_examples=25)
+@given(target=st.integers(1, 40), largest=st.integers(1, 40))
+def test_accumulate_gives_the_full_batchs_gradient(target, largest):
+    """For any target and micro-batch size ``.grad`` is the oracle's, and nothing is updated."""
+    model, optimizer, runner = make_runner(target, largest)
+    batch = make_batch(target, torch.float64)
+    expected = full_batch_gradient(model, mean_step, batch)
+    result = runner.accumulate(batch)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+    assert result.micro_batch_sizes == runner.plan.micro_batch_sizes
+    assert not optimizer.state
+    assert float(result.loss) == pytest.approx(mean_step(model, batch).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("with_oom", [False, True])
+def test_a_step_is_the_full_batchs_step(with_oom):
+    """Three steps move the parameters as three full-batch steps do, also with memory ending in one of them."""
+    torch.manual_seed(0)
+    model, _, runner = make_runner(24, 7)
+    reference = Plain()
+    reference.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+    for seed in range(3):
+        batch = make_batch(24, torch.float64, seed)
+        optimizer.zero_grad()
+        mean_step(reference, batch).backward()
+        optimizer.step()
+        if with_oom and seed == 1:
+            with oom_at(25):
+                assert runner.step(batch).retries == 1
+        else:
+            assert runner.step(batch).retries == 0
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_optimizer_steps_exactly_once_and_gradients_are_gone():
+    """One step is one ``optimizer.step()`` and one ``scheduler.step()``, whatever the retries; ``.grad`` is None after."""
+    calls = []
+    model, optimizer, _ = make_runner(16, 4)
+    optimizer.register_step_post_hook(lambda *_: calls.append("optimizer"))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    plan = make_plan(model, 16, 4, optimizer=optimizer, dtype=torch.float64)
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, scheduler=scheduler)
+    with oom_at(20):
+        result = runner.step(make_batch(16, torch.float64))
+    assert result.retries == 1
+    assert calls == ["optimizer"]
+    assert scheduler.last_epoch == 1
+    assert all(gradient is None for gradient in gradients_of(model).values())
+
+
+def test_the_smaller_size_is_kept_and_told():
+    """After a retry the next steps begin with the size that ran; each retry is one event and one warning."""
+    events = []
+    model, _, runner = make_runner(16, 8, hooks=[events.append])
+    with oom_at(15):
+        runner.step(make_batch(16, torch.float64))
+    [retry] = [event for event in events if isinstance(event, Retried)]
+    assert (retry.step, retry.failed_size) == (0, 8)
+    assert retry.new_size == runner.micro_batch_size < 8
+    assert "planned out of memory" in retry.reason
+    result = runner.step(make_batch(16, torch.float64))
+    assert max(result.micro_batch_sizes) <= retry.new_size
+    assert [event.step for event in events if isinstance(event, StepFinished)] == [0, 1]
+
+
+def test_one_log_line_a_retry(caplog):
+    """A retry is one line at WARNING with sizes, bytes and reason; steps are DEBUG."""
+    _, _, runner = make_runner(16, 8)
+    with caplog.at_level(logging.INFO, logger="autobatch"), oom_at(15):
+        runner.step(make_batch(16, torch.float64))
+    [line] = [record for record in caplog.records if record.name == "autobatch"]
+    assert line.levelno == logging.WARNING
+    assert "ran out of memory at 8 samples" in line.getMessage()
+
+
+def test_the_curve_chooses_the_next_size():
+    """When somebody else takes memory, what the curve says still fits is tried, not half: one retry is enough."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(256, 64), torch.randint(0, 4, (256,)))
+    CpuDevice().watch([*model.parameters(), *batch])
+    gc.collect()
+    budget = CpuDevice().usage().allocated + 1_250_000
+    plan = autobatch.fit(model, 256, batch=batch, step=mean_step, optimizer=optimizer, budget=budget)
+    events = []
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, hooks=[events.append])
+    runner.step(batch)
+    with tenant(320_000):
+        results = [runner.step(batch) for _ in range(3)]
+    retries = [event for event in events if isinstance(event, Retried)]
+    assert len(retries) == 1
+    assert plan.micro_batch_size // 2 < retries[0].new_size < plan.micro_batch_size
+    assert all(result.peak_bytes <= budget for result in results)
+    assert [sum(result.micro_batch_sizes) for result in results] == [256] * 3
+
+
+def test_the_target_is_never_changed_in_silence(caplog):
+    """After any number of retries all samples of the batch are in the update."""
+    _, _, runner = make_runner(37, 37)
+    with oom_at(20, 40, 70):
+        result = runner.step(make_batch(37, torch.float64))
+    assert result.retries == 3
+    assert sum(result.micro_batch_sizes) == 37
+
+
+def test_a_batch_of_another_size_is_run_as_given_and_told_once():
+    """The last batch of an epoch is its own mean; that is said once a number of samples."""
+    events = []
+    model, _, runner = make_runner(16, 5, hooks=[events.append])
+    batch = make_batch(9, torch.float64)
+    expected = full_batch_gradient(model, mean_step, batch)
+    runner.accumulate(batch)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+    runner.accumulate(batch)
+    [told] = [event for event in events if isinstance(event, BatchDiffers)]
+    assert (told.samples, told.planned) == (9, 16)
+
+
+def test_step_over_takes_smaller_batches_as_one():
+    """Batches of a loader that cannot yield the target at once make one step together, from any iterable."""
+    model, _, runner = make_runner(24, 5)
+    whole = make_batch(24, torch.float64)
+    before = [p.detach().clone() for p in model.parameters()]
+    expected = full_batch_gradient(model, mean_step, whole)
+    parts = zip(whole[0].split(10), whole[1].split(10), strict=True)
+    result = runner.step_over(part for part in parts)
+    assert result.micro_batch_sizes == (5, 5, 5, 5, 4)
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        if expected[name] is not None:
+            torch.testing.assert_close(parameter, old - 0.1 * expected[name], rtol=1e-12, atol=1e-15)
+    with pytest.raises(InvalidBatch, match="no batches"):
+        runner.step_over([])
+
+
+def test_a_step_that_never_fits_restores_all_and_raises():
+    """Out of memory at one sample: DoesNotFit, and parameters, buffers, gradients, generators, optimizer are as before."""
+    model = Everything()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    device = FakeDevice(lambda n: 10 + n, total_bytes=100)
+    plan = autobatch.fit(
+        model, 32, batch=make_batch(8), step=mean_step, optimizer=optimizer, device=device, max_micro_batch=8
+    )
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, device=device)
+    runner.step(make_batch(32))
+    mean_step(model, make_batch(3)).backward()
+    before = bits_of(model, optimizer)
+    device.curve = lambda n: 101
+    with pytest.raises(DoesNotFit, match="at a micro-batch of one sample") as caught:
+        runner.step(make_batch(32))
+    assert not differences(bits_of(model, optimizer), before)  # no forward pass ran: the device refused before it
+    assert runner.micro_batch_size == 8
+    assert "budget" in str(caught.value)
+    device.curve = lambda n: 10 + n
+    assert runner.step(make_batch(32)).retries == 0
+
+
+def test_an_oom_inside_the_update_says_that_parameters_may_have_moved():
+    """Nothing after the optimizer's first operation is retried: CannotRetry says so plainly, and once."""
+
+    class EndsInStep(torch.optim.SGD):
+        armed = False
+        calls = 0
+
+        def step(self, closure=None):
+            type(self).calls += self.armed
+            super().step(closure)
+            if self.armed:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+    model = Plain()
+    optimizer = EndsInStep(model.parameters(), lr=0.1)
+    runner = autobatch.Runner(
+        make_plan(model, 8, 4, optimizer=optimizer, dtype=torch.float64), model, mean_step, optimizer
+    )
+    EndsInStep.armed = True
+    with pytest.raises(CannotRetry, match="parameters may have moved"):
+        runner.step(make_batch(8, torch.float64))
+    assert EndsInStep.calls == 1
+
+
+def test_clipping_is_of_the_whole_gradient():
+    """The norm is that of the full batch's gradient, taken once, not of each micro-batch's."""
+    model, _, _ = make_runner(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plan = make_plan(model, 16, 4, optimizer=optimizer, dtype=torch.float64)
+    batch = make_batch(16, torch.float64)
+    gradient = {k: v for k, v in full_batch_gradient(model, mean_step, batch).items() if v is not None}
+    norm = sum(float(v.square().sum()) for v in gradient.values()) ** 0.5
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    autobatch.Runner(plan, model, mean_step, optimizer, max_grad_norm=norm / 3).step(batch)
+    for name, value in gradient.items():
+        torch.testing.assert_close(dict(model.named_parameters())[name], before[name] - value / 3, rtol=1e-4, atol=1e-9)
+
+
+def test_a_scaler_scales_each_loss_and_updates_once():
+    """Scaled per micro-batch, unscaled, clipped, stepped and updated once: the update is that without a scaler."""
+    updates = []
+
+    class Counts(torch.amp.GradScaler):
+        def update(self, new_scale=None):
+            updates.append(self.get_scale())
+            super().update(new_scale)
+
+    model, _, plain = make_runner(16, 4, dtype=torch.float32, make_model=Plain)
+    twin = Plain(torch.float32)
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    plan = make_plan(twin, 16, 4, optimizer=optimizer)
+    scaled = autobatch.Runner(plan, twin, mean_step, optimizer, scaler=Counts("cpu", init_scale=1024.0))
+    batch = make_batch(16)
+    first, second = plain.step(batch), scaled.step(batch)
+    assert float(first.loss) == pytest.approx(float(second.loss), rel=1e-6)
+    for found, expected in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    assert updates == [1024.0]
+
+
+def test_a_step_skipped_by_the_scaler_does_not_advance_the_scheduler():
+    """Infinite gradients skip the update; then the learning rate must not move on."""
+    model = Plain(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = make_plan(model, 8, 4, optimizer=optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def step(model, batch):
+        return mean_step(model, batch) * float("inf")
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    runner = autobatch.Runner(plan, model, step, optimizer, scaler=scaler, scheduler=scheduler)
+    before = [p.detach().clone() for p in model.parameters()]
+    runner.step(make_batch(8))
+    assert scheduler.last_epoch == 0
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert scaler.get_scale() == 512.0
+
+
+def test_the_result_says_what_was_done():
+    """Loss detached on the device, sizes, peak, seconds, aux; metrics are plain numbers under autobatch/."""
+    model, _, runner = make_runner(16, 5)
+
+    def step(model, batch):
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), {"right": (logits.argmax(1) == batch[1]).sum()}
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = autobatch.Runner(runner.plan, model, step, optimizer).step(make_batch(16, torch.float64))
+    assert result.loss.shape == ()
+    assert not result.loss.requires_grad
+    assert [int(entry["right"]) <= size for entry, size in zip(result.aux, result.micro_batch_sizes, strict=True)]
+    assert result.peak_bytes > 0
+    assert result.seconds > 0
+    metrics = result.metrics()
+    assert metrics["autobatch/samples"] == 16
+    assert metrics["autobatch/micro_batch_size"] == 4
+    assert metrics["autobatch/accumulation_steps"] == 4
+    assert all(name.startswith("autobatch/") and isinstance(value, int | float) for name, value in metrics.items())
+
+
+def test_a_hook_that_raises_costs_a_log_line_not_a_step(caplog):
+    """Whoever listens cannot break training."""
+
+    def broken(event):
+        raise RuntimeError("tracker is down")
+
+    _, _, runner = make_runner(8, 4, hooks=[broken])
+    with caplog.at_level(logging.ERROR, logger="autobatch"):
+        runner.step(make_batch(8, torch.float64))
+    assert "was passed over" in caplog.text
+
+
+def test_the_batch_stays_where_it_is_and_unchanged():
+    """Only micro-batches go to the device; the batch given is neither moved nor written."""
+    _, _, runner = make_runner(8, 3)
+    inputs, labels = make_batch(8, torch.float64)
+    pointers, version, values = (inputs.data_ptr(), labels.data_ptr()), inputs._version, inputs.clone()
+    runner.step((inputs, labels))
+    assert (inputs.data_ptr(), labels.data_ptr()) == pointers
+    assert inputs._version == version
+    assert torch.equal(inputs, values)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"max_grad_norm": 0}, "max_grad_norm=0"), ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0")],
+)
+def test_bad_arguments_are_named(options, message):
+    """An argument that cannot mean anything is refused at once."""
+    with pytest.raises(InvalidArgument, match=message):
+        make_runner(8, 4, **options)
+
+
+def test_a_runner_without_an_optimizer_accumulates_only():
+    """``accumulate`` needs none; ``step`` says so."""
+    model = Plain()
+    plan = make_plan(model, 8, 4, dtype=torch.float64)
+    runner = autobatch.Runner(plan, model, mean_step, None)
+    runner.accumulate(make_batch(8, torch.float64))
+    with pytest.raises(InvalidArgument, match="use accumulate"):
+        runner.step(make_batch(8, torch.float64))
+
+
+def test_without_a_step_the_models_own_loss_is_used():
+    """The same default as in ``fit``."""
+
+    class Output(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 1)
+
+        def forward(self, inputs, labels):
+            loss = F.mse_loss(self.layer(inputs)[:, 0], labels.float())
+            return {"loss": loss}
+
+    model = Output()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, labels = make_batch(12)
+    batch = {"inputs": inputs, "labels": labels}
+    plan = autobatch.fit(model, 12, batch=batch, optimizer=optimizer, max_micro_batch=5)
+    expected = full_batch_gradient(model, lambda m, b: m(**b)["loss"], batch)
+    autobatch.Runner(plan, model, None, optimizer).accumulate(batch)
+    assert relative_error(gradients_of(model), expected) <= 1e-6
