@@ -1,0 +1,206 @@
+"""``Plan``: printed, explained, saved, loaded, translated."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import autobatch
+from autobatch.errors import InvalidArgument
+from autobatch.plan import Plan
+from autobatch.planning.curve import fit_curve
+from autobatch.planning.planner import balance
+from autobatch.records import DeviceInfo, Tenant, Trial
+
+GIB = 2**30
+L4 = DeviceInfo(kind="cuda", name="NVIDIA L4", total_bytes=24 * GIB)
+
+
+def make_trial(size, peak=None, outcome="fits"):
+    """A trial on memory of 1 GiB and 0.4 GiB a sample."""
+    peak = GIB + size * GIB * 2 // 5 if peak is None else peak
+    return Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak, seconds=0.1 * size)
+
+
+def make_plan(target=256, size=43, world_size=1, **changes):
+    """A plan as the contract's example shows one."""
+    trials = (make_trial(2), make_trial(21), make_trial(size))
+    sizes = balance(-(-target // world_size), size)
+    fields = {
+        "target_batch": target,
+        "world_size": world_size,
+        "micro_batch_size": max(sizes),
+        "micro_batch_sizes": sizes,
+        "accumulation_steps": len(sizes),
+        "budget_bytes": int(21.6 * GIB),
+        "headroom_bytes": GIB,
+        "peak_bytes": int(18.7 * GIB),
+        "curve": fit_curve(trials),
+        "trials": trials,
+        "device": L4,
+        "seconds": 1.2,
+        "version": "0.1.0",
+    }
+    return Plan(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {},
+            "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s",
+        ),
+        (
+            {"target": 86},
+            "autobatch: 86 = 2 x 43 on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s",
+        ),
+        (
+            {"trials": (make_trial(43), make_trial(44, outcome="oom"))},
+            "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 2 trials, 1 out of memory, 1.2 s",
+        ),
+        (
+            {"predicted": True, "trials": ()},
+            "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; predicted peak 18.7 of 21.6 GiB; 0 trials, "
+            "0 out of memory, 1.2 s",
+        ),
+        (
+            {"peak_bytes": 5 * 2**20},
+            "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 5.0 MiB of 21.6 GiB; 3 trials, 0 out of memory, "
+            "1.2 s",
+        ),
+        (
+            {"target": 512, "world_size": 2},
+            "autobatch: 256 = 6 x 43 (two of 42) on each of 2 ranks, 512 in all on NVIDIA L4; peak 18.7 of 21.6 GiB; "
+            "3 trials, 0 out of memory, 1.2 s",
+        ),
+    ],
+)
+def test_a_plan_prints_as_one_line(changes, line):
+    """The line of the contract, for whole, ragged, predicted and shared targets."""
+    assert str(make_plan(**changes)) == line
+
+
+@given(target=st.integers(1, 3000), size=st.integers(1, 500))
+def test_the_printed_sizes_are_the_planned_ones(target, size):
+    """The line's numbers rebuild the sizes: steps x largest, less what the ragged ones lack."""
+    plan = make_plan(target, size)
+    total, steps, largest = map(int, re.match(r"autobatch: (\d+) = (\d+) x (\d+)", str(plan)).groups())
+    assert (total, steps, largest) == (target, plan.accumulation_steps, plan.micro_batch_size)
+    assert sum(plan.micro_batch_sizes) == target
+    assert max(plan.micro_batch_sizes) - min(plan.micro_batch_sizes) <= 1
+
+
+@given(target=st.integers(1, 3000), size=st.integers(1, 500), warning=st.text(max_size=20))
+def test_a_plan_survives_json(target, size, warning):
+    """What is written and read again is equal, the curve included."""
+    plan = make_plan(target, size, warnings=(warning,))
+    again = Plan.model_validate_json(plan.model_dump_json())
+    assert again == plan
+    assert again.curve.peak_reserved(77) == plan.curve.peak_reserved(77)
+
+
+def test_a_plan_is_saved_and_loaded(tmp_path):
+    """The file is whole or not there: no draft is left behind."""
+    plan, path = make_plan(), tmp_path / "plan.json"
+    plan.save(path)
+    plan.save(str(path))
+    assert autobatch.Plan.load(path) == plan
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1, 2]", '{"target_batch": 5}', "not json"])
+def test_a_file_that_holds_no_plan_is_named(tmp_path, content):
+    """The path and the first thing that is wrong, and what to do."""
+    path = tmp_path / "other.json"
+    path.write_text(content)
+    with pytest.raises(InvalidArgument, match=r"other\.json is no plan that this version reads .*run fit\(\) again"):
+        Plan.load(path)
+
+
+def test_a_plan_of_a_later_version_is_refused_with_the_field(tmp_path):
+    """An unknown field means another meaning: it is not passed over."""
+    path = tmp_path / "plan.json"
+    text = make_plan().model_dump_json()
+    path.write_text(text[:-1] + ',"colour":"red"}')
+    with pytest.raises(InvalidArgument, match="colour"):
+        Plan.load(path)
+
+
+def test_a_missing_file_is_an_oserror(tmp_path):
+    """A path that does not exist is not a bad plan."""
+    with pytest.raises(FileNotFoundError):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+def test_a_plan_is_frozen():
+    """A plan is a value: it cannot be changed after it was measured."""
+    with pytest.raises(ValidationError):
+        make_plan().micro_batch_size = 5
+
+
+@pytest.mark.parametrize(
+    ("framework", "expected"),
+    [
+        ("huggingface", {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 8}),
+        ("lightning", {"batch_size": 32, "accumulate_grad_batches": 8}),
+        ("accelerate", {"batch_size": 32, "gradient_accumulation_steps": 8}),
+        (
+            "deepspeed",
+            {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 32, "gradient_accumulation_steps": 8},
+        ),
+    ],
+)
+def test_settings_speak_other_frameworks_words(framework, expected):
+    """Each framework's own names, with the largest exact divisor of 256 that is at most 43."""
+    assert make_plan().settings(framework) == expected
+
+
+@given(target=st.integers(1, 4000), size=st.integers(1, 300), world=st.integers(1, 8))
+def test_settings_give_the_target_exactly(target, size, world):
+    """Size x accumulation x ranks is the target, or it is refused; never a rounded one."""
+    plan = make_plan(target, size, world)
+    if target % world:
+        with pytest.raises(InvalidArgument, match=f"cannot be shared equally by {world} ranks"):
+            plan.settings("huggingface")
+        return
+    settings = plan.settings("huggingface")
+    each, steps = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
+    assert each * steps * world == target
+    assert each <= plan.micro_batch_size
+
+
+def test_an_unknown_framework_is_named_with_the_known_ones():
+    """A typo is answered with the choices."""
+    with pytest.raises(InvalidArgument, match="'keras'.*'huggingface', 'lightning', 'accelerate', 'deepspeed'"):
+        make_plan().settings("keras")
+
+
+def test_explain_tells_the_whole_story():
+    """Budget, trials, breakdown, curve, advice and warnings, with the plan's own numbers and nothing wider than 120."""
+    tenants = (Tenant(pid=4711, used_bytes=2 * GIB, name="python"),)
+    device = L4.model_copy(update={"tenants": tenants})
+    story = make_plan(device=device, warnings=("splitting is not exact here",)).explain()
+    for part in (
+        "21.6 GiB   what this process may hold on NVIDIA L4",
+        "20.6 GiB   what a trial had to stay within",
+        "process 4711 (python) holds 2.0 GiB",
+        "Each trial: two micro-batches",
+        "The curve puts the largest size within the limit at 49 of 256.",
+        "the whole 256 at once would need about 103.4 GiB",
+        "! splitting is not exact here",
+    ):
+        assert part in story, part
+    assert [line.split()[0] for line in story.splitlines() if " fits " in line] == ["2", "21", "43"]
+    assert max(map(len, story.splitlines())) <= 120
+
+
+def test_explain_advises_expandable_segments_only_where_the_gap_is_large():
+    """Bytes held but not used by tensors are a CUDA allocator's fragmentation, and worth a word from a fifth on."""
+    wasteful = make_trial(43).model_copy(update={"peak_allocated": 10 * GIB})
+    assert "expandable_segments" in make_plan(trials=(wasteful,)).explain()
+    assert "expandable_segments" not in make_plan().explain()
