@@ -71,8 +71,7 @@ _ROOMS = {
 def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in __all__:
-        message = f"module 'autobatch' has no attribute {name!r}"
-        raise AttributeError(message)
+        raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
     if name == "testing":
         return importlib.import_module("autobatch.testing")
     return getattr(importlib.import_module(_ROOMS.get(name, "autobatch.errors")), name)

@@ -255,17 +255,17 @@ def _total_weight(pieces: list[_Piece]) -> float:
     total = math.fsum(piece.weight for piece in pieces)
     if total == 0:
         samples = sum(piece.size for piece in pieces)
-        message = f"weigh() gave 0 for all {samples} samples of the batch: there is nothing to take a mean over"
-        raise InvalidBatch(message)
+        raise InvalidBatch(
+            f"weigh() gave 0 for all {samples} samples of the batch: there is nothing to take a mean over"
+        )
     return total
 
 
 def _check_additive(pieces: list[_Piece], smaller: list[_Piece]) -> None:
     whole, parts = math.fsum(p.weight for p in pieces), math.fsum(p.weight for p in smaller)
     if not math.isclose(whole, parts, rel_tol=1e-5):
-        message = (
+        raise InvalidBatch(
             f"weigh() is not additive: it gave {whole:g} for {[p.size for p in pieces]} samples and {parts:g} for the "
             f"same "
             f"samples as {[p.size for p in smaller]}; it must count something, such as tokens, that adds up"
         )
-        raise InvalidBatch(message)

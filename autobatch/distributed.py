@@ -28,9 +28,8 @@ def refuse_many_ranks() -> None:
     """
     size = world_size()
     if size > 1:
-        message = (
+        raise AutobatchError(
             f"{size} ranks are running, and this version of autobatch does not reduce gradients or agree on sizes "
             f"between ranks; "
             f"run on one rank, or plan on one rank and use plan.settings() in your distributed framework"
         )
-        raise AutobatchError(message)

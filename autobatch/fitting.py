@@ -220,8 +220,7 @@ class _Search:
 def _find_device(workload: Workload, device: torch.device | str | Device | None) -> Device:
     parameters = workload.parameters()
     if not parameters:
-        message = f"{type(workload.model).__name__} has no parameters: there is nothing to train"
-        raise InvalidArgument(message)
+        raise InvalidArgument(f"{type(workload.model).__name__} has no parameters: there is nothing to train")
     home = parameters[0].device
     if home.type == "meta":
         name = type(workload.model).__name__
@@ -234,8 +233,9 @@ def _find_device(workload: Workload, device: torch.device | str | Device | None)
         return device
     asked = torch.device(device)
     if asked.type != home.type or (asked.index is not None and asked.index != home.index):
-        message = f"device={str(device)!r}, but the model is on {home}; move the model first, or leave device= out"
-        raise InvalidArgument(message)
+        raise InvalidArgument(
+            f"device={str(device)!r}, but the model is on {home}; move the model first, or leave device= out"
+        )
     return device_for(home)
 
 

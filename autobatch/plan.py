@@ -73,7 +73,6 @@ class Plan(PlanRecord):
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the file"
-            message = (
+            raise InvalidArgument(
                 f"{path} is no plan that this version reads ({place}: {first['msg']}); run fit() again and save it"
-            )
-            raise InvalidArgument(message) from None
+            ) from None

@@ -74,8 +74,9 @@ def parse_bytes(name: str, value: Any) -> int:
         size = 0
     half_read = isinstance(value, str) and not _WHOLE_TEXT.fullmatch(value)
     if size <= 0 or half_read or isinstance(value, bool):
-        message = f"{name}={value!r} is no size: pass bytes as an int, or a text such as '8GiB' or '512MiB'"
-        raise InvalidArgument(message)
+        raise InvalidArgument(
+            f"{name}={value!r} is no size: pass bytes as an int, or a text such as '8GiB' or '512MiB'"
+        )
     return size
 
 
@@ -89,15 +90,13 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
         value = DEFAULT_HEADROOM
     if isinstance(value, float):
         if not 0 <= value < 1:
-            message = (
+            raise InvalidArgument(
                 f"headroom={value!r}: a fraction must be at least 0 and less than 1; for bytes pass an int or '512MiB'"
             )
-            raise InvalidArgument(message)
         return int(budget_bytes * value)
     size = 0 if value == 0 and not isinstance(value, bool) else parse_bytes("headroom", value)
     if budget_bytes and size >= budget_bytes:
-        message = f"headroom={value!r} leaves nothing of a budget of {budget_bytes} bytes"
-        raise InvalidArgument(message)
+        raise InvalidArgument(f"headroom={value!r} leaves nothing of a budget of {format_bytes(budget_bytes)}")
     return size
 
 
@@ -108,8 +107,7 @@ def check_count(name: str, value: Any) -> int:
         InvalidArgument: It is something else.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        message = f"{name}={value!r} must be an int of at least 1: it counts samples"
-        raise InvalidArgument(message)
+        raise InvalidArgument(f"{name}={value!r} must be an int of at least 1: it counts samples")
     return value
 
 
@@ -120,5 +118,4 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
         InvalidArgument: It is none of them.
     """
     if value not in choices:
-        message = f"{name}={value!r} is not known; one of {', '.join(map(repr, choices))}"
-        raise InvalidArgument(message)
+        raise InvalidArgument(f"{name}={value!r} is not known; one of {', '.join(map(repr, choices))}")

@@ -74,8 +74,7 @@ class Runner:
         """
         refuse_many_ranks()
         if max_grad_norm is not None and not max_grad_norm > 0:
-            message = f"max_grad_norm={max_grad_norm} must be greater than 0, or None for no clipping"
-            raise InvalidArgument(message)
+            raise InvalidArgument(f"max_grad_norm={max_grad_norm} must be greater than 0, or None for no clipping")
         self.plan = plan
         self.micro_batch_size = plan.micro_batch_size
         self.steps = 0
@@ -119,8 +118,7 @@ class Runner:
             CannotRetry: As ``step``.
         """
         if self._workload.optimizer is None:
-            message = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
-            raise InvalidArgument(message)
+            raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
         return self._run(list(batches), update=True)
 
     def accumulate(self, batch: Any) -> StepResult:
@@ -208,13 +206,12 @@ class Runner:
                 raise
             reason = describe_error(error)
         if reason is not None:
-            message = (
+            raise CannotRetry(
                 f"memory ended inside the update of step {self.steps} ({reason}): parameters may have moved, so it was "
                 f"not retried; "
                 f"load your last checkpoint and give fit() the optimizer and more headroom= than "
                 f"{format_bytes(self.plan.headroom_bytes)}"
             )
-            raise CannotRetry(message)
 
     def _update_once(self) -> None:
         optimizer: Any = self._workload.optimizer
@@ -247,8 +244,7 @@ class Runner:
 
     def _tell_size(self, batches: Sequence[Any]) -> None:
         if not batches:
-            message = "step_over() was given no batches"
-            raise InvalidBatch(message)
+            raise InvalidBatch("step_over() was given no batches")
         samples = sum(count_samples(batch) for batch in batches)
         if samples not in self._told_sizes:
             self._told_sizes.add(samples)

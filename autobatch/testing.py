@@ -17,7 +17,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for
 from autobatch.records import DeviceInfo, MemoryUsage, Tenant
-from autobatch.wording import format_bytes
+from autobatch.wording import format_bytes, plural
 
 __all__ = ["FakeDevice", "oom_at", "tenant"]
 
@@ -95,7 +95,7 @@ class FakeDevice:
         self.ran_sizes.append(samples)
         if need > room:
             raise torch.OutOfMemoryError(
-                f"fake device out of memory. Tried to hold {format_bytes(need)} for {samples} samples in "
+                f"fake device out of memory. Tried to hold {format_bytes(need)} for {plural(samples, 'sample')} in "
                 f"{format_bytes(room)}"
             )
         self._peak = max(self._peak, need)
@@ -172,8 +172,7 @@ def oom_at(*positions: int) -> Iterator[_OutOfMemoryAt]:
         InvalidArgument: A position is less than 1.
     """
     if not positions or min(positions) < 1:
-        message = f"oom_at{positions}: positions are counted from 1"
-        raise InvalidArgument(message)
+        raise InvalidArgument(f"oom_at{positions}: positions are counted from 1")
     with _OutOfMemoryAt(positions) as planned:
         yield planned
 

@@ -64,6 +64,7 @@ def test_linear_memory_is_known_everywhere(base, slope, where, size):
     """Two points of a line give the line, below and beyond them."""
     curve = fit_curve([measured(n, base + slope * n, resident=base) for n in where])
     assert curve.peak_reserved(size) == base + slope * size
+    assert len(curve.reserved) == 2  # no knots where nothing bends
 
 
 @given(points, st.integers(1, 20 * MIB), st.integers(0, 10**9))
@@ -97,6 +98,19 @@ def test_largest_is_the_last_size_within_the_limit(curve, limit):
         assert curve.peak_reserved(largest) <= limit
     if largest < UNLIMITED:
         assert curve.peak_reserved(largest + 1) > limit
+
+
+def test_fractions_of_a_byte_are_rounded_up():
+    """Between and beyond knots the curve never says less than the line does."""
+    curve = fit_curve([measured(3, 10), measured(6, 20)])
+    assert [curve.peak_reserved(size) for size in range(8)] == [0, 4, 7, 10, 14, 17, 20, 24]
+    assert [curve.largest(limit) for limit in (3, 4, 13, 14, 23, 24)] == [0, 1, 3, 4, 6, 7]
+
+
+def test_without_reserved_bytes_tensors_are_what_is_held():
+    """A device that reports only tensors has them as its reserved bytes."""
+    curve = fit_curve([Trial(micro_batch_size=n, outcome="fits", peak_allocated=100 * n) for n in (2, 4)])
+    assert curve.peak_reserved(6) == 600
 
 
 def test_memory_that_does_not_grow_has_no_largest():

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from autobatch.planning.evidence import draw_line
 from autobatch.planning.planner import useful_sizes
 from autobatch.planning.search import (
     Question,
@@ -160,6 +161,30 @@ def test_a_far_jump_goes_by_way_of_half():
     assert [trial.micro_batch_size for trial in trials] == [2, 8, 150, 300]
 
 
+LINEAR_SEARCHES = {
+    "near the second size: no third is needed first": (8192, 195, lambda n: 100 + 10 * n, 99, [2, 8, 9]),
+    "at the second size: one below it shows that memory is straight": (
+        8192,
+        185,
+        lambda n: 100 + 10 * n,
+        99,
+        [2, 8, 5],
+    ),
+    "3 is sure, 9 is not": (8192, 131, lambda n: 100 + 10 * n, 98, [2, 3, 1]),
+    "nothing above 2 is sure, so 1 tells the slope": (8192, 1062, lambda n: 1000 + 10 * n, 0, [2, 1, 6]),
+    "room for twice the slope: straight to the bound": (1000, 20_000, lambda n: 100 + n, 0, [2, 8, 1000]),
+    "no room for twice the slope: by way of half": (1000, 1500, lambda n: 100 + n, 0, [2, 8, 500, 1000]),
+}
+
+
+@pytest.mark.parametrize("case", LINEAR_SEARCHES)
+def test_linear_searches_by_example(case):
+    """Each rule for the next size is seen at work on memory that is a line."""
+    bound, limit, memory, resident, sizes = LINEAR_SEARCHES[case]
+    trials = search_memory(Question(bound=bound, limit_bytes=limit), memory, resident)
+    assert [trial.micro_batch_size for trial in trials] == sizes
+
+
 @given(linear(), st.integers(0, 10**10))
 def test_the_optimizers_plateau_does_not_hide_the_slope(case, plateau):
     """Where the optimizer's step holds more than the backward of small sizes, the backward's own bytes lead."""
@@ -279,6 +304,51 @@ def test_a_network_whose_memory_bends(gibibytes):
     assert largest_fitting(question, trials) == true_answer(question, resnet18)
     assert len(trials) <= 5
     assert out_of_memory(trials) <= 1
+
+
+def bend(size: int) -> int:
+    """Memory that turns half as steep again at 200 samples; 726 fit 100 000 bytes."""
+    return 1000 + max(100 * size, 150 * size - 10_000)
+
+
+@pytest.mark.parametrize(
+    ("bound", "sizes"),
+    [
+        # 990 was too hopeful, so 3/4 of the way to it is next; above the bend two sizes give the answer, then the proof.
+        (8192, [2, 8, 495, 761, 694, 726, 727]),
+        # Here the trials do not suffice for a stop at 495, and from 744 on the bracket is small.
+        (10_000, [2, 8, 990, 744, 560, 698, 726, 727]),
+    ],
+)
+def test_a_line_that_was_too_hopeful(bound, sizes):
+    """After an OOM at a predicted size the search stays near the prediction, and the line is drawn anew."""
+    trials = search_memory(Question(bound=bound, limit_bytes=100_000), bend, resident=1000)
+    assert [trial.micro_batch_size for trial in trials] == sizes
+
+
+def test_a_wish_that_cannot_be_afforded_is_approached():
+    """Where a trial just above the answer could leave too much open, one as near to it as can be afforded is made."""
+    question = Question(bound=10_000, limit_bytes=2**30 * 24)
+    memory = staircase(lambda size: 1_941 * MIB + size * 77_287_424, 20 * MIB, offset=5 * MIB)
+    trials = search_memory(question, memory, resident=970 * MIB)
+    assert largest_fitting(question, trials) == true_answer(question, memory)
+    assert out_of_memory(trials) <= 1
+
+
+@pytest.mark.parametrize("peak_of_one", [80_050, 80_150, 70_000])
+def test_an_odd_single_sample_does_not_spoil_the_proof(peak_of_one):
+    """With three other sizes on a line, one sample elsewhere neither tilts that line nor costs an OOM."""
+    question = Question(bound=8192, limit_bytes=100_000)
+    trials = search_memory(question, lambda size: peak_of_one if size == 1 else 80_000 + 100 * size)
+    assert 1 in {trial.micro_batch_size for trial in trials}  # what makes this case hard
+    assert out_of_memory(trials) == 0
+    assert largest_fitting(question, trials) == 200
+
+
+def test_two_sizes_on_one_step_do_not_flatten_the_line():
+    """The line's other end lies well below the largest size, where a step of the staircase matters less."""
+    line = draw_line({2: 120, 8: 180, 298: 3080, 299: 3080}, [measure(size, 1, 0) for size in (2, 8, 298, 299)])
+    assert (line.size, line.run, line.rise) == (299, 291, 2900)
 
 
 @given(convex(), st.integers(0, 10**10))

@@ -109,6 +109,7 @@ def test_oom_at_counts_from_one(positions):
 def test_a_tenant_holds_real_bytes_until_it_leaves():
     """What somebody else holds counts against a budget, and is free again after an error too."""
     device = CpuDevice()
+    device.reclaim()
     before = device.usage().allocated
     with pytest.raises(ValueError, match="leaves"), tenant(1000):
         assert device.usage().allocated == before + 1000

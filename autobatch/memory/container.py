@@ -56,8 +56,9 @@ def _read_ram(root: Path) -> HostMemory:
 
 def _read_installed_ram() -> HostMemory:
     if not hasattr(os, "sysconf"):
-        message = "this platform does not tell how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
-        raise OSError(message)
+        raise OSError(
+            "this platform does not tell how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
+        )
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return HostMemory(total_bytes=total, available_bytes=total, source="RAM")
 

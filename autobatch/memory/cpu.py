@@ -35,7 +35,7 @@ _INNERMOST = _Innermost()
 class CpuDevice:
     """The host's memory behind the ``Device`` protocol; all objects of this class share one count and one budget.
 
-    A ``limit`` holds in the thread that entered it. What other threads make is not seen there, unless ``watch`` is told.
+    A ``limit`` holds in the thread that entered it. What other threads make is not seen, unless ``watch`` is told.
     """
 
     measures = True

@@ -144,7 +144,7 @@ def measured_peaks(question: Question, trials: Sequence[Trial]) -> dict[int, int
 
 
 def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
-    """Through the largest of at least two measured sizes and the largest of at most half of it.
+    """Through the largest of at least two measured sizes and the largest of at most 7/8 of it.
 
     Reserved bytes are a staircase, and two close sizes are often on one step: so not through the two largest, and never
     less steep than the bytes in tensors, which know no steps and which the allocator cannot outrun for long. One
@@ -152,7 +152,7 @@ def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
     """
     largest = max(peaks)
     others = [size for size in peaks if size != largest and (size > 1 or len(peaks) == 2)]
-    other = max((size for size in others if size <= largest // 2), default=min(others))
+    other = max((size for size in others if size <= largest * 7 // 8), default=min(others))
     tensors = {trial.micro_batch_size: growing_allocated(trial) for trial in trials}
     rise = max(peaks[largest] - peaks[other], tensors[largest] - tensors[other])
     return Line(largest, peaks[largest], largest - other, rise)
@@ -161,7 +161,7 @@ def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
 def safe_reach(question: Question, trials: Sequence[Trial], size: int, peak: int) -> int:
     """The largest size within the limit on the line from what is resident at 0: steeper than linear memory can be."""
     resident = min(trial.resident_bytes for trial in trials if trial.outcome == "fits")
-    return Line(size, peak, size, peak - min(peak, resident)).reach(question.limit_bytes)
+    return Line(size, peak, size, peak - resident).reach(question.limit_bytes)
 
 
 def _failing_sizes(question: Question, trials: Sequence[Trial]) -> set[int]:

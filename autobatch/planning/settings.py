@@ -31,15 +31,13 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
         InvalidArgument: The framework is not known, or the target cannot be shared equally by the ranks.
     """
     if framework not in FRAMEWORKS:
-        message = f"settings({framework!r}): not known; one of {', '.join(map(repr, FRAMEWORKS))}"
-        raise InvalidArgument(message)
+        raise InvalidArgument(f"settings({framework!r}): not known; one of {', '.join(map(repr, FRAMEWORKS))}")
     if plan.target_batch % plan.world_size:
-        message = (
+        raise InvalidArgument(
             f"settings({framework!r}): a target batch of {plan.target_batch} cannot be shared equally by "
             f"{plan.world_size} ranks; "
             f"take a multiple of {plan.world_size}"
         )
-        raise InvalidArgument(message)
     size, steps = divide_evenly(plan.target_batch // plan.world_size, plan.micro_batch_size)
     if framework == "huggingface":
         return {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}

@@ -95,7 +95,8 @@ def _spell_optimizer(optimizer: Any | None) -> Iterator[str]:
         return
     yield type(optimizer).__qualname__
     for group in optimizer.param_groups:
-        yield str(sorted((name, _spell_option(value)) for name, value in group.items() if name != "params"))
+        options = {name: value for name, value in group.items() if name != "params" and not name.endswith("lr")}
+        yield str(sorted((name, _spell_option(value)) for name, value in options.items()))
         yield str(len(group["params"]))
 
 

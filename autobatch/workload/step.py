@@ -67,8 +67,7 @@ class Workload:
             return float(samples)
         weight = float(self.weigh(micro_batch))
         if not math.isfinite(weight) or weight < 0:
-            message = f"weigh() gave {weight} for a micro-batch of {samples}; it must be a finite number >= 0"
-            raise InvalidBatch(message)
+            raise InvalidBatch(f"weigh() gave {weight} for a micro-batch of {samples}; it must be a finite number >= 0")
         return weight
 
     def run(self, micro_batch: Any) -> StepOutput:
@@ -85,13 +84,14 @@ class Workload:
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
-        message = (
+        raise InvalidStep(
             f"step() returned {type(loss).__name__}; it must return a scalar tensor, the mean loss, or (loss, aux)"
         )
-        raise InvalidStep(message)
     if loss.numel() != 1:
-        message = f"step() returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed"
-        raise InvalidStep(message)
+        raise InvalidStep(
+            f"step() returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed"
+        )
     if not loss.requires_grad:
-        message = "step() returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
-        raise InvalidStep(message)
+        raise InvalidStep(
+            "step() returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
+        )

@@ -133,7 +133,8 @@ class _Standing:
         tensor = self.tensor
         if not self._is_leaf:
             return
-        if not tensor.is_leaf and not tensor._is_view():  # a buffer became part of a graph; torch frees no view of it
+        # A buffer that was updated in place with part of a graph. torch cannot take a view out of one.
+        if not tensor.is_leaf and not tensor._is_view():  # noqa: SLF001 - no public twin
             tensor.detach_()
         if _place_of(tensor) != self._place:
             tensor.data = self._alias

@@ -1,0 +1,276 @@
+"""The text of every error: the user's own inputs, what happened, what to do. Only the contract's public doors are used."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import IterableDataset, TensorDataset
+from workloads import Everything, Plain, make_batch, mean_step
+
+import autobatch
+from autobatch import errors
+from autobatch.testing import FakeDevice, oom_at
+
+ONE_LINE = 400  # characters; what is longer tells a story: DoesNotFit, CannotRetry
+
+
+def fit(**changes):
+    """A fit that works, but for the changes."""
+    arguments = {
+        "model": Plain(torch.float32),
+        "target_batch": 16,
+        "batch": make_batch(4),
+        "step": mean_step,
+        **changes,
+    }
+    return autobatch.fit(arguments.pop("model"), arguments.pop("target_batch"), **arguments)
+
+
+def make_runner(step=mean_step, optimizer=True, device=None, **options):
+    """A runner that works, but for the options."""
+    model = Plain(torch.float32)
+    plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step, max_micro_batch=4, device=device)
+    made = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer else None
+    return autobatch.Runner(plan, model, step, made, device=device, **options)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+class SteplessSGD(torch.optim.SGD):
+    def step(self, closure=None):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+def run_out_in_update():
+    """Memory ends inside the optimizer's step."""
+    model = Plain(torch.float32)
+    plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step)
+    autobatch.Runner(plan, model, mean_step, SteplessSGD(model.parameters())).step(make_batch(16))
+
+
+def run_out_at_one():
+    """Memory ends at one sample of a step."""
+    device = FakeDevice(lambda n: 10 + n, total_bytes=100)
+    runner = make_runner(device=device)
+    device.curve = lambda n: 101
+    runner.step(make_batch(16))
+
+
+def save_and_load(text, tmp_path):
+    """Load a file with this text."""
+    (tmp_path / "plan.json").write_text(text)
+    autobatch.Plan.load(tmp_path / "plan.json")
+
+
+def divide_anew():
+    """A weight that does not add up is seen when a batch is divided anew."""
+    runner, batch = make_runner(weigh=lambda b: 5.0), make_batch(16)
+    with oom_at(5):
+        runner.step(batch)
+
+
+TABLE = [
+    (lambda: fit(target_batch=0), "InvalidArgument", "target_batch=0 must be an int of at least 1: it counts samples"),
+    (
+        lambda: fit(max_micro_batch=1.5),
+        "InvalidArgument",
+        "max_micro_batch=1.5 must be an int of at least 1: it counts samples",
+    ),
+    (
+        lambda: fit(objective="speed"),
+        "InvalidArgument",
+        "objective='speed' is not known; one of 'throughput', 'memory'",
+    ),
+    (lambda: fit(check="stop"), "InvalidArgument", "check='stop' is not known; one of 'warn', 'raise', None"),
+    (
+        lambda: fit(budget="8 apples"),
+        "InvalidArgument",
+        "budget='8 apples' is no size: pass bytes as an int, or a text such as '8GiB' or '512MiB'",
+    ),
+    (
+        lambda: fit(headroom=2.0),
+        "InvalidArgument",
+        "headroom=2.0: a fraction must be at least 0 and less than 1; for bytes pass an int or '512MiB'",
+    ),
+    (
+        lambda: fit(budget="1MiB", headroom="2MiB"),
+        "InvalidArgument",
+        "headroom='2MiB' leaves nothing of a budget of 1.0 MiB",
+    ),
+    (
+        lambda: fit(device="cuda"),
+        "InvalidArgument",
+        "device='cuda', but the model is on cpu; move the model first, or leave device= out",
+    ),
+    (lambda: fit(model=nn.ReLU()), "InvalidArgument", "ReLU has no parameters: there is nothing to train"),
+    (
+        lambda: fit(model=nn.Linear(2, 2, device="meta")),
+        "InvalidArgument",
+        "Linear is on the meta device, which has no memory to run in; move it with to_empty() first",
+    ),
+    (
+        lambda: fit(batch={"x": torch.zeros(8, 6), "y": [torch.zeros(8), torch.zeros(7)]}),
+        "InvalidBatch",
+        'the number of samples is unclear: batch["x"] has 8, batch["y"][1] has 7; each needs one entry a sample '
+        "(what all samples share can live in the step)",
+    ),
+    (lambda: fit(batch=torch.zeros(0, 6)), "InvalidBatch", "batch has 0 samples: pass a batch of at least one"),
+    (
+        lambda: fit(batch={"name": "a"}),
+        "InvalidBatch",
+        "the batch has no samples to count: no tensor or array with dimensions, no list of samples",
+    ),
+    (
+        lambda: fit(batch=TensorDataset(torch.zeros(0, 6))),
+        "InvalidBatch",
+        "TensorDataset gave no samples: pass a dataset that does, or a batch",
+    ),
+    (
+        lambda: fit(batch=Stream()),
+        "InvalidBatch",
+        "Stream gave no samples: pass a dataset that does, or a batch",
+    ),
+    (
+        lambda: fit(model=nn.Sequential(nn.Conv2d(3, 8, 3)), batch=None),
+        "NeedsBatch",
+        "Sequential's first layer, 0 (Conv2d), takes 3 channels and leaves height and width open: pass yours as "
+        "batch=torch.zeros(1, 3, 224, 224)",
+    ),
+    (
+        lambda: fit(step=lambda m, b: 1.0),
+        "InvalidStep",
+        "step() returned float; it must return a scalar tensor, the mean loss, or (loss, aux)",
+    ),
+    (
+        lambda: fit(step=lambda m, b: m(b[0])),
+        "InvalidStep",
+        "step() returned a loss of shape (2, 4); take its mean first: a scalar is needed",
+    ),
+    (
+        lambda: fit(step=lambda m, b: m(b[0]).mean().detach()),
+        "InvalidStep",
+        "step() returned a loss without a graph (detached, under no_grad, or every parameter is frozen)",
+    ),
+    (
+        lambda: fit(weigh=lambda b: -1.0),
+        "InvalidBatch",
+        "weigh() gave -1.0 for a micro-batch of 2; it must be a finite number >= 0",
+    ),
+    (
+        lambda: fit(weigh=lambda b: 0),
+        "InvalidBatch",
+        "weigh() gave 0 for all 2 samples of the batch: there is nothing to take a mean over",
+    ),
+    (
+        divide_anew,
+        "InvalidBatch",
+        "weigh() is not additive: it gave 20 for [4, 4, 4, 4] samples and 30 for the same samples as "
+        "[3, 3, 3, 3, 2, 2]; it must count something, such as tokens, that adds up",
+    ),
+    (
+        lambda: fit(model=Everything(), max_micro_batch=8, check="raise"),
+        "InexactSplit",
+        "splitting is not exact here: BatchNorm in train mode (norm) normalises each micro-batch of 8 by itself, not "
+        "the 16 together; GroupNorm, or BatchNorm in eval mode, would be exact",
+    ),
+    (
+        lambda: make_runner(max_grad_norm=0.0),
+        "InvalidArgument",
+        "max_grad_norm=0.0 must be greater than 0, or None for no clipping",
+    ),
+    (
+        lambda: make_runner(optimizer=False).step(make_batch(16)),
+        "InvalidArgument",
+        "this Runner has no optimizer; use accumulate(batch) and do the update yourself",
+    ),
+    (lambda: make_runner().step_over([]), "InvalidBatch", "step_over() was given no batches"),
+    (
+        lambda: fit().settings("keras"),
+        "InvalidArgument",
+        "settings('keras'): not known; one of 'huggingface', 'lightning', 'accelerate', 'deepspeed'",
+    ),
+    (
+        lambda: fit().model_copy(update={"world_size": 3}).settings("lightning"),
+        "InvalidArgument",
+        "settings('lightning'): a target batch of 16 cannot be shared equally by 3 ranks; take a multiple of 3",
+    ),
+    (
+        run_out_at_one,
+        "DoesNotFit",
+        "step 0 ran out of memory at a micro-batch of one sample; 101 bytes of a budget of 100 bytes were held before "
+        "it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 sample in 100 bytes; everything "
+        "is as before the step: free memory or give fit() a larger budget=",
+    ),
+    (
+        lambda: fit(device=FakeDevice(lambda n: 50 + 60 * n, total_bytes=100), headroom=0),
+        "DoesNotFit",
+        "a micro-batch of 1 sample does not fit on fake device: 50 bytes were held when memory ended, 50 bytes of that "
+        "before the first sample, and the limit is 100 bytes of a budget of 100 bytes; OutOfMemoryError: fake device out "
+        "of memory. Tried to hold 110 bytes for 1 sample in 100 bytes; no other process is known to hold memory there; "
+        "what would help: a larger budget= or smaller headroom=, activation checkpointing, bfloat16 autocast, smaller "
+        "inputs, or an optimizer with less state",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), TABLE, ids=[f"{kind}-{text[:40]}" for _, kind, text in TABLE])
+def test_the_text_of_each_error(call, kind, text):
+    """The whole text, word for word: a message is part of the interface."""
+    with pytest.raises(getattr(errors, kind)) as caught:
+        call()
+    assert str(caught.value) == text
+    assert type(caught.value).__name__ == kind
+    assert "\n" not in text
+    assert len(text) <= ONE_LINE or kind == "DoesNotFit"
+
+
+def test_cannot_retry_says_that_parameters_may_have_moved():
+    """An OOM in the update: what happened, that it was not retried, and what to do."""
+    with pytest.raises(errors.CannotRetry) as caught:
+        run_out_in_update()
+    headroom = re.escape("load your last checkpoint and give fit() the optimizer and more headroom= than ")
+    assert re.fullmatch(
+        r"memory ended inside the update of step 0 \(OutOfMemoryError: CUDA out of memory\. Tried to allocate 20\.00 "
+        rf"MiB\): parameters may have moved, so it was not retried; {headroom}[\d.]+ [GM]iB",
+        str(caught.value),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "place"), [("{}", "target_batch: Field required"), ("nonsense", "the file: Invalid JSON")]
+)
+def test_a_bad_plan_file_names_the_first_thing_wrong(tmp_path, text, place):
+    """The path, the field, and what to do."""
+    with pytest.raises(errors.InvalidArgument) as caught:
+        save_and_load(text, tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'plan.json'} is no plan that this version reads ({place}")
+    assert str(caught.value).endswith("run fit() again and save it")
+
+
+def test_many_ranks_are_refused_before_anything_runs(monkeypatch):
+    """Ranks that do not talk to each other must not begin."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    expected = (
+        "4 ranks are running, and this version of autobatch does not reduce gradients or agree on sizes between ranks; "
+        "run on one rank, or plan on one rank and use plan.settings() in your distributed framework"
+    )
+    for call in (fit, make_runner):
+        with pytest.raises(errors.AutobatchError) as caught:
+            call()
+        assert str(caught.value) == expected
+
+
+def test_a_wrong_first_guess_of_the_input_is_the_models_own_error():
+    """Where the model's first layer misleads, the user sees the model's error, not ours."""
+    model = nn.Sequential(nn.Linear(6, 4))
+    model.forward = lambda x: F.conv2d(x, torch.zeros(1, 1, 3, 3))
+    with pytest.raises(RuntimeError, match="conv2d"):
+        autobatch.fit(model, 4)
