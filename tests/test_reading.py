@@ -66,6 +66,7 @@ CASES: dict[str, tuple[Any, int, set[str]]] = {
     "text and numbers": ({"text": ["a", "b"], "label": [0, 1], "k": [1, 2, 3]}, 2, {'batch["text"]', 'batch["label"]'}),
     "unlike list as long as the batch": ({"x": ROWS(2), "o": ["bilinear", 3]}, 2, set()),
     "a shape": ({"x": ROWS(2), "shape": torch.Size([4, 4])}, 2, set()),
+    "two targets of two boxes": ({"x": ROWS(2, 3, 4, 4), "pair": targets(2, 2)}, 2, {'batch["pair"]'}),
     "sparse samples": ({"x": ROWS(2), "graphs": [ROWS(4, 4).to_sparse()] * 2}, 2, {'batch["graphs"]'}),
 }
 
@@ -81,7 +82,6 @@ def test_reading(batch: Any, count: int, samples: set[str]) -> None:
 
 UNCLEAR: dict[str, Any] = {
     "pair beside two rows": {"x": ROWS(2), "pair": [ROWS(2), ROWS(2)]},
-    "two targets of two boxes": {"x": ROWS(2, 3, 4, 4), "pair": targets(2, 2)},
     "three equal images": {"x": ROWS(3), "pair": images(5, 5, 5)},
 }
 

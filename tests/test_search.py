@@ -314,7 +314,7 @@ def bend(size: int) -> int:
 @pytest.mark.parametrize(
     ("bound", "sizes"),
     [
-        # 990 was too hopeful, so 3/4 of the way to it is next; above the bend two sizes give the answer, then the proof.
+        # 761 was too hopeful: 3/4 of the way to it is next. Then two sizes lie above the bend; 727 is the proof.
         (8192, [2, 8, 495, 761, 694, 726, 727]),
         # Here the trials do not suffice for a stop at 495, and from 744 on the bracket is small.
         (10_000, [2, 8, 990, 744, 560, 698, 726, 727]),
@@ -329,8 +329,8 @@ def test_a_line_that_was_too_hopeful(bound, sizes):
 def test_a_wish_that_cannot_be_afforded_is_approached():
     """Where a trial just above the answer could leave too much open, one as near to it as can be afforded is made."""
     question = Question(bound=10_000, limit_bytes=2**30 * 24)
-    memory = staircase(lambda size: 1_941 * MIB + size * 77_287_424, 20 * MIB, offset=5 * MIB)
-    trials = search_memory(question, memory, resident=970 * MIB)
+    memory = staircase(lambda size: 1900 * MIB + size * 79 * MIB, 20 * MIB, offset=11 * MIB)
+    trials = search_memory(question, memory, resident=950 * MIB)
     assert largest_fitting(question, trials) == true_answer(question, memory)
     assert out_of_memory(trials) <= 1
 

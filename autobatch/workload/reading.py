@@ -10,7 +10,8 @@ How a batch is read:
 
   1. Unlike entries (other types, dtypes, numbers of dimensions) are fields; so is a batch that is a list of lists.
   2. Alike entries, where tensors outside such lists tell the number of samples: one a sample if there are that many,
-     else fields. If there are that many and every tensor inside has that many rows too, it can be counted, not split.
+     else fields. If there are that many and every tensor inside has that many rows too: one a sample if the entries are
+     mappings, else it can be counted, not split.
   3. Alike entries and nothing else to go by: fields if all leading dimensions agree, else one a sample. Two exceptions.
      Images ``[1 or 3, height, width]`` of differing sizes are one a sample though their channels agree. And a batch
      that is itself a list of fewer than four tensors is always fields: ``x, y, weight``.
@@ -115,7 +116,10 @@ def _decide(found: _OpenList, count: int, *, fields_agree: bool) -> ListReading:
     rows = list(_rows_beneath(found.entries, found.path))
     if not rows or any(part.size != count for part in rows) or _are_images(found):
         return "samples"
-    return "fields" if fields_agree else "unclear"
+    if fields_agree:
+        return "fields"
+    # A record for each sample, as detection targets are; two boxes in each of two images are then no riddle.
+    return "samples" if all(isinstance(entry, Mapping) for entry in found.entries) else "unclear"
 
 
 def _counted(unsettled: Sequence[_OpenList], rows: Sequence[_Part]) -> Sequence[_Part]:
