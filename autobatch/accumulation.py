@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from autobatch.errors import DoesNotFit, InvalidBatch
 from autobatch.memory.device import Device
@@ -142,12 +143,13 @@ class Accumulation:
             InvalidBatch: There is nothing to take a mean over, or ``weigh`` is not additive.
             DoesNotFit: There is no room for a copy of the model's buffers. Whatever ``shrink`` raises comes out too.
         """
-        before = self._remember()
+        modules = [*self.workload.model.modules()]
+        before = self._remember(modules)
         aside = GradientsAside(self.workload.parameters())
         try:
             pieces = self._divide(batches, largest)
             progress = _Progress(pieces, _total_weight(pieces))
-            self._advance(progress, before)
+            self._advance(progress, before, modules)
         except BaseException:
             before.restore()
             aside.put_back()
@@ -155,12 +157,12 @@ class Accumulation:
         aside.add()
         return progress.sum_up()
 
-    def _advance(self, progress: _Progress, before: Checkpoint) -> None:
+    def _advance(self, progress: _Progress, before: Checkpoint, modules: Sequence[nn.Module]) -> None:
         """Run all micro-batches, with ever smaller ones where memory ends."""
-        everything = progress.todo
+        everything, parameters = progress.todo, self.workload.parameters()
         while progress.todo:
-            stamps = GradientStamps(self.workload.parameters())
-            here = self._remember() if progress.finished else before
+            stamps = GradientStamps(parameters)
+            here = self._remember(modules) if progress.finished else before
             reason = self._attempt(progress)
             if reason is None:
                 progress.todo = progress.todo[1:]
@@ -199,11 +201,11 @@ class Accumulation:
         (share if self.scale is None else self.scale(share)).backward()
         progress.add(piece.size, share, output.aux)
 
-    def _remember(self) -> Checkpoint:
+    def _remember(self, modules: Sequence[nn.Module]) -> Checkpoint:
         """A checkpoint; where memory ends even for that, another try with all caches given back."""
         for _ in range(2):
             try:
-                return Checkpoint(self.workload.model, self.device.torch_device)
+                return Checkpoint(modules, self.device.torch_device)
             except Exception as error:
                 if not is_oom(error):
                     raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -140,8 +141,10 @@ class Runner:
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
         self._tell_size(batches)
         started = time.perf_counter()
-        self._device.watch(self._workload.resident_tensors())
-        with self._device.limit(self.plan.budget_bytes):
+        limited = self._device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes)
+        if limited:
+            self._device.watch(self._workload.resident_tensors())
+        with self._device.limit(self.plan.budget_bytes) if limited else nullcontext():
             self._device.reset_peak()
             accumulated = self._accumulate(batches)
             if update:
@@ -150,7 +153,7 @@ class Runner:
             loss=accumulated.loss,
             micro_batch_sizes=accumulated.micro_batch_sizes,
             retries=accumulated.retries,
-            peak_bytes=self._device.usage().peak_allocated,
+            peak_bytes=self._device.usage().peak_allocated if limited else self.plan.peak_bytes,
             seconds=time.perf_counter() - started,
             aux=accumulated.aux,
         )

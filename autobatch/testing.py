@@ -80,6 +80,10 @@ class FakeDevice:
         finally:
             self._budget = outer
 
+    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
+        """Always: enforcing a formula costs nothing."""
+        return True
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """The formula says everything."""
 

@@ -368,3 +368,24 @@ def test_without_a_step_the_models_own_loss_is_used():
     expected = full_batch_gradient(model, lambda m, b: m(**b)["loss"], batch)
     autobatch.Runner(plan, model, None, optimizer).accumulate(batch)
     assert relative_error(gradients_of(model), expected) <= 1e-6
+
+
+def test_a_step_far_from_the_budget_is_not_counted_operator_by_operator():
+    """Counting costs time: where the step cannot come near the budget it is left out, and the plan's peak is told."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    active = []
+
+    def step(model, batch):
+        active.append(bool(_get_current_dispatch_mode_stack()))
+        return mean_step(model, batch)
+
+    model = Plain(torch.float32)
+    roomy = autobatch.fit(model, 16, batch=make_batch(16), step=step)
+    for budget, counted in ((8 * roomy.peak_bytes, False), (2 * roomy.peak_bytes, True)):
+        plan = autobatch.fit(model, 16, batch=make_batch(16), step=step, budget=budget)
+        active.clear()
+        result = autobatch.Runner(plan, model, step, None).accumulate(make_batch(16))
+        assert active == [counted] * len(result.micro_batch_sizes)
+        assert 0 < result.peak_bytes <= plan.budget_bytes
+        assert counted or result.peak_bytes == plan.peak_bytes

@@ -451,14 +451,33 @@ def test_a_size_that_thrashes_does_not_fit():
     assert largest_fitting(question, trials) == 40
 
 
-def test_a_trial_above_the_limit_does_not_fit():
+@pytest.mark.parametrize("kind", ["peak_reserved", "peak_allocated"])
+def test_a_trial_above_the_limit_does_not_fit(kind):
     """What ran on a device that enforces nothing, but held more than the limit, is not answered."""
     question = Question(bound=64, limit_bytes=100)
-    trials = search(
-        question,
-        lambda size: Trial(micro_batch_size=size, outcome="fits", peak_reserved=10 + 4 * size, resident_bytes=10),
-    )
-    assert largest_fitting(question, trials) == 22
+    trials = search(question, lambda size: Trial(micro_batch_size=size, outcome="fits", **{kind: size * size}))
+    assert max(trial.micro_batch_size for trial in trials) > 10  # what makes this case hard
+    assert largest_fitting(question, trials) == 10
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_a_failure_below_a_size_that_fits_settles_nothing(measures):
+    """On memory that is not monotone the search goes on above the largest size that fits."""
+    question = Question(bound=64, limit_bytes=100, measures=measures)
+    trials = search(question, lambda size: measure(size, 100, size), [measure(3, 100, 101), measure(8, 100, 8)])
+    assert largest_fitting(question, trials) == 64
+
+
+def test_batch_norm_does_not_begin_with_one_sample():
+    """With ``smallest_probe=2`` the next open size is not 1 as long as 2 has not failed."""
+    question = Question(bound=8, limit_bytes=100, smallest_probe=2, candidates=(1, 2, 4, 8))
+    assert next_size(question, [measure(3, 100, 100)]) == 2
+
+
+def test_one_sample_is_no_end_of_a_line_between_others():
+    """The line through two other sizes leaves a single sample out, whichever way it is odd."""
+    trials = [measure(size, 1000, 0) for size in (1, 9, 10)]
+    assert draw_line({1: 500, 9: 100, 10: 110}, trials).rise == 10
 
 
 @given(convex())

@@ -73,6 +73,10 @@ class CudaDevice:
     def _set_limit(self, limit_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(find_fraction(limit_bytes, self.total_bytes), self.torch_device)
 
+    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
+        """Always: the allocator enforces it for nothing."""
+        return True
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: the allocator sees every tensor."""
 

@@ -41,6 +41,12 @@ class Device(Protocol):
         Entering twice narrows nothing: the inner budget holds inside, the outer one is put back at the end.
         """
 
+    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
+        """Whether a step that is expected to peak at so many bytes has to be run inside ``limit``.
+
+        False only where enforcing costs time and the step cannot come near the budget.
+        """
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make these tensors count, for a device that only sees what is made under its eyes."""
 

@@ -1,8 +1,15 @@
 """An exact count of the bytes in live CPU tensors, and a budget on them.
 
 Covers every storage that an operator returns while a ``StorageBudget`` is active (forward, backward, optimizer), plus
-those that were announced with ``LiveStorage.add``. Does not cover scratch memory inside a kernel, memory that never
-becomes a tensor, nor the inside of a compiled graph: under an active dispatch mode torch runs such a graph eagerly.
+those that were announced with ``LiveStorage.add``. That is all a step holds from one operator to the next: the count
+equals torch's own allocator's for Linear, GRU, attention, AdamW, sparse embeddings and checkpointing of both kinds.
+
+Does not cover: scratch memory inside one kernel (up to twice an operator's own tensors in convolutions, which convert
+layouts, in float32 fallbacks of bfloat16, and where a kernel first makes an expanded tensor contiguous); memory of
+oneDNN tensors and packed weights; ``storage.resize_``; other threads' operators. So the process grows by more than is
+counted: measured with torch 2.13 at 64 samples, 96 % of the growth was counted in a network of nine convolutions, 85 %
+in six transformer layers, 77 % in these with bfloat16 autocast; at 4 samples it was half of it. Code from
+``torch.compile`` runs eagerly under any dispatch mode, and is counted as such.
 """
 
 from __future__ import annotations
@@ -84,7 +91,8 @@ class StorageBudget(TorchDispatchMode):
     """While active, counts what operators return and raises when that passes the budget.
 
     The operator has run by then; its result is dropped before the error leaves, so nothing of it stays and the peak
-    does not contain it. An operator that returns no new storage (a view, an in-place update) never raises.
+    does not contain it (only ``resize_`` and ``out=`` leave the larger tensor where it is). A view or an in-place
+    update of a tensor that is counted never raises; of one that is not, it counts it.
 
     Attributes:
         budget_bytes: May be changed while active: that is how nested limits work without a second mode.

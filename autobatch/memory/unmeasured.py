@@ -39,6 +39,10 @@ class UnmeasuredDevice:
         """Enforces nothing."""
         return nullcontext()
 
+    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
+        """Never: nothing is enforced."""
+        return False
+
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Counts nothing."""
 

@@ -7,6 +7,8 @@ parameters, which no forward or backward pass may change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -22,12 +24,12 @@ class Checkpoint:
     whether they moved. A buffer whose elements overlap (``expand``) is not copied: torch refuses to write into it.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Remember both as they are now."""
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        """Remember both as they are now; ``modules`` is ``[*model.modules()]``, walked once for many checkpoints."""
         self._random = RandomState.capture(device)
         self._buffers = [
             (module, name, buffer, None if buffer is None or _overlaps(buffer) else buffer.detach().clone())
-            for module in model.modules()
+            for module in modules
             for name, buffer in module._buffers.items()
         ]
 
