@@ -5,7 +5,7 @@ those that were announced with ``LiveStorage.add``. That is all a step holds fro
 equals torch's own allocator's for Linear, GRU, attention, AdamW, sparse embeddings and checkpointing of both kinds.
 
 Does not cover: scratch memory inside one kernel (up to twice an operator's own tensors in convolutions, which convert
-layouts, in float32 fallbacks of bfloat16, and where a kernel first makes an expanded tensor contiguous); memory of
+layouts, LSTM, float32 fallbacks of bfloat16, and expanded tensors that a kernel makes contiguous first); memory of
 oneDNN tensors and packed weights; ``storage.resize_``; other threads' operators. So the process grows by more than is
 counted: measured with torch 2.13 at 64 samples, 96 % of the growth was counted in a network of nine convolutions, 85 %
 in six transformer layers, 77 % in these with bfloat16 autocast; at 4 samples it was half of it. Code from
