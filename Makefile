@@ -9,6 +9,9 @@ VENV := .venv
 PYTHON_ENV ?= $(VENV)/bin/python
 INSTALLED := $(if $(filter $(VENV)/bin/python,$(PYTHON_ENV)),$(VENV)/.installed)
 
+# OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
+export OMP_WAIT_POLICY ?= passive
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-gpu lint check clean
 

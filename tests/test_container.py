@@ -27,7 +27,7 @@ def write_ram(root, total, available):
     )
 
 
-def write_group(root, version, path, limit, used, cache=None):
+def write_group(root, version, path, limit, used, *, cache=None):
     """One control group's files, ``path`` below its mount."""
     names = V1_FILES if version == 1 else V2_FILES
     folder = root / ("sys/fs/cgroup/memory" if version == 1 else "sys/fs/cgroup") / path

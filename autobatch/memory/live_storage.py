@@ -4,12 +4,12 @@ Covers every storage that an operator returns while a ``StorageBudget`` is activ
 those that were announced with ``LiveStorage.add``. That is all a step holds from one operator to the next: the count
 equals torch's own allocator's for Linear, GRU, attention, AdamW, sparse embeddings and checkpointing of both kinds.
 
-Does not cover: scratch memory inside one kernel (up to twice an operator's own tensors in convolutions, which convert
-layouts, LSTM, float32 fallbacks of bfloat16, and expanded tensors that a kernel makes contiguous first); memory of
-oneDNN tensors and packed weights; ``storage.resize_``; other threads' operators. So the process grows by more than is
-counted: measured with torch 2.13 at 64 samples, 96 % of the growth was counted in a network of nine convolutions, 85 %
-in six transformer layers, 77 % in these with bfloat16 autocast; at 4 samples it was half of it. Code from
-``torch.compile`` runs eagerly under any dispatch mode, and is counted as such.
+Does not cover scratch memory inside one kernel (convolutions that convert layouts, LSTM, bfloat16 done in float32,
+expanded tensors made contiguous first: up to 2.3 times the operator's own tensors, in a small 3-D convolution), memory
+of oneDNN tensors and packed weights, ``storage.resize_``, and other threads' operators. So the process grows by more
+than is counted: measured with torch 2.13 at 64 samples, 96 % of the growth was counted in a network of nine
+convolutions, 85 % in six transformer layers, 77 % in these with bfloat16 autocast; at 4 samples about half of it. Code
+from ``torch.compile`` runs eagerly under any dispatch mode, and is counted as such.
 """
 
 from __future__ import annotations
