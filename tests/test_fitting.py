@@ -46,7 +46,7 @@ def fit_fake(curve, total, target, **options):
 )
 def test_the_plan_has_the_fewest_steps_and_balanced_sizes(largest, sizes):
     """256 in micro-batches of at most so many: the fewest accumulation steps, then the lowest peak."""
-    plan, device = fit_fake(lambda n: 1000 + 10 * n, 1000 + 10 * largest, 256)
+    plan, _device = fit_fake(lambda n: 1000 + 10 * n, 1000 + 10 * largest, 256)
     assert plan.micro_batch_sizes == sizes
     assert plan.accumulation_steps == len(sizes)
     assert plan.micro_batch_size == sizes[0]
@@ -96,7 +96,7 @@ def test_a_size_at_the_cap_is_tried_before_it_is_returned():
 
 def test_a_failing_cap_ends_the_search():
     """A dataset smaller than the true maximum's power of two must not be tried for ever (50 samples, 37 fit)."""
-    plan, device = fit_fake(lambda n: n, 37, 50, measures=False)
+    plan, _device = fit_fake(lambda n: n, 37, 50, measures=False)
     assert plan.micro_batch_sizes == (25, 25)
     assert len(plan.trials) <= 9
 
@@ -262,7 +262,7 @@ def test_a_model_in_eval_mode_is_tried_in_train_mode_and_put_back():
 
 
 def test_variable_lengths_are_tried_with_the_largest_samples():
-    """A loader's largest samples are what every size is made from, so that a longer batch does not come as a surprise."""
+    """A loader's largest samples are what every size is made from, so a longer batch is no surprise."""
 
     class Texts(Dataset):
         def __len__(self):

@@ -1,4 +1,4 @@
-"""The text of every error: the user's own inputs, what happened, what to do. Only the contract's public doors are used."""
+"""The text of every error: the user's own inputs, what happened, what to do. Only public doors are used."""
 
 from __future__ import annotations
 
@@ -118,8 +118,10 @@ TABLE = [
     (
         lambda: fit(batch={"x": torch.zeros(8, 6), "y": [torch.zeros(8), torch.zeros(7)]}),
         "InvalidBatch",
-        'the number of samples is unclear: batch["x"] has 8, batch["y"][1] has 7; each needs one entry a sample '
-        "(what all samples share can live in the step)",
+        (
+            'the number of samples is unclear: batch["x"] has 8, batch["y"][1] has 7; each needs one entry a sample '
+            "(what all samples share can live in the step)"
+        ),
     ),
     (lambda: fit(batch=torch.zeros(0, 6)), "InvalidBatch", "batch has 0 samples: pass a batch of at least one"),
     (
@@ -140,8 +142,10 @@ TABLE = [
     (
         lambda: fit(model=nn.Sequential(nn.Conv2d(3, 8, 3)), batch=None),
         "NeedsBatch",
-        "Sequential's first layer, 0 (Conv2d), takes 3 channels and leaves height and width open: pass yours as "
-        "batch=torch.zeros(1, 3, 224, 224)",
+        (
+            "Sequential's first layer, 0 (Conv2d), takes 3 channels and leaves height and width open: pass yours as "
+            "batch=torch.zeros(1, 3, 224, 224)"
+        ),
     ),
     (
         lambda: fit(step=lambda m, b: 1.0),
@@ -171,14 +175,19 @@ TABLE = [
     (
         divide_anew,
         "InvalidBatch",
-        "weigh() is not additive: it gave 20 for [4, 4, 4, 4] samples and 30 for the same samples as "
-        "[3, 3, 3, 3, 2, 2]; it must count something, such as tokens, that adds up",
+        (
+            "weigh() is not additive: it gave 20 for [4, 4, 4, 4] samples and 30 for the same samples as "
+            "[3, 3, 3, 3, 2, 2]; it must count something, such as tokens, that adds up"
+        ),
     ),
     (
         lambda: fit(model=Everything(), max_micro_batch=8, check="raise"),
         "InexactSplit",
-        "splitting is not exact here: BatchNorm in train mode (norm) normalises each micro-batch of 8 by itself, not "
-        "the 16 together; GroupNorm, or BatchNorm in eval mode, would be exact",
+        (
+            "splitting is not exact here: BatchNorm in train mode (norm) normalises each micro-batch of 8 by itself, "
+            "not "
+            "the 16 together; GroupNorm, or BatchNorm in eval mode, would be exact"
+        ),
     ),
     (
         lambda: make_runner(max_grad_norm=0.0),
@@ -204,18 +213,28 @@ TABLE = [
     (
         run_out_at_one,
         "DoesNotFit",
-        "step 0 ran out of memory at a micro-batch of one sample; 101 bytes of a budget of 100 bytes were held before "
-        "it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 sample in 100 bytes; everything "
-        "is as before the step: free memory or give fit() a larger budget=",
+        (
+            "step 0 ran out of memory at a micro-batch of one sample; 101 bytes of a budget of 100 bytes were held "
+            "before "
+            "it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 sample in 100 bytes; "
+            "everything "
+            "is as before the step: free memory or give fit() a larger budget="
+        ),
     ),
     (
         lambda: fit(device=FakeDevice(lambda n: 50 + 60 * n, total_bytes=100), headroom=0),
         "DoesNotFit",
-        "a micro-batch of 1 sample does not fit on fake device: 50 bytes were held when memory ended, 50 bytes of that "
-        "before the first sample, and the limit is 100 bytes of a budget of 100 bytes; OutOfMemoryError: fake device out "
-        "of memory. Tried to hold 110 bytes for 1 sample in 100 bytes; no other process is known to hold memory there; "
-        "what would help: a larger budget= or smaller headroom=, activation checkpointing, bfloat16 autocast, smaller "
-        "inputs, or an optimizer with less state",
+        (
+            "a micro-batch of 1 sample does not fit on fake device: 50 bytes were held when memory ended, 50 bytes of "
+            "that "
+            "before the first sample, and the limit is 100 bytes of a budget of 100 bytes; OutOfMemoryError: fake "
+            "device out "
+            "of memory. Tried to hold 110 bytes for 1 sample in 100 bytes; no other process is known to hold memory "
+            "there; "
+            "what would help: a larger budget= or smaller headroom=, activation checkpointing, bfloat16 autocast, "
+            "smaller "
+            "inputs, or an optimizer with less state"
+        ),
     ),
 ]
 

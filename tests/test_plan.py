@@ -65,18 +65,26 @@ def make_plan(target=256, size=43, world_size=1, **changes):
         ),
         (
             {"predicted": True, "trials": ()},
-            "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; predicted peak 18.7 of 21.6 GiB; 0 trials, "
-            "0 out of memory, 1.2 s",
+            (
+                "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; predicted peak 18.7 of 21.6 GiB; 0 trials, "
+                "0 out of memory, 1.2 s"
+            ),
         ),
         (
             {"peak_bytes": 5 * 2**20},
-            "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 5.0 MiB of 21.6 GiB; 3 trials, 0 out of memory, "
-            "1.2 s",
+            (
+                "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 5.0 MiB of 21.6 GiB; 3 trials, 0 out of "
+                "memory, "
+                "1.2 s"
+            ),
         ),
         (
             {"target": 512, "world_size": 2},
-            "autobatch: 256 = 6 x 43 (two of 42) on each of 2 ranks, 512 in all on NVIDIA L4; peak 18.7 of 21.6 GiB; "
-            "3 trials, 0 out of memory, 1.2 s",
+            (
+                "autobatch: 256 = 6 x 43 (two of 42) on each of 2 ranks, 512 in all on NVIDIA L4; peak 18.7 of 21.6 "
+                "GiB; "
+                "3 trials, 0 out of memory, 1.2 s"
+            ),
         ),
     ],
 )
@@ -176,7 +184,7 @@ def test_settings_give_the_target_exactly(target, size, world):
 
 def test_an_unknown_framework_is_named_with_the_known_ones():
     """A typo is answered with the choices."""
-    with pytest.raises(InvalidArgument, match="'keras'.*'huggingface', 'lightning', 'accelerate', 'deepspeed'"):
+    with pytest.raises(InvalidArgument, match=r"'keras'.*'huggingface', 'lightning', 'accelerate', 'deepspeed'"):
         make_plan().settings("keras")
 
 

@@ -30,7 +30,7 @@ from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at, tenant
 
 
-def make_plan(model, target, largest, step=mean_step, optimizer=None, dtype=torch.float32):
+def make_plan(model, target, largest, *, step=mean_step, optimizer=None, dtype=torch.float32):
     """A plan with micro-batches of at most so many."""
     return autobatch.fit(
         model, target, batch=make_batch(8, dtype), step=step, optimizer=optimizer, max_micro_batch=largest, check=None
@@ -82,7 +82,7 @@ def test_a_step_is_the_full_batchs_step(with_oom):
 
 
 def test_the_optimizer_steps_exactly_once_and_gradients_are_gone():
-    """One step is one ``optimizer.step()`` and one ``scheduler.step()``, whatever the retries; ``.grad`` is None after."""
+    """One ``optimizer.step()`` and one ``scheduler.step()`` a step, whatever the retries; ``.grad`` is None after."""
     calls = []
     model, optimizer, _ = make_runner(16, 4)
     optimizer.register_step_post_hook(lambda *_: calls.append("optimizer"))
@@ -100,7 +100,7 @@ def test_the_optimizer_steps_exactly_once_and_gradients_are_gone():
 def test_the_smaller_size_is_kept_and_told():
     """After a retry the next steps begin with the size that ran; each retry is one event and one warning."""
     events = []
-    model, _, runner = make_runner(16, 8, hooks=[events.append])
+    _model, _, runner = make_runner(16, 8, hooks=[events.append])
     with oom_at(15):
         runner.step(make_batch(16, torch.float64))
     [retry] = [event for event in events if isinstance(event, Retried)]
@@ -182,7 +182,7 @@ def test_step_over_takes_smaller_batches_as_one():
 
 
 def test_a_step_that_never_fits_restores_all_and_raises():
-    """Out of memory at one sample: DoesNotFit, and parameters, buffers, gradients, generators, optimizer are as before."""
+    """Out of memory at one sample: DoesNotFit, and parameters, buffers, gradients, generators are as before."""
     model = Everything()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     device = FakeDevice(lambda n: 10 + n, total_bytes=100)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import tempfile
 import weakref
-from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,8 +163,7 @@ def test_the_file_is_gone_after_an_interrupt(folder):
 
 def test_a_full_disk_is_said_before_anything_is_written(folder, monkeypatch):
     """A mapped file on a full disk would end the process: so it is asked first."""
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**30, 2**30 - 100, 100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
     with pytest.raises(DoesNotFit, match=r"1\.0 KiB, but host memory has 10 bytes for it and .* 100 bytes; .*TMPDIR"):
         StorageCopies([torch.ones(256)], host_bytes=10)
     assert list(folder.iterdir()) == []
@@ -178,11 +177,12 @@ def test_nothing_stays_in_memory():
     assert [reference() for reference in references] == [None, None]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="reads /proc")
+MAPS = Path("/proc/self/maps")
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="reads /proc")
 def test_the_file_is_not_mapped_any_more(folder):
     """A deleted file that is still mapped would keep its disk space."""
     with StorageCopies([torch.ones(9)], host_bytes=0):
-        with open("/proc/self/maps") as maps:
-            assert str(folder) in maps.read()
-    with open("/proc/self/maps") as maps:
-        assert str(folder) not in maps.read()
+        assert str(folder) in MAPS.read_text()
+    assert str(folder) not in MAPS.read_text()
