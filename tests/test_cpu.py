@@ -148,6 +148,14 @@ def test_a_limit_is_of_the_thread_that_entered_it():
         assert not is_refused(500)
 
 
+@pytest.mark.parametrize(
+    ("expected", "budget", "is_needed"), [(1000, 4000, False), (1001, 4000, True), (0, 0, False), (2**50, 2**60, True)]
+)
+def test_only_a_step_far_from_its_budget_needs_no_limit(expected, budget, is_needed):
+    """Four times the step has to fit, in the budget and in what the host has."""
+    assert CpuDevice().needs_limit(expected, budget) is is_needed
+
+
 def test_backward_is_inside_the_limit_too():
     """Autograd runs a CPU graph in the thread that called it."""
     device, weight = CpuDevice(), torch.ones(1000, requires_grad=True)
@@ -201,6 +209,7 @@ def test_tensors_stay_where_they_are():
 def test_reclaim_frees_what_a_cycle_holds():
     """A tensor in a reference cycle counts until the cycle is collected."""
     device = CpuDevice()
+    device.reclaim()  # what other tests left
     gc.disable()
     try:
         base = device.usage().allocated

@@ -65,7 +65,7 @@ class ByHand(torch.optim.Optimizer):
     def step(self):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
-                self.state[parameter].setdefault("history", []).append(parameter.grad)
+                self.state[parameter]["last"] = parameter.grad
                 parameter.data = parameter.data - 0.1 * parameter.grad
 
 
@@ -276,6 +276,13 @@ ACTIONS = [
 ]
 
 
+def is_changed(found, expected):
+    """Whether anything differs; what one side has and the other has not can be of any kind."""
+    if set(found) != set(expected):
+        return True
+    return any(type(found[key]) is not type(expected[key]) or differences(found[key], expected[key]) for key in found)
+
+
 def hooks_of(optimizer):
     """How many hooks hang on it."""
     return len(optimizer._optimizer_step_pre_hooks)
@@ -293,10 +300,10 @@ def test_each_thing_a_step_can_do_is_undone(action, has_gradients):
     before, objects = bits_of(model, optimizer), [*model.modules(), *model.parameters(), *model.buffers()]
     with remember(model, optimizer):
         action(model, optimizer)
-        changed = differences(bits_of(model, optimizer), before) or hooks_of(optimizer)
-        assert changed or action is replace_state
+        assert is_changed(bits_of(model, optimizer), before) or hooks_of(optimizer) or action is replace_state
     assert not differences(bits_of(model, optimizer), before)
     assert hooks_of(optimizer) == 0
+    assert all(buffer.is_leaf for buffer in model.buffers())
     now = [*model.modules(), *model.parameters(), *model.buffers()]
     assert all(one is other for one, other in zip(now, objects, strict=True))
     train(model, optimizer)  # and it still trains
@@ -431,12 +438,12 @@ def test_an_inference_tensor_may_be_an_attribute():
 
 
 def test_a_view_that_joined_a_graph_does_not_stop_the_rest():
-    """Torch cannot take a view out of its graph: its value comes back, and everything else does."""
+    """No view can be taken out of its graph in place: its value comes back, and so does everything else."""
     model = nn.Linear(3, 3)
-    model.register_buffer("half", torch.zeros(2, 3)[0])
+    model.register_buffer("first", torch.zeros(2, 3)[0])
     before = bits_of(model)
     with remember(model):
-        model.half += model.bias
+        model.first += model.bias
         model.weight.data.zero_()
     assert not differences(bits_of(model), before)
 
@@ -546,6 +553,19 @@ def test_nothing_stays_in_memory_or_on_disk(tmp_path, monkeypatch):
         assert list(tmp_path.iterdir()) == []
     finally:
         gc.enable()
+
+
+def test_a_state_that_is_over_holds_nothing():
+    """Who still has the object keeps neither the model nor its memory."""
+    model = nn.Linear(3, 3)
+    model.cache = [torch.ones(3)]
+    with remember(model) as state:
+        state.rewind()
+    references = [weakref.ref(model.weight.untyped_storage()), weakref.ref(model.cache[0].untyped_storage())]
+    del model
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert isinstance(state, TrainingState)
 
 
 def test_the_file_goes_even_if_restoring_fails(tmp_path, monkeypatch):

@@ -121,7 +121,6 @@ class CpuDevice:
 
 
 def _compile_nothing() -> AbstractContextManager[Any]:
-    # Under a dispatch mode compiled code runs eagerly anyway; but whatever torch.compile meets there for the first
-    # time,
-    # it would never compile again. Not imported: a process that compiles nothing would wait seconds for it.
+    # Under a dispatch mode compiled code runs eagerly anyway; but a function that torch.compile meets there first is
+    # never compiled again. Not imported: a process that compiles nothing would wait seconds for it.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

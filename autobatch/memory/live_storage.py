@@ -81,10 +81,9 @@ class LiveStorage:
 
     def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
         assert isinstance(reference, _StorageReference)  # noqa: S101 - narrows for mypy; the callback is only ever ours
-        # A resized storage has a newer reference under the same key: only the newest one speaks for it.
-        if self._references.get(reference.key) is reference:
-            del self._references[reference.key]
-            self.live_bytes -= reference.byte_count
+        # A resized storage has a newer reference under its key; the older one is gone by then, with its callback.
+        del self._references[reference.key]
+        self.live_bytes -= reference.byte_count
 
 
 class StorageBudget(TorchDispatchMode):

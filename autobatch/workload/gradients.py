@@ -29,12 +29,20 @@ class GradientsAside:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Add the earlier gradients to the new ones, in place into the earlier ones, as ``backward`` itself does."""
+        """Add the earlier gradients to the new ones, in place into the earlier ones, as ``backward`` itself does.
+
+        An earlier sparse gradient cannot take a dense one: there the new one takes the sum and stays, as in
+        ``backward``.
+        """
         for parameter, gradient in self._gradients:
+            new = parameter.grad
             if gradient is None:
                 continue
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
+            if new is not None and gradient.is_sparse and not new.is_sparse:
+                new.add_(gradient)
+                continue
+            if new is not None:
+                gradient.add_(new)
             parameter.grad = gradient
 
 

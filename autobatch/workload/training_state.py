@@ -77,6 +77,8 @@ class TrainingState:
             content.put_back()
         for standing in self._tensors:
             standing.put_back()
+        for standing in self._tensors:  # now that gradients are what they were, too: half() casts those as well
+            standing.put_back_gradient()
         self._values.restore()
         self._random.restore()
 
@@ -140,9 +142,12 @@ class _Standing:
             tensor.data = self._alias
         if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
             tensor.requires_grad_(self._requires_grad)
-        tensor.grad = self._gradient
         for name in self._unhooked:
             (getattr(tensor, name) or {}).clear()
+
+    def put_back_gradient(self) -> None:
+        if self._is_leaf:
+            self.tensor.grad = self._gradient
 
     def drop_gradient(self) -> None:
         if self._is_leaf:

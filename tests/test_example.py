@@ -1,0 +1,70 @@
+"""The example batch: the user's own, a dataset's largest samples, or inferred from the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from workloads import Plain, make_batch
+
+from autobatch.errors import InvalidBatch, NeedsBatch
+from autobatch.workload.example import find_example
+
+
+class Sentences(Dataset):
+    """Token sequences of growing length; the longest comes last."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        return torch.arange(index + 1)
+
+
+def pad(samples):
+    """One batch of sequences of unequal length."""
+    return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def test_a_batch_that_is_given_is_taken_as_it_is():
+    """The very same object, without a word."""
+    batch = make_batch(5)
+    example = find_example(Plain(), batch, 256)
+    assert example.layout.batch is batch
+    assert example.layout.count == 5
+    assert example.warnings == ()
+
+
+@pytest.mark.parametrize(("samples", "most", "count"), [(20, 4, 4), (20, 100, 20), (100, 1000, 64)])
+def test_of_a_loader_the_largest_samples_are_taken(samples, most, count):
+    """As many as are of use, never more than 64, through the loader's own collate function."""
+    loader = DataLoader(Sentences(samples), batch_size=2, collate_fn=pad)
+    example = find_example(Plain(), loader, most)
+    assert example.layout.count == count
+    assert example.layout.batch.shape == (count, samples)
+
+
+def test_without_a_batch_the_model_is_asked_and_the_plan_will_say_so():
+    """A first layer that fixes its input's shape is enough."""
+    example = find_example(nn.Sequential(nn.Linear(7, 3), nn.ReLU()), None, 256)
+    assert example.layout.count >= 1
+    assert example.layout.batch.shape[1:] == (7,)
+    [warning] = example.warnings
+    assert "no batch= was given" in warning
+    assert "real samples may be larger" in warning
+
+
+def test_a_model_that_does_not_tell_needs_a_batch():
+    """A convolution takes images of any size."""
+    with pytest.raises(NeedsBatch, match="batch="):
+        find_example(nn.Conv2d(3, 8, 3), None, 256)
+
+
+def test_a_batch_that_cannot_be_counted_is_refused():
+    """No tensors, no samples."""
+    with pytest.raises(InvalidBatch):
+        find_example(Plain(), {"name": "x"}, 256)

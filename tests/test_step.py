@@ -1,0 +1,157 @@
+"""The user's step: what it may return, what a micro-batch weighs, and what lives between two steps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from workloads import Everything, Plain, make_batch, mean_step
+
+from autobatch.errors import InvalidBatch, InvalidStep
+from autobatch.workload.step import Workload
+
+
+class Pair(NamedTuple):
+    """What a step may return just as well."""
+
+    loss: torch.Tensor
+    logits: Any
+
+
+def run(returned):
+    """What a workload makes of a step that returns ``returned(loss)``."""
+    model = Plain()
+    return Workload(model, lambda m, b: returned(mean_step(m, b))).run(make_batch(4, torch.float64))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda loss: loss,
+        lambda loss: loss.reshape(1),
+        lambda loss: loss.reshape(1, 1, 1),
+        lambda loss: (loss, None),
+        lambda loss: Pair(loss, None),
+        lambda loss: loss.float(),
+        lambda loss: loss * float("nan"),
+    ],
+)
+def test_a_scalar_loss_is_taken_with_its_graph(returned):
+    """Of any shape with one element, alone or as the first of two, of any float type and value."""
+    output = run(returned)
+    assert output.loss.shape == ()
+    assert output.loss.requires_grad
+    assert output.aux is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda loss: None, "returned NoneType; it must return a scalar tensor, the mean loss, or"),
+        (lambda loss: loss.item(), "returned float"),
+        (lambda loss: {"loss": loss}, "returned dict"),
+        (lambda loss: [loss, {}], "returned list"),
+        (lambda loss: (loss, 1, 2), "returned tuple"),
+        (lambda loss: (loss,), "returned tuple"),
+        (lambda loss: ({}, loss), "returned dict"),
+        (lambda loss: loss.expand(3), r"a loss of shape \(3,\); take its mean first"),
+        (lambda loss: loss.expand(2, 0), r"a loss of shape \(2, 0\)"),
+        (lambda loss: (loss.expand(2), {}), r"a loss of shape \(2,\)"),
+        (lambda loss: loss.detach(), "without a graph"),
+        (lambda loss: torch.tensor(1.0), "without a graph"),
+        (lambda loss: loss > 0, "without a graph"),
+    ],
+)
+def test_what_no_gradient_can_come_from_is_refused(returned, message):
+    """The message says what came, of which shape, and what is wanted."""
+    with pytest.raises(InvalidStep, match=message):
+        run(returned)
+
+
+def test_aux_of_any_nest_is_detached():
+    """Tensors leave their graph, everything else and the containers stay as they are."""
+    output = run(lambda loss: (loss, {"loss": loss, "nested": [(loss * 2,), {"deep": loss}], "name": "x", "count": 3}))
+    assert output.aux["name"] == "x"
+    assert output.aux["count"] == 3
+    tensors = [output.aux["loss"], output.aux["nested"][0][0], output.aux["nested"][1]["deep"]]
+    assert not any(tensor.requires_grad for tensor in tensors)
+    assert torch.equal(tensors[1], output.loss.detach() * 2)
+
+
+def test_the_step_is_called_with_model_and_batch():
+    """Exactly these two, by position; an error of its own comes out as it is."""
+    model, error = nn.Linear(2, 2), ValueError("mine")
+
+    def step(*arguments):
+        assert arguments == (model, "batch")
+        raise error
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        Workload(model, step).run("batch")
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("given", "weight"),
+    [(3, 3.0), (2.5, 2.5), (0, 0.0), (True, 1.0), (torch.tensor(7), 7.0), (torch.tensor([1.5]), 1.5)],
+)
+def test_a_weight_may_be_any_number(given, weight):
+    """Python's or a tensor's; nothing to count is a count as well."""
+    assert Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weight_of("batch", 4) == weight
+
+
+def test_without_weigh_samples_count():
+    """The default mean is over samples."""
+    assert Workload(nn.Linear(2, 2), mean_step).weight_of("batch", 4) == 4.0
+
+
+@pytest.mark.parametrize("given", [-1, -1e-9, float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])
+def test_a_weight_that_counts_nothing_is_refused(given):
+    """Negative or not finite: with the value and the number of samples."""
+    with pytest.raises(InvalidBatch, match=rf"weigh\(\) gave {float(given)} for a micro-batch of 4"):
+        Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weight_of("batch", 4)
+
+
+def test_parameters_are_the_model_s_and_the_optimizer_s_once_each():
+    """Tied ones count once, frozen ones are among them, and so is one that only the optimizer has."""
+    model, extra = Everything(), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [extra]}])
+    found = Workload(model, mean_step, optimizer=optimizer).parameters()
+    assert len({id(parameter) for parameter in found}) == len(found) == len(list(model.parameters())) + 1
+    assert found[-1] is extra
+    assert any(parameter is model.frozen.weight for parameter in found)
+    assert len(Workload(model, mean_step).parameters()) == len(found) - 1
+
+
+def test_resident_tensors_are_all_that_stays_between_steps():
+    """Parameters, gradients, buffers and optimizer state."""
+    model = Everything()
+    optimizer = torch.optim.AdamW(model.parameters())
+    mean_step(model, make_batch(6)).backward()
+    optimizer.step()
+    expected = [*model.parameters(), *model.buffers()]
+    expected += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    expected += [value for entry in optimizer.state.values() for value in entry.values()]
+    found = list(Workload(model, mean_step, optimizer=optimizer).resident_tensors())
+    assert {id(tensor) for tensor in found} == {id(tensor) for tensor in expected}
+    assert len(found) == len(expected)
+
+
+def test_optimizer_state_in_lists_is_resident_too():
+    """LBFGS keeps its directions in lists."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.eye(3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    directions = optimizer.state[model.weight]["old_dirs"]
+    found = {id(tensor) for tensor in Workload(model, mean_step, optimizer=optimizer).resident_tensors()}
+    assert directions
+    assert {id(direction) for direction in directions} <= found
