@@ -12,8 +12,8 @@ anew; both are exact, and redoing only the failed micro-batch on touched gradien
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.errors import DoesNotFit, InvalidBatch
+from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.planner import balance
-from autobatch.workload.batches import Layout, describe, map_tensors, tensors_of
+from autobatch.workload.batches import Layout, map_tensors, tensors_of
 from autobatch.workload.checkpoint import Checkpoint
 from autobatch.workload.gradients import GradientsAside, GradientStamps
+from autobatch.workload.nests import with_fresh_containers
 from autobatch.workload.step import Workload
 
 __all__ = ["Accumulated", "Accumulation", "Shortage"]
@@ -95,7 +96,8 @@ class _Progress:
 
     def add(self, size: int, share: torch.Tensor, aux: Any) -> None:
         # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
-        self.loss = share.detach() if self.loss is None else self.loss + share.detach()
+        wide = share.detach().to(torch.promote_types(share.dtype, torch.float32))
+        self.loss = wide if self.loss is None else self.loss + wide
         self.finished.append(_Finished(size, aux))
 
     def forget(self, pieces: list[_Piece]) -> None:
@@ -121,19 +123,21 @@ class Accumulation:
         device: Where micro-batches go.
         shrink: Called after each shortage; returns the new largest micro-batch, smaller than the failed one, or raises.
         scale: Applied to each weighed loss before its backward pass: a ``GradScaler``'s ``scale``.
+        before_commit: Called when all micro-batches are done; what it raises undoes them.
     """
 
     workload: Workload
     device: Device
     shrink: Callable[[Shortage], int]
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
-    _layout: Layout | None = None
+    before_commit: Callable[[], None] | None = None
+    _is_additive: bool = False
 
-    def run(self, batches: Sequence[Any], largest: int) -> Accumulated:
+    def run(self, batches: Sequence[Layout], largest: int) -> Accumulated:
         """Accumulate the gradient of the mean over all samples of ``batches`` into ``.grad``.
 
         Args:
-            batches: One batch or several that belong together; each is divided by itself.
+            batches: One batch or several that belong together, described; each is divided by itself.
             largest: The most samples a micro-batch may have.
 
         Returns:
@@ -141,6 +145,7 @@ class Accumulation:
 
         Raises:
             InvalidBatch: There is nothing to take a mean over, or ``weigh`` is not additive.
+            InvalidStep: The step wrote into its batch, or into gradients.
             DoesNotFit: There is no room for a copy of the model's buffers. Whatever ``shrink`` raises comes out too.
         """
         modules = [*self.workload.model.modules()]
@@ -150,6 +155,8 @@ class Accumulation:
             pieces = self._divide(batches, largest)
             progress = _Progress(pieces, _total_weight(pieces))
             self._advance(progress, before, modules)
+            if self.before_commit is not None:
+                self.before_commit()
         except BaseException:
             before.restore()
             aside.put_back()
@@ -163,7 +170,7 @@ class Accumulation:
         while progress.todo:
             stamps = GradientStamps(parameters)
             here = self._remember(modules) if progress.finished else before
-            reason = self._attempt(progress)
+            reason = self._attempt(progress, stamps)
             if reason is None:
                 progress.todo = progress.todo[1:]
                 continue
@@ -181,25 +188,42 @@ class Accumulation:
             if not progress.finished:
                 everything = progress.todo
 
-    def _attempt(self, progress: _Progress) -> str | None:
+    def _attempt(self, progress: _Progress, stamps: GradientStamps) -> str | None:
         """Run the next micro-batch; returns None, or why memory ended. Nothing of the error outlives this call."""
         piece = progress.todo[0]
         if piece.weight == 0:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
+            progress.finished.append(_Finished(piece.size, None))
             return None
+        handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         try:
             with self.device.micro_batch(piece.size):
-                self._backward(piece, progress)
+                self._backward(piece, progress, stamps)
         except Exception as error:
-            if not is_oom(error):
+            if not is_oom(error, handled=handled):
                 raise
-            return describe_error(error)
+            return describe_error(error, handled=handled)
         return None
 
-    def _backward(self, piece: _Piece, progress: _Progress) -> None:
-        output = self.workload.run(map_tensors(piece.layout.take(piece.start, piece.stop), self.device.place_tensor))
+    def _backward(self, piece: _Piece, progress: _Progress, stamps: GradientStamps) -> None:
+        samples = piece.layout.take(piece.start, piece.stop)
+        versions = _versions_of(samples)
+        output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
+        if not stamps.unchanged():
+            raise InvalidStep(
+                "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
+            )
         share = output.loss * (piece.weight / progress.total)
         (share if self.scale is None else self.scale(share)).backward()
+        if _versions_of(samples) != versions:
+            raise InvalidStep(
+                "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a "
+                "copy"
+            )
         progress.add(piece.size, share, output.aux)
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
+        return self.device.place_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     def _remember(self, modules: Sequence[nn.Module]) -> Checkpoint:
         """A checkpoint; where memory ends even for that, another try with all caches given back."""
@@ -215,13 +239,16 @@ class Accumulation:
             f"there is no room for a copy of the model's buffers ({reason}); everything is as before the step"
         )
 
-    def _divide(self, batches: Sequence[Any], largest: int) -> list[_Piece]:
+    def _divide(self, batches: Sequence[Layout], largest: int) -> list[_Piece]:
         pieces: list[_Piece] = []
-        for batch in batches:
-            self.device.watch(tensors_of(batch))
-            layout = describe(batch, like=self._layout)
+        for layout in batches:
+            self.device.watch(tensors_of(layout.batch))
             pieces += self._cut(layout, 0, layout.count, largest)
-            self._layout = dataclasses.replace(layout, batch=None)  # how lists are read stays; the batch is not kept
+        if self.workload.weigh is not None and not self._is_additive:
+            _check_additive(
+                [part for layout in batches for part in self._cut(layout, 0, layout.count, layout.count)], pieces
+            )
+            self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
         return pieces
 
     def _cut(self, layout: Layout, start: int, stop: int, largest: int) -> list[_Piece]:
@@ -239,6 +266,11 @@ class Accumulation:
         smaller = [part for run in _join(progress.todo) for part in self._cut(run.layout, run.start, run.stop, largest)]
         _check_additive(progress.todo, smaller)
         return smaller
+
+
+def _versions_of(samples: Any) -> list[int]:
+    """How often each tensor has been written to; a view counts with its base. Inference tensors do not count."""
+    return [tensor._version for tensor in tensors_of(samples) if not tensor.is_inference()]
 
 
 def _join(pieces: list[_Piece]) -> list[_Piece]:

@@ -30,6 +30,5 @@ def refuse_many_ranks() -> None:
     if size > 1:
         raise AutobatchError(
             f"{size} ranks are running, and this version of autobatch does not reduce gradients or agree on sizes "
-            f"between ranks; "
-            f"run on one rank, or plan on one rank and use plan.settings() in your distributed framework"
+            f"between ranks; run on one rank, or plan on one rank and use plan.settings() in your distributed framework"
         )

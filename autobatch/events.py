@@ -13,7 +13,18 @@ from typing import Protocol
 from autobatch.records import Record, Trial
 from autobatch.wording import format_bytes, plural
 
-__all__ = ["BatchDiffers", "Event", "Hook", "PlanMade", "Retried", "StepFinished", "TrialFinished", "emit", "log_event"]
+__all__ = [
+    "BatchDiffers",
+    "Event",
+    "GradientsFound",
+    "Hook",
+    "PlanMade",
+    "Retried",
+    "StepFinished",
+    "TrialFinished",
+    "emit",
+    "log_event",
+]
 
 logger = logging.getLogger("autobatch")
 
@@ -52,10 +63,16 @@ class PlanMade(Event):
     """``fit`` ended with a plan."""
 
     summary: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> int:
+        """A split that is not exact should be seen."""
+        return logging.WARNING if self.warnings else logging.INFO
 
     def __str__(self) -> str:
-        """The plan's own line."""
-        return self.summary
+        """The plan's own line, and what makes its split inexact."""
+        return "; ".join((self.summary, *self.warnings))
 
 
 class Retried(Event):
@@ -108,6 +125,24 @@ class BatchDiffers(Event):
         return (
             f"autobatch: step {self.step} was given {plural(self.samples, 'sample')}, "
             f"the plan was made for {self.planned}; the update is the mean over the {self.samples}"
+        )
+
+
+class GradientsFound(Event):
+    """A step began with gradients from before; told once a runner."""
+
+    step: int
+
+    @property
+    def level(self) -> int:
+        """Seldom meant: most loops clear gradients after the update, not before the next one."""
+        return logging.WARNING
+
+    def __str__(self) -> str:
+        """One line: what happens to them, and how to avoid it."""
+        return (
+            f"autobatch: step {self.step} began with gradients from before, which are part of its update; if they were "
+            f"used already, call optimizer.zero_grad() before runner.step()"
         )
 
 

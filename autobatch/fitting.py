@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from autobatch.distributed import refuse_many_ranks
-from autobatch.errors import DoesNotFit, InexactSplit, InvalidArgument
+from autobatch.errors import DoesNotFit, InexactSplit
 from autobatch.events import Event, Hook, PlanMade, TrialFinished, emit
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
-from autobatch.memory.devices import device_for
 from autobatch.plan import Plan
 from autobatch.planning.curve import fit_curve, ran
 from autobatch.planning.planner import Objective, balance, choose_size, useful_sizes
@@ -29,14 +28,15 @@ from autobatch.planning.search import Question, next_size, next_smaller_size
 from autobatch.probe import Probe
 from autobatch.records import Trial
 from autobatch.report.text import explain_refusal
-from autobatch.request import Allowance, check_choice, check_count, find_allowance
+from autobatch.request import Allowance, check_choice, check_count, find_allowance, find_device
 from autobatch.version import __version__
 from autobatch.wording import format_bytes
 from autobatch.workload.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
-from autobatch.workload.batches import Layout, count_bytes, describe, tensors_of
+from autobatch.workload.batches import Layout, count_bytes, tensors_of
 from autobatch.workload.default_step import default_step, explain_default
 from autobatch.workload.example import find_example
 from autobatch.workload.fingerprint import fingerprint
+from autobatch.workload.reading import ListReading
 from autobatch.workload.step import Step, Weigh, Workload
 from autobatch.workload.training_state import TrainingState
 
@@ -109,21 +109,22 @@ def fit(
         target_batch if max_micro_batch is None else min(target_batch, check_count("max_micro_batch", max_micro_batch))
     )
     workload = Workload(model, step or default_step, weigh, optimizer)
-    memory = _find_device(workload, device)
-    allowance = find_allowance(memory, budget, headroom)
+    memory = find_device(workload.parameters(), type(model).__name__, device)
+    memory.watch(workload.resident_tensors())
     hooks = (_show_progress,) if progress and sys.stderr.isatty() else ()
-    with TrainingState(
-        model, optimizer, memory.torch_device, host_bytes=read_host_memory().available_bytes // 2
-    ) as state:
-        search = _Search(workload, memory, allowance, state, target_batch, bound, objective, hooks)
-        found = search.run(batch)
+    host_bytes = read_host_memory().available_bytes // 2
+    with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
+        # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
+        allowance = find_allowance(memory, budget, headroom)
+        found = _Search(workload, memory, allowance, state, target_batch, bound, objective, hooks).run(batch)
     memory.reclaim()
-    if check == "raise" and found.batch_norms and found.size < target_batch:
-        raise InexactSplit(warn_of_batch_norms(found.batch_norms, found.size, target_batch))
-    plan = _make_plan(
-        workload, memory, allowance, found, target_batch, check=check, seconds=time.perf_counter() - started
-    )
-    emit(PlanMade(summary=str(plan)))
+    inexact = _explain_inexactness(found, target_batch)
+    if check == "raise" and inexact:
+        raise InexactSplit(inexact[0])
+    told = inexact if check is not None else ()
+    seconds = time.perf_counter() - started
+    plan = _make_plan(workload, memory, allowance, found, target_batch, warnings=told, seconds=seconds)
+    emit(PlanMade(summary=str(plan), warnings=told))
     return plan
 
 
@@ -134,6 +135,7 @@ class _Found:
     size: int
     trials: tuple[Trial, ...]
     fingerprint: str
+    batch_lists: dict[str, ListReading]
     batch_norms: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -160,6 +162,7 @@ class _Search:
             model.train()
         batch_norms = tuple(batch_norms_in_train_mode(model))
         layout = self._hold_whole_batch(example.layout, warnings)
+        self.workload.weight_of(example.layout.batch, example.layout.count)  # a weigh() that cannot count is told first
         question = Question(
             bound=self.bound,
             limit_bytes=self.allowance.limit_bytes,
@@ -173,9 +176,10 @@ class _Search:
         if size is None:
             raise DoesNotFit(self._refuse(trials, probe))
         if self.workload.step is default_step:
-            warnings.append(explain_default(model, layout.take(0, 1)))
+            warnings.append(explain_default(model, layout.grow(2)))
+        warnings += _warn_of_aux(probe.aux_bytes, size, self.target)
         identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
-        return _Found(size, tuple(trials), identity, batch_norms, tuple(warnings))
+        return _Found(size, tuple(trials), identity, dict(layout.lists), batch_norms, tuple(warnings))
 
     def _try_sizes(self, question: Question, probe: Probe) -> list[Trial]:
         trials: list[Trial] = []
@@ -203,12 +207,12 @@ class _Search:
         whole = count_bytes(layout.batch) * self.target // layout.count
         if self.allowance.limit_bytes and whole > self.allowance.limit_bytes // 2:
             warnings.append(
-                f"the whole batch of {self.target} would take {format_bytes(whole)} of the device by itself, and was "
-                f"left out of the trials: "
-                f"keep batches in CPU memory, or hand them over in parts with runner.step_over()"
+                f"the whole batch of {self.target} would take {format_bytes(whole)} of {self.memory.describe().name} "
+                f"by "
+                f"itself, and was left out of the trials: hand it over in parts with runner.step_over()"
             )
             return layout
-        return describe(layout.grow(self.target), like=layout)
+        return layout.grown(self.target)
 
     def _refuse(self, trials: Sequence[Trial], probe: Probe) -> str:
         smallest = min(trials, key=lambda trial: trial.micro_batch_size)
@@ -217,26 +221,23 @@ class _Search:
         return explain_refusal(smallest, reason, allowance.limit_bytes, allowance.budget_bytes, self.memory.describe())
 
 
-def _find_device(workload: Workload, device: torch.device | str | Device | None) -> Device:
-    parameters = workload.parameters()
-    if not parameters:
-        raise InvalidArgument(f"{type(workload.model).__name__} has no parameters: there is nothing to train")
-    home = parameters[0].device
-    if home.type == "meta":
-        name = type(workload.model).__name__
-        raise InvalidArgument(
-            f"{name} is on the meta device, which has no memory to run in; move it with to_empty() first"
+def _explain_inexactness(found: _Found, target: int) -> tuple[str, ...]:
+    if not found.batch_norms or found.size >= target:
+        return ()
+    return (warn_of_batch_norms(found.batch_norms, found.size, target),)
+
+
+def _warn_of_aux(aux_bytes: int, size: int, target: int) -> list[str]:
+    """Trials hold what stands beside the loss of two micro-batches, a step that of all."""
+    micro_batches = -(-target // size)
+    if micro_batches <= 2 or not aux_bytes:
+        return []
+    return [
+        (
+            f"the step returns {format_bytes(aux_bytes)} beside each loss, which is kept until the step ends: "
+            f"{micro_batches} x that, of which the trials held two"
         )
-    if device is None:
-        return device_for(home)
-    if not isinstance(device, (str, torch.device)):
-        return device
-    asked = torch.device(device)
-    if asked.type != home.type or (asked.index is not None and asked.index != home.index):
-        raise InvalidArgument(
-            f"device={str(device)!r}, but the model is on {home}; move the model first, or leave device= out"
-        )
-    return device_for(home)
+    ]
 
 
 def _make_plan(
@@ -246,20 +247,19 @@ def _make_plan(
     found: _Found,
     target: int,
     *,
-    check: str | None,
+    warnings: tuple[str, ...],
     seconds: float,
 ) -> Plan:
     sizes = balance(target, found.size)
     measured = [trial for trial in found.trials if ran(trial)]
     peaks = [trial.peak_reserved for trial in measured if trial.micro_batch_size == found.size]
-    warnings = list(found.warnings)
     if workload.optimizer is None:
-        warnings.append(
-            "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the "
-            "parameters"
+        warnings += (
+            (
+                "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the "
+                "parameters"
+            ),
         )
-    if check is not None and found.batch_norms and len(sizes) > 1:
-        warnings.append(warn_of_batch_norms(found.batch_norms, found.size, target))
     return Plan(
         target_batch=target,
         world_size=1,
@@ -272,7 +272,9 @@ def _make_plan(
         curve=fit_curve(measured) if memory.measures else None,
         trials=found.trials,
         device=memory.describe(),
-        warnings=tuple(warnings),
+        warnings=(*found.warnings, *warnings),
+        weighed=workload.weigh is not None,
+        batch_lists=found.batch_lists,
         fingerprint=found.fingerprint,
         seconds=seconds,
         version=__version__,

@@ -1,8 +1,7 @@
 """``Plan``: what ``fit`` returns and ``Runner`` applies.
 
 Covers what a user does with a plan: print, explain, save, load, translate. The data itself is ``planning.plan_record``,
-    its
-texts are ``report``.
+its texts are ``report``.
 """
 
 from __future__ import annotations
@@ -67,12 +66,13 @@ class Plan(PlanRecord):
             InvalidArgument: The file holds no plan, or one of a version that this one cannot read.
             OSError: The file cannot be read.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_bytes()
         try:
-            return cls.model_validate_json(text)
+            return cls.model_validate_json(content)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the file"
+            reason = first["msg"].removeprefix("Value error, ")
             raise InvalidArgument(
-                f"{path} is no plan that this version reads ({place}: {first['msg']}); run fit() again and save it"
+                f"{path} is no plan that this version reads ({place}: {reason}); run fit() again and save it"
             ) from None

@@ -12,18 +12,21 @@ not know custom optimizers. The copy costs host memory only (a file where that i
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
+
+import torch
 
 from autobatch.accumulation import Accumulated, Accumulation, Shortage
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import MemoryUsage, Trial
-from autobatch.workload.batches import Layout, tensors_of
+from autobatch.workload.batches import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.workload.step import Workload
 from autobatch.workload.training_state import TrainingState
 
@@ -51,6 +54,7 @@ class Probe:
         device: Where.
         limit_bytes: Enforced during each trial.
         state: Puts values and generators back after each trial.
+        aux_bytes: The most that a step has put beside the loss of one micro-batch.
         reasons: For each size that ran out of memory, the error's first line.
     """
 
@@ -60,6 +64,7 @@ class Probe:
     limit_bytes: int
     state: TrainingState
     reasons: dict[int, str] = field(default_factory=dict)
+    aux_bytes: int = 0
     _warm: bool = False
 
     def run(self, size: int) -> Trial:
@@ -72,7 +77,8 @@ class Probe:
             What was measured, up to the point where memory ended if it did.
         """
         self.device.watch(self.workload.resident_tensors())
-        readings, reason = _Readings(resident=self.device.usage().allocated), None
+        usage = self.device.usage()
+        readings, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
         if not self._warm:
             reason = self._attempt(self._warm_up, size, readings)
             self._warm = reason is None
@@ -86,16 +92,16 @@ class Probe:
         """Run one part of a trial from the user's own state; returns None, or why memory ended."""
         # Outside the limit: putting values back must not count, nor may a copy of them.
         self.state.rewind()
-        reason = None
+        reason, handled = None, sys.exc_info()[1]
         try:
             with self.device.limit(self.limit_bytes):
                 action(size, readings)
         except DoesNotFit as ended:
             reason = str(ended)
         except Exception as error:
-            if not is_oom(error):
+            if not is_oom(error, handled=handled):
                 raise
-            reason = describe_error(error)
+            reason = describe_error(error, handled=handled)
         # After the ``except`` block the frames of a failed attempt no longer hold its tensors.
         self.state.rewind()
         self.device.reclaim()
@@ -104,6 +110,8 @@ class Probe:
     def _warm_up(self, size: int, readings: _Readings) -> None:
         """The first step makes the optimizer's state and loads kernels: neither belongs to the steps that follow."""
         batch = self._make_batch(size)
+        # A copy: a step that writes into its batch is found here, before it has written into the user's.
+        batch = replace(batch, batch=map_tensors(batch.batch, torch.clone))
         with self._read(readings, "backward"):
             self._accumulate([batch], size)
             self._step_optimizer()
@@ -120,9 +128,9 @@ class Probe:
         del accumulated  # its loss stands beside the optimizer's step, as it does in training
         readings.seconds = time.perf_counter() - started
 
-    def _make_batch(self, size: int) -> Any:
-        batch = self.example.grow(size)
-        self.device.watch(tensors_of(batch))
+    def _make_batch(self, size: int) -> Layout:
+        batch = self.example.grown(size)
+        self.device.watch(tensors_of(batch.batch))
         return batch
 
     @contextmanager
@@ -134,8 +142,12 @@ class Probe:
         finally:
             setattr(readings, phase, self.device.usage())
 
-    def _accumulate(self, batches: list[Any], size: int) -> Accumulated:
-        return Accumulation(self.workload, self.device, shrink=_end_trial).run(batches, size)
+    def _accumulate(self, batches: list[Layout], size: int) -> Accumulated:
+        # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
+        workload = replace(self.workload, weigh=None)
+        accumulated = Accumulation(workload, self.device, shrink=_end_trial).run(batches, size)
+        self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))
+        return accumulated
 
     def _step_optimizer(self) -> None:
         if self.workload.optimizer is not None:

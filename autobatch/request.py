@@ -1,17 +1,22 @@
 """The arguments of ``fit``, checked once: what the user asked for, in bytes and samples.
 
-Covers meaning and range of each plain argument. Does not cover the model, the batch and the step.
+Covers meaning and range of each plain argument, and the device that the model's parameters are on. Does not cover the
+model itself, the batch and the step.
 """
 
 from __future__ import annotations
 
+import numbers
 import re
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
+from autobatch.memory.devices import device_for
 from autobatch.records import Record
 from autobatch.wording import format_bytes
 
@@ -21,6 +26,7 @@ __all__ = [
     "check_choice",
     "check_count",
     "find_allowance",
+    "find_device",
     "parse_bytes",
     "parse_headroom",
 ]
@@ -29,8 +35,9 @@ DEFAULT_HEADROOM = 0.05
 """Fraction of the budget left free: room for a longer batch and for fragmentation."""
 
 _BYTES = TypeAdapter(ByteSize)
-# pydantic reads the beginning and ignores the rest: "5%" would be five bytes.
-_WHOLE_TEXT = re.compile(r"\s*[\d.]+\s*[a-zA-Z]*\s*")
+# pydantic reads the beginning and ignores the rest: "5%" would be five bytes, "1.2.3KiB" one.
+_WHOLE_TEXT = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
+_SIZES = "pass bytes as an int, or a text such as '8GiB' or '512MiB'"
 
 
 class Allowance(Record):
@@ -62,22 +69,82 @@ def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> 
     return Allowance(budget_bytes=asked, headroom_bytes=kept if asked else 0, warnings=warnings)
 
 
+def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
+    """The memory of the one device that all parameters are on, or the ``Device`` object that stands in for it.
+
+    Args:
+        parameters: What is trained, of any shapes and dtypes.
+        model_name: For the messages.
+        device: ``None``, a name such as ``"cuda:0"``, a ``torch.device``, or a ``Device``, which is taken as it is.
+
+    Raises:
+        InvalidArgument: There are no parameters, or they are on the meta device or on several; or ``device`` is none,
+            or not theirs.
+    """
+    home = _find_home(parameters, model_name)
+    if device is None:
+        return device_for(home)
+    # The class of a device has all of a device's attributes too.
+    if isinstance(device, Device) and not isinstance(device, type):
+        return device
+    asked = _parse_device(device)
+    if asked.type != home.type or asked.index not in (None, home.index or 0):
+        raise InvalidArgument(
+            f"device={str(device)!r}, but the model is on {home}; move the model first, or leave device= out"
+        )
+    return device_for(home)
+
+
+def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.device:
+    if not parameters:
+        raise InvalidArgument(f"{model_name} has no parameters: there is nothing to train")
+    # There is one CPU, whether it was named "cpu" or "cpu:0".
+    devices = {torch.device("cpu") if p.device.type == "cpu" else p.device for p in parameters}
+    if len(devices) > 1:
+        raise InvalidArgument(
+            f"{model_name} has parameters on several devices: {', '.join(sorted(map(str, devices)))}; a budget is one "
+            f"device's, so move them to one"
+        )
+    [home] = devices
+    if home.type == "meta":
+        raise InvalidArgument(
+            f"{model_name} is on the meta device, which has no memory to run in; move it with to_empty() first"
+        )
+    return home
+
+
+def _parse_device(device: Any) -> torch.device:
+    try:
+        if isinstance(device, (str, torch.device)):
+            return torch.device(device)
+    except RuntimeError:  # torch knows no such device; its own list of them helps nobody here
+        pass
+    raise InvalidArgument(
+        f"device={device!r} is no device: pass a torch.device, a name such as 'cuda:0' or 'cpu', or leave it out"
+    )
+
+
 def parse_bytes(name: str, value: Any) -> int:
     """Bytes from an int or a text such as ``"8GiB"``.
 
     Raises:
         InvalidArgument: It is neither, or not positive.
     """
+    size = _read_bytes(value)
+    if size is None:
+        raise InvalidArgument(f"{name}={value!r} is no size: {_SIZES}")
+    return size
+
+
+def _read_bytes(value: Any) -> int | None:
+    half_read = isinstance(value, str) and not _WHOLE_TEXT.fullmatch(value)
+    if half_read or isinstance(value, bool):
+        return None
     try:
         size = int(_BYTES.validate_python(value))
     except ValidationError:
-        size = 0
-    half_read = isinstance(value, str) and not _WHOLE_TEXT.fullmatch(value)
-    if size <= 0 or half_read or isinstance(value, bool):
-        raise InvalidArgument(
-            f"{name}={value!r} is no size: pass bytes as an int, or a text such as '8GiB' or '512MiB'"
-        )
-    return size
+        return None
+    return size if size > 0 else None
 
 
 def parse_headroom(value: Any, budget_bytes: int) -> int:
@@ -88,27 +155,32 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
     """
     if value is None:
         value = DEFAULT_HEADROOM
-    if isinstance(value, float):
-        if not 0 <= value < 1:
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        fraction = float(value)  # in NumPy's float32 the product would be rounded, up to the whole budget
+        if not 0 <= fraction < 1:
             raise InvalidArgument(
-                f"headroom={value!r}: a fraction must be at least 0 and less than 1; for bytes pass an int or '512MiB'"
+                f"headroom={value!r}: a fraction must be at least 0 and less than 1, such as 0.1; for bytes pass an "
+                f"int or '512MiB'"
             )
-        return int(budget_bytes * value)
-    size = 0 if value == 0 and not isinstance(value, bool) else parse_bytes("headroom", value)
+        return int(budget_bytes * fraction)
+    is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
+    size = 0 if is_zero else _read_bytes(value)
+    if size is None:
+        raise InvalidArgument(f"headroom={value!r} is no size: {_SIZES}; a fraction is a float such as 0.1")
     if budget_bytes and size >= budget_bytes:
         raise InvalidArgument(f"headroom={value!r} leaves nothing of a budget of {format_bytes(budget_bytes)}")
     return size
 
 
 def check_count(name: str, value: Any) -> int:
-    """A number of samples, at least 1.
+    """A number of samples, at least 1, as a Python int.
 
     Raises:
         InvalidArgument: It is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise InvalidArgument(f"{name}={value!r} must be an int of at least 1: it counts samples")
-    return value
+    return int(value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

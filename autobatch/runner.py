@@ -6,9 +6,11 @@ about it. The exactness lives in ``accumulation``. Does not cover several ranks,
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,20 +19,23 @@ from torch import nn
 from autobatch.accumulation import Accumulated, Accumulation, Shortage
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument, InvalidBatch
-from autobatch.events import BatchDiffers, Hook, Retried, StepFinished, emit
+from autobatch.events import BatchDiffers, GradientsFound, Hook, Retried, StepFinished, emit
 from autobatch.memory.device import Device
-from autobatch.memory.devices import device_for
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.planning.shrinking import shrink
+from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.wording import format_bytes
 from autobatch.workload.batch_norm import batch_norms_in_train_mode
-from autobatch.workload.batches import count_samples
+from autobatch.workload.batches import Layout, count_elements, describe
 from autobatch.workload.default_step import default_step
 from autobatch.workload.step import Step, Weigh, Workload
 
 __all__ = ["Runner"]
+
+_ALWAYS_COUNTED = 2
+"""Steps measured in any case: in the first the optimizer makes its state, from the second on it is there."""
 
 
 class Runner:
@@ -53,7 +58,7 @@ class Runner:
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
         hooks: Iterable[Hook] = (),
-        device: Device | None = None,
+        device: torch.device | str | Device | None = None,
     ) -> None:
         """Bind a plan to a model.
 
@@ -74,23 +79,28 @@ class Runner:
             InvalidArgument: An argument cannot mean anything.
         """
         refuse_many_ranks()
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise InvalidArgument(f"max_grad_norm={max_grad_norm} must be greater than 0, or None for no clipping")
+        _check_options(plan, weigh, scaler, max_grad_norm, scheduler)
         self.plan = plan
         self.micro_batch_size = plan.micro_batch_size
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, optimizer)
-        self._device = device or device_for(self._workload.parameters()[0].device)
+        self._device = find_device(self._workload.parameters(), type(model).__name__, device)
         scale = None if scaler is None else scaler.scale
-        self._accumulation = Accumulation(self._workload, self._device, self._shrink, scale)
+        self._accumulation = Accumulation(self._workload, self._device, self._shrink, scale, self._check_room)
+        self._layout = Layout(None, 0, plan.batch_lists)
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
         self._scheduler = scheduler
         self._hooks = tuple(hooks)
         self._told_sizes = {sum(plan.micro_batch_sizes)}
+        self._told_gradients = False
+        self._largest_elements = 0.0
+        self._peak_bytes = 0
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step on a whole batch.
+
+        Gradients that were there before are part of it, as they would be after ``backward``: begin with none.
 
         Args:
             batch: This rank's share of the target batch, on any device; only micro-batches go to the model's device.
@@ -120,6 +130,10 @@ class Runner:
         """
         if self._workload.optimizer is None:
             raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
+        if isinstance(batches, (torch.Tensor, Mapping)):
+            raise InvalidArgument(
+                "step_over() takes several batches, such as a list of them; for one batch call step()"
+            )
         return self._run(list(batches), update=True)
 
     def accumulate(self, batch: Any) -> StepResult:
@@ -139,21 +153,25 @@ class Runner:
         return self._run([batch], update=False)
 
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
-        self._tell_size(batches)
         started = time.perf_counter()
-        limited = self._device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes)
+        layouts = self._describe(batches)
+        self._tell_size(layouts)
+        if update:
+            self._tell_earlier_gradients()
+        limited = self._needs_limit(layouts)
         if limited:
             self._device.watch(self._workload.resident_tensors())
         with self._device.limit(self.plan.budget_bytes) if limited else nullcontext():
             self._device.reset_peak()
-            accumulated = self._accumulate(batches)
+            accumulated = self._accumulate(layouts)
             if update:
                 self._update()
+            self._peak_bytes = self._device.usage().peak_allocated if limited else self._peak_bytes
         result = StepResult(
             loss=accumulated.loss,
             micro_batch_sizes=accumulated.micro_batch_sizes,
             retries=accumulated.retries,
-            peak_bytes=self._device.usage().peak_allocated if limited else self.plan.peak_bytes,
+            peak_bytes=self._peak_bytes,
             seconds=time.perf_counter() - started,
             aux=accumulated.aux,
         )
@@ -161,7 +179,26 @@ class Runner:
         self.steps += 1
         return result
 
-    def _accumulate(self, batches: Sequence[Any]) -> Accumulated:
+    def _describe(self, batches: Sequence[Any]) -> list[Layout]:
+        """Read the batches' lists as the plan's example was read, and later ones as earlier ones."""
+        if not batches:
+            raise InvalidBatch("step_over() was given no batches")
+        layouts = []
+        for batch in batches:
+            layouts.append(describe(batch, like=self._layout))
+            self._layout = replace(layouts[-1], batch=None)
+        return layouts
+
+    def _needs_limit(self, layouts: Sequence[Layout]) -> bool:
+        """Whether to count: near the budget, in the first two steps, and at samples larger than before."""
+        largest = max(count_elements(layout.batch) / layout.count for layout in layouts)
+        is_new = self.steps < _ALWAYS_COUNTED or largest > self._largest_elements
+        self._largest_elements = max(self._largest_elements, largest)
+        return self._device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes) or (
+            is_new and self._device.measures
+        )
+
+    def _accumulate(self, batches: Sequence[Layout]) -> Accumulated:
         size_before = self.micro_batch_size
         try:
             return self._accumulation.run(batches, size_before)
@@ -193,26 +230,42 @@ class Runner:
         """Bytes this step may reach, counted as the trials counted: without what others have taken since."""
         if not self._device.measures or not self.plan.trials:
             return None
+        budget = min(self.plan.budget_bytes, self._device.available_bytes())
+        return max(budget - self.plan.headroom_bytes - self._newcomers(), 0)
+
+    def _newcomers(self) -> int:
+        """Bytes in tensors that were not there in the trials."""
         resident = max(trial.resident_bytes for trial in self.plan.trials)
-        gradients = sum(p.grad.nbytes for p in self._workload.parameters() if p.grad is not None)
-        newcomers = max(self._device.usage().allocated - resident - gradients, 0)
-        return max(
-            min(self.plan.budget_bytes, self._device.available_bytes()) - self.plan.headroom_bytes - newcomers, 0
-        )
+        gradients: int = sum(p.grad.nbytes for p in self._workload.parameters() if p.grad is not None)
+        return max(self._device.usage().allocated - resident - gradients, 0)
+
+    def _check_room(self) -> None:
+        """Before the update, while the step can still be undone: is there room for what the optimizer's step took?"""
+        need = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
+        if not need or not self._device.measures:
+            return
+        available = min(self.plan.budget_bytes, self._device.available_bytes())
+        if need + self._newcomers() > available:
+            self._device.reclaim()
+        if need + self._newcomers() > available:
+            raise DoesNotFit(
+                f"step {self.steps} has no room for its update: the optimizer's step took {format_bytes(need)} in the "
+                f"trials, {format_bytes(self._newcomers())} are held by others now, and {format_bytes(available)} are "
+                f"there; everything is as before the step: free memory or give fit() a larger budget="
+            )
 
     def _update(self) -> None:
-        reason = None
+        reason, handled = None, sys.exc_info()[1]
         try:
             self._update_once()
         except Exception as error:
-            if not is_oom(error):
+            if not is_oom(error, handled=handled):
                 raise
-            reason = describe_error(error)
+            reason = describe_error(error, handled=handled)
         if reason is not None:
             raise CannotRetry(
                 f"memory ended inside the update of step {self.steps} ({reason}): parameters may have moved, so it was "
-                f"not retried; "
-                f"load your last checkpoint and give fit() the optimizer and more headroom= than "
+                f"not retried; load your last checkpoint and give fit() the optimizer and more headroom= than "
                 f"{format_bytes(self.plan.headroom_bytes)}"
             )
 
@@ -221,7 +274,9 @@ class Runner:
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
         if self._max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._workload.parameters(), self._max_grad_norm)
+            # The optimizer's own parameters: unscale_() has divided these alone.
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         stepped = True
         if self._scaler is None:
             optimizer.step()
@@ -239,16 +294,18 @@ class Runner:
         usage = self._device.usage()
         return (
             f"step {self.steps} ran out of memory at a micro-batch of one sample; {format_bytes(usage.allocated)} of a "
-            f"budget of "
-            f"{format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is as before "
-            f"the step: free memory or "
-            f"give fit() a larger budget="
+            f"budget of {format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is "
+            f"as "
+            f"before the step: free memory or give fit() a larger budget="
         )
 
-    def _tell_size(self, batches: Sequence[Any]) -> None:
-        if not batches:
-            raise InvalidBatch("step_over() was given no batches")
-        samples = sum(count_samples(batch) for batch in batches)
+    def _tell_earlier_gradients(self) -> None:
+        if not self._told_gradients and any(p.grad is not None for p in self._workload.parameters()):
+            self._told_gradients = True
+            emit(GradientsFound(step=self.steps), self._hooks)
+
+    def _tell_size(self, layouts: Sequence[Layout]) -> None:
+        samples = sum(layout.count for layout in layouts)
         if samples not in self._told_sizes:
             self._told_sizes.add(samples)
             emit(BatchDiffers(step=self.steps, samples=samples, planned=sum(self.plan.micro_batch_sizes)), self._hooks)
@@ -264,3 +321,18 @@ class Runner:
             ),
             self._hooks,
         )
+
+
+def _check_options(plan: Any, weigh: Any, scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
+    if not isinstance(plan, Plan):
+        raise InvalidArgument(f"plan is a {type(plan).__name__}: pass what fit() returned, or Plan.load(path)")
+    if plan.weighed and weigh is None:
+        raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise InvalidArgument(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+        raise InvalidArgument(f"max_grad_norm={max_grad_norm!r} must be greater than 0, or None for no clipping")
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise InvalidArgument(f"scheduler is a {type(scheduler).__name__} without step()")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")

@@ -17,6 +17,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for
 from autobatch.records import DeviceInfo, MemoryUsage, Tenant
+from autobatch.request import parse_bytes
 from autobatch.wording import format_bytes, plural
 
 __all__ = ["FakeDevice", "oom_at", "tenant"]
@@ -37,7 +38,7 @@ class FakeDevice:
     def __init__(
         self,
         curve: Callable[[int], int],
-        total_bytes: int,
+        total_bytes: int | str,
         *,
         measures: bool = True,
         thrashes_from: int | None = None,
@@ -47,19 +48,25 @@ class FakeDevice:
 
         Args:
             curve: Peak bytes of a micro-batch by its samples; ``curve(0)`` is what is resident.
-            total_bytes: Beyond it, or beyond a budget, the micro-batch raises ``torch.OutOfMemoryError``.
+            total_bytes: An int or a text such as ``"24GiB"``. Beyond it, or beyond a budget, the micro-batch raises
+                ``torch.OutOfMemoryError``.
             measures: ``False``: a device that tells nothing, where running out is the only signal.
             thrashes_from: From this size on each micro-batch counts one allocator retry.
             tenants: Other processes; what they hold is not available.
+
+        Raises:
+            InvalidArgument: The curve cannot be called, or the total is no size.
         """
+        if not callable(curve):
+            raise InvalidArgument(f"curve={curve!r} must be a function from samples to peak bytes")
         self.torch_device = torch.device("cpu")
         self.measures = measures
         self.curve = curve
-        self.total_bytes = total_bytes
+        self.total_bytes = parse_bytes("total_bytes", total_bytes)
         self.thrashes_from = thrashes_from
         self.tenants = tuple(tenants)
         self.ran_sizes: list[int] = []
-        self._budget = total_bytes
+        self._budget = self.total_bytes
         self._peak = 0
         self._retries = 0
 
@@ -155,10 +162,10 @@ class _OutOfMemoryAt(TorchDispatchMode):
 
 
 def _allocates_nothing(func: Any) -> bool:
-    """Views, and copies into memory that is there (which is how state is put back): they cannot run out of memory."""
+    """Views, copies into memory that is there (how state is put back), marks of the profiler: they cannot run out."""
     aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - no public twin
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    return is_view or func is torch.ops.aten.copy_.default
+    return is_view or func is torch.ops.aten.copy_.default or func.namespace == "profiler"
 
 
 @contextmanager
@@ -166,8 +173,8 @@ def oom_at(*positions: int) -> Iterator[_OutOfMemoryAt]:
     """Raise ``torch.OutOfMemoryError`` at the n-th operation inside the block, in forward, backward or update.
 
     Args:
-        positions: Counted from 1 over torch's operations inside the block, without views and in-place copies, which
-            allocate nothing; several make several errors.
+        positions: Counted from 1 over torch's operations inside the block, without views, in-place copies and the
+            profiler's marks, which allocate nothing; several make several errors.
 
     Yields:
         An object with ``operations`` (how many were counted) and ``raised`` (the operators that failed).
@@ -182,15 +189,18 @@ def oom_at(*positions: int) -> Iterator[_OutOfMemoryAt]:
 
 
 @contextmanager
-def tenant(byte_count: int, device: Device | torch.device | str = "cpu") -> Iterator[None]:
+def tenant(byte_count: int | str, device: Device | torch.device | str = "cpu") -> Iterator[None]:
     """Hold so many bytes of a device inside the block, as another model, an evaluation or another process would.
 
     Args:
-        byte_count: Really allocated, so it counts against every budget.
+        byte_count: An int or a text such as ``"32MiB"``. Really allocated, so it counts against every budget.
         device: Where.
+
+    Raises:
+        InvalidArgument: It is no size.
     """
     memory = device_for(torch.device(device)) if isinstance(device, (str, torch.device)) else device
-    held = torch.empty(byte_count, dtype=torch.uint8, device=memory.torch_device)
+    held = torch.empty(parse_bytes("byte_count", byte_count), dtype=torch.uint8, device=memory.torch_device)
     memory.watch([held])
     try:
         yield

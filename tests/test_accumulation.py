@@ -28,6 +28,7 @@ from autobatch.accumulation import Accumulation, Shortage
 from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at
+from autobatch.workload.batches import describe
 from autobatch.workload.step import Workload
 
 
@@ -66,7 +67,7 @@ def test_the_split_gradient_is_the_full_batch_gradient(samples, largest, checkpo
     model = Plain(checkpointed=checkpointed)
     batch = make_batch(samples, torch.float64)
     expected = full_batch_gradient(model, mean_step, batch)
-    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], largest)
+    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
     assert sum(done.micro_batch_sizes) == samples
     assert max(done.micro_batch_sizes) <= largest
@@ -79,7 +80,7 @@ def test_a_token_mean_weighed_by_tokens_is_exact(lengths, largest):
     """Micro-batches of unequal token counts, also with none at all, give the token mean of the whole batch."""
     model, batch = Plain(), make_tokens(lengths)
     expected = full_batch_gradient(model, token_step, batch)
-    Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve).run([batch], largest)
+    Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve).run([describe(batch)], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -90,7 +91,7 @@ def test_several_batches_count_as_one(sizes, largest):
     whole = make_batch(sum(sizes), torch.float64)
     parts = list(zip(whole[0].split(sizes), whole[1].split(sizes), strict=True))
     expected = full_batch_gradient(model, mean_step, whole)
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, largest)
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], largest)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -99,7 +100,7 @@ def test_sizes_33_33_33_1_are_weighed_by_their_samples():
     model, batch = Plain(), make_batch(100, torch.float64)
     expected = full_batch_gradient(model, mean_step, batch)
     parts = list(zip(batch[0].split([33, 33, 33, 1]), batch[1].split([33, 33, 33, 1]), strict=True))
-    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, 33)
+    done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], 33)
     assert done.micro_batch_sizes == (33, 33, 33, 1)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
@@ -113,7 +114,7 @@ def test_class_weights_are_exact_when_weighed_by_their_sum():
         return F.cross_entropy(model(batch[0]), batch[1], weight=weights)
 
     expected = full_batch_gradient(model, step, batch)
-    Accumulation(Workload(model, step, lambda b: weights[b[1]].sum()), CpuDevice(), halve).run([batch], 4)
+    Accumulation(Workload(model, step, lambda b: weights[b[1]].sum()), CpuDevice(), halve).run([describe(batch)], 4)
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
@@ -123,7 +124,7 @@ def test_earlier_gradients_are_added_and_keep_their_identity():
     mean_step(model, batch).backward()
     earlier = {name: (grad, grad.clone()) for name, grad in gradients_of(model).items() if grad is not None}
     expected = full_batch_gradient(model, mean_step, batch)
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], 2)
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 2)
     for name, (gradient, value) in earlier.items():
         assert gradients_of(model)[name] is gradient
         assert torch.allclose(gradient, value + expected[name], rtol=1e-12)
@@ -132,7 +133,7 @@ def test_earlier_gradients_are_added_and_keep_their_identity():
 def test_an_unused_and_a_frozen_parameter_keep_none():
     """None stays None: AdamW's decay would move a parameter whose gradient became zero."""
     model = Everything()
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([make_batch(8)], 4)
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(make_batch(8))], 4)
     assert model.unused.weight.grad is None
     assert model.frozen.weight.grad is None
     assert model.head.weight.grad is not None
@@ -143,7 +144,7 @@ def commit_without_errors(sizes, batch):
     torch.manual_seed(7)
     model = Everything()
     parts = list(zip(batch[0].split(list(sizes)), batch[1].split(list(sizes)), strict=True))
-    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, max(sizes))
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(part) for part in parts], max(sizes))
     return bits_of(model)
 
 
@@ -157,7 +158,7 @@ def count_operations():
     torch.manual_seed(7)
     model, batch = Everything(), make_batch(12)
     with oom_at(10**9) as counted:
-        Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], 6)
+        Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 6)
     return counted.operations
 
 
@@ -170,7 +171,7 @@ def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
         model = Everything()
         accumulation = Accumulation(Workload(model, mean_step), CpuDevice(), halve)
         with oom_at(position) as planned:
-            done = accumulation.run([batch], 6)
+            done = accumulation.run([describe(batch)], 6)
         assert len(planned.raised) == 1
         kept += done.micro_batch_sizes == (6, 3, 3)
         restarted += done.micro_batch_sizes == (3, 3, 3, 3)
@@ -186,7 +187,7 @@ def test_two_ooms_in_one_step_and_one_in_the_retry():
     torch.manual_seed(7)
     model = Everything()
     with oom_at(30, 45) as planned:
-        done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([batch], 12)
+        done = Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 12)
     assert len(planned.raised) == done.retries == 2
     expected = commit_without_errors(done.micro_batch_sizes, batch)
     assert not differences(forget_objects(bits_of(model)), forget_objects(expected))
@@ -199,7 +200,7 @@ def test_memory_that_never_suffices_restores_everything_and_raises():
     before = bits_of(model)
     device = FakeDevice(lambda n: 100, total_bytes=10)
     with pytest.raises(DoesNotFit, match="fake device out of memory"):
-        Accumulation(Workload(model, mean_step), device, halve).run([make_batch(12)], 12)
+        Accumulation(Workload(model, mean_step), device, halve).run([describe(make_batch(12))], 12)
     assert device.ran_sizes == [12, 6, 3, 1]
     assert not differences(bits_of(model), before)
 
@@ -221,7 +222,7 @@ def test_any_other_error_comes_out_unchanged_and_restores_everything(error):
         return loss
 
     with pytest.raises(type(error)) as caught:
-        Accumulation(Workload(model, step), CpuDevice(), halve).run([make_batch(12)], 4)
+        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(12))], 4)
     assert caught.value is error
     model.calls -= 3  # a plain attribute of the user's module is the user's own
     assert not differences(bits_of(model), before)
@@ -246,7 +247,7 @@ def test_a_failed_attempt_leaves_no_tensor_alive():
     gc.disable()
     try:
         with oom_at(6):  # after the first linear layer, inside its loss
-            done = Accumulation(Workload(model, mean_step), CpuDevice(), look).run([make_batch(4)], 4)
+            done = Accumulation(Workload(model, mean_step), CpuDevice(), look).run([describe(make_batch(4))], 4)
     finally:
         gc.enable()
     assert done.retries == 1
@@ -261,7 +262,7 @@ def test_a_micro_batch_of_weight_zero_is_not_run():
         seen.append(len(part["labels"]))
         return token_step(model, part)
 
-    done = Accumulation(Workload(model, step, count_tokens), CpuDevice(), halve).run([batch], 2)
+    done = Accumulation(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
     assert seen == [2]
     assert done.weight == 8
     assert torch.isfinite(done.loss)
@@ -271,7 +272,9 @@ def test_nothing_to_take_a_mean_over_is_an_error():
     """A batch whose weights are all 0 has no mean."""
     model = Plain()
     with pytest.raises(InvalidBatch, match="gave 0 for all 3 samples"):
-        Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve).run([make_tokens([0, 0, 0])], 2)
+        Accumulation(Workload(model, token_step, count_tokens), CpuDevice(), halve).run(
+            [describe(make_tokens([0, 0, 0]))], 2
+        )
     assert model.head.weight.grad is None
 
 
@@ -279,7 +282,7 @@ def test_a_weight_that_does_not_add_up_is_an_error():
     """``weigh`` must count: a mean of something changes when the batch is divided anew."""
     model, batch = Plain(), make_batch(8, torch.float64)
     with oom_at(12), pytest.raises(InvalidBatch, match="not additive"):
-        Accumulation(Workload(model, mean_step, lambda b: 5.0), CpuDevice(), halve).run([batch], 8)
+        Accumulation(Workload(model, mean_step, lambda b: 5.0), CpuDevice(), halve).run([describe(batch)], 8)
     assert model.head.weight.grad is None
 
 
@@ -292,7 +295,7 @@ def test_aux_comes_back_once_a_committed_micro_batch_detached():
         return F.cross_entropy(logits, part[1]), {"logits": logits, "size": len(part[1])}
 
     with oom_at(20):
-        done = Accumulation(Workload(model, step), CpuDevice(), halve).run([batch], 4)
+        done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 4)
     assert [entry["size"] for entry in done.aux] == list(done.micro_batch_sizes)
     assert not any(entry["logits"].requires_grad for entry in done.aux)
     assert torch.allclose(torch.cat([entry["logits"] for entry in done.aux]), model(batch[0]), rtol=1e-12)
@@ -312,6 +315,123 @@ def test_a_step_without_a_gradient_is_refused(returned, message):
     model = Plain()
     with pytest.raises(InvalidStep, match=message):
         Accumulation(Workload(model, lambda m, b: returned(mean_step(m, b))), CpuDevice(), halve).run(
-            [make_batch(4, torch.float64)], 2
+            [describe(make_batch(4, torch.float64))], 2
         )
     assert model.head.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    "write", [lambda x: x.div_(255), lambda x: x[0].zero_(), lambda x: F.dropout(x, 0.5, inplace=True)]
+)
+def test_a_step_that_writes_into_its_batch_is_refused(write):
+    """A retry would see the batch changed: an error, though nothing else has happened."""
+    model, batch = Plain(), make_batch(8, torch.float64)
+
+    def step(model, part):
+        write(part[0])
+        return mean_step(model, part)
+
+    with pytest.raises(InvalidStep, match="wrote into its batch"):
+        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 4)
+    assert model.head.weight.grad is None
+
+
+def test_a_step_may_pop_from_its_batch():
+    """A micro-batch's containers are its own: popped labels are there again for a retry and for the user."""
+    model, (inputs, labels) = Plain(), make_batch(8, torch.float64)
+    batch = {"inputs": inputs, "more": [{"labels": labels}]}
+
+    def step(model, part):
+        labels = part["more"].pop()["labels"]
+        return F.cross_entropy(model(part.pop("inputs")), labels)
+
+    expected = full_batch_gradient(model, mean_step, (inputs, labels))
+    with oom_at(9):
+        done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 8)
+    assert done.retries == 1
+    assert batch["inputs"] is inputs
+    assert batch["more"][0]["labels"] is labels
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("wrong", [lambda m, loss: m.zero_grad(), lambda m, loss: loss.backward(retain_graph=True)])
+def test_a_step_that_touches_gradients_is_refused(wrong):
+    """zero_grad() or backward() left over in a ported step would throw gradients away or count them twice."""
+    model = Plain()
+
+    def step(model, part):
+        loss = mean_step(model, part)
+        wrong(model, loss)
+        return loss
+
+    with pytest.raises(InvalidStep, match=r"step\(\) changed \.grad"):
+        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(8, torch.float64))], 4)
+    assert model.head.weight.grad is None
+
+
+def test_a_batch_that_wants_gradients_collects_none():
+    """The step may differentiate by its input; nothing is added up in the user's own tensor."""
+    model, (inputs, labels) = Plain(), make_batch(8, torch.float64)
+    inputs.requires_grad_(True)
+
+    def step(model, part):
+        assert part[0].requires_grad
+        return mean_step(model, part)
+
+    with oom_at(20):
+        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe((inputs, labels))], 4)
+    assert inputs.grad is None
+
+
+def test_the_sizes_sum_to_the_batch_also_where_a_weight_is_zero():
+    """A micro-batch that was not run is in the sizes, and its place in aux is None."""
+    model, batch = Plain(), make_tokens([0, 0, 3, 5])
+
+    def step(model, part):
+        return token_step(model, part), len(part["labels"])
+
+    done = Accumulation(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
+    assert done.micro_batch_sizes == (2, 2)
+    assert done.aux == (None, 2)
+
+
+def test_the_loss_of_many_low_precision_micro_batches_is_summed_in_float32():
+    """A thousand shares of a bfloat16 loss vanish one by one if their sum is bfloat16."""
+    model = nn.Linear(6, 1).bfloat16()
+    batch = torch.ones(1024, 6, dtype=torch.bfloat16)
+    done = Accumulation(
+        Workload(model, lambda m, x: m(x).float().square().mean().bfloat16() + 1), CpuDevice(), halve
+    ).run([describe(batch)], 1)
+    expected = (model(batch[:1]).float().square().mean().bfloat16() + 1).item()
+    assert done.loss.dtype is torch.float32
+    assert float(done.loss) == pytest.approx(expected, rel=0.01)
+
+
+def test_what_before_commit_raises_undoes_the_step():
+    """The last word before the update: gradients from before are back, and nothing else has changed."""
+    model = Everything()
+    mean_step(model, make_batch(5)).backward()
+    before = bits_of(model)
+
+    def refuse():
+        raise DoesNotFit("no room for the update")
+
+    accumulation = Accumulation(Workload(model, mean_step), CpuDevice(), halve, before_commit=refuse)
+    with pytest.raises(DoesNotFit, match="no room"):
+        accumulation.run([describe(make_batch(12))], 4)
+    model.calls -= 3
+    assert not differences(bits_of(model), before)
+
+
+def test_an_error_inside_the_users_handling_of_an_oom_is_still_an_error():
+    """Whoever calls from an ``except OutOfMemoryError`` block has that OOM in every later error's context."""
+    model = Plain()
+
+    def step(model, part):
+        raise ValueError("shape bug")
+
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="shape bug"):
+            Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)

@@ -10,8 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
+from workloads import (
+    Everything,
+    Plain,
+    bits_of,
+    differences,
+    full_batch_gradient,
+    gradients_of,
+    make_batch,
+    mean_step,
+    relative_error,
+)
 
 import autobatch
 from autobatch.errors import DoesNotFit, InexactSplit, InvalidArgument, InvalidBatch, NeedsBatch
@@ -395,3 +406,108 @@ def test_autocast_and_no_grad_of_the_caller_do_not_matter():
     with torch.no_grad():
         plan = autobatch.fit(Plain(torch.float32), 16, batch=make_batch(4), step=mean_step)
     assert plan.trials[0].outcome == "fits"
+
+
+@pytest.mark.parametrize("heights", [(5, 5, 5, 5), (4, 5, 6, 7)])
+@pytest.mark.parametrize("boxes", [(3, 3, 3, 3), (1, 2, 3, 1)])
+@pytest.mark.parametrize("largest", [1, 2, 3, 8])
+def test_detection_batches_are_tried_and_run_as_samples(heights, boxes, largest):
+    """Lists of images and targets are samples at every size, also where their own sizes agree by chance."""
+    model = nn.Linear(3, 4)
+    images = [torch.randn(3, height, 6) for height in heights]
+    targets = [{"boxes": torch.randn(count, 4)} for count in boxes]
+
+    def step(model, batch):
+        losses = [
+            (model(image.mean(dim=(1, 2))) - target["boxes"].mean(dim=0)).square().mean()
+            for image, target in zip(*batch, strict=True)
+        ]
+        return torch.stack(losses).mean()
+
+    batch = (images, targets)
+    if len(set(heights)) == 1 and len(set(boxes)) == 1:
+        batch = (torch.stack(images), targets)
+    expected = full_batch_gradient(model, step, batch)
+    plan = autobatch.fit(model, 8, batch=batch, step=step, max_micro_batch=largest)
+    runner = autobatch.Runner(plan, model, step, None)
+    assert sum(runner.accumulate(batch).micro_batch_sizes) == 4
+    assert relative_error(gradients_of(model), expected) <= 1e-5
+
+
+def test_the_default_budget_counts_what_the_process_holds():
+    """The model's own bytes are part of the budget from the first call on, as they are from the second."""
+    model = nn.Linear(1000, 1000)
+    held = []
+
+    class Watches(CpuDevice):
+        def available_bytes(self):
+            held.append(self.usage().allocated)
+            return super().available_bytes()
+
+    device = Watches()
+    device.reclaim()
+    before = device.usage().allocated
+    autobatch.fit(model, 4, batch=torch.zeros(4, 1000), step=lambda m, x: m(x).mean(), device=device)
+    assert held[0] >= before + 4_000_000
+
+
+def test_a_step_that_writes_into_its_batch_does_not_reach_the_users():
+    """It is refused at the first trial, on a copy."""
+    inputs, labels = make_batch(8)
+    kept = inputs.clone()
+
+    def step(model, batch):
+        batch[0].div_(255)
+        return mean_step(model, batch)
+
+    with pytest.raises(autobatch.InvalidStep, match="wrote into its batch"):
+        autobatch.fit(Plain(torch.float32), 8, batch=(inputs, labels), step=step)
+    assert torch.equal(inputs, kept)
+
+
+def test_an_example_whose_first_samples_weigh_nothing_is_tried_all_the_same():
+    """Memory does not depend on which labels count."""
+    inputs, labels = make_batch(64)
+    labels[:3] = -100
+
+    def step(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], ignore_index=-100)
+
+    plan = autobatch.fit(
+        Plain(torch.float32), 64, batch=(inputs, labels), step=step, weigh=lambda b: (b[1] != -100).sum()
+    )
+    assert plan.micro_batch_sizes == (64,)
+
+
+def test_what_a_step_returns_beside_the_loss_is_warned_of():
+    """Trials hold two micro-batches' worth of it, a step that of all."""
+
+    def step(model, batch):
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), logits
+
+    plan = autobatch.fit(Plain(torch.float32), 64, batch=make_batch(64), step=step, max_micro_batch=8)
+    assert any("128 bytes beside each loss" in warning and "8 x that" in warning for warning in plan.warnings)
+
+
+def test_an_inexact_split_is_a_warning_in_the_log(caplog):
+    """Nobody reads plan.warnings unasked: the plan's log line carries what makes the split inexact."""
+    with caplog.at_level(logging.INFO, logger="autobatch"):
+        plan = autobatch.fit(Everything(), 64, batch=make_batch(8), step=mean_step, max_micro_batch=16)
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(str(plan))
+    assert "BatchNorm" in record.getMessage()
+
+
+def test_a_fit_called_while_an_oom_is_handled_tells_a_bug_from_an_oom():
+    """That OOM is in the context of every later error, and none of them is one for it."""
+
+    def step(model, batch):
+        raise ValueError("shape bug")
+
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    except torch.OutOfMemoryError:
+        with pytest.raises(ValueError, match="shape bug"):
+            autobatch.fit(Plain(torch.float32), 8, batch=make_batch(8), step=step)

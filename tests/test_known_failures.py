@@ -17,7 +17,7 @@ from autobatch.testing import FakeDevice, oom_at
 
 def fit_fake(largest, target, **options):
     """A plan on a device where so many samples fit, and the sizes that ran."""
-    device = FakeDevice(lambda n: n, total_bytes=largest, measures=options.pop("measures", True))
+    device = FakeDevice(lambda n: n + 1, total_bytes=largest + 1, measures=options.pop("measures", True))
     batch = make_batch(4, torch.float64)
     plan = autobatch.fit(Plain(), target, batch=batch, step=mean_step, device=device, headroom=0, **options)
     return plan, device.ran_sizes

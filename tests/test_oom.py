@@ -365,3 +365,84 @@ def test_nothing_of_an_error_is_kept():
     finally:
         gc.enable()
     assert reason == f"Watched: {CUDA_OOM}"
+
+
+def raised_while_handling(handled: BaseException, call: Callable[[], object]) -> BaseException:
+    """What a call raises inside somebody's ``except`` block, where Python writes the handled error behind it."""
+    try:
+        raise handled
+    except BaseException:
+        return raised_by(call)
+
+
+def refuse():
+    """A user's mistake that has nothing to do with memory."""
+    raise ValueError("labels are out of range")
+
+
+def refuse_in_turn():
+    """The same, behind another error of its own."""
+    try:
+        raise KeyError("label")
+    except KeyError:
+        refuse()
+
+
+def run_out():
+    """Memory ends, and the user's code tells it in other words."""
+    try:
+        raise torch.OutOfMemoryError(CUDA_OOM)
+    except torch.OutOfMemoryError as error:
+        raise ValueError("the loss failed") from error
+
+
+@pytest.mark.parametrize("call", [refuse, refuse_in_turn])
+def test_an_oom_that_was_being_handled_before_does_not_count(call):
+    """Trying again inside ``except torch.OutOfMemoryError`` makes no OOM of a later mistake, nor of its text."""
+    handled = torch.OutOfMemoryError(CUDA_OOM)
+    error = raised_while_handling(handled, call)
+    assert is_oom(error)
+    assert not is_oom(error, handled=handled)
+    assert describe_error(error).startswith("OutOfMemoryError")
+    assert describe_error(error, handled=handled) == "ValueError: labels are out of range"
+
+
+def test_what_lies_behind_the_handled_error_does_not_count_either():
+    """The walk ends at the handled error, an OOM that led to it included."""
+    handled = raised_by(run_out)
+    assert not is_oom(raised_while_handling(handled, refuse), handled=handled)
+
+
+@pytest.mark.parametrize("handled", [ValueError("before"), FATAL["assert"], torch.OutOfMemoryError(CUDA_OOM)])
+def test_a_new_oom_counts_whatever_was_handled_before(handled):
+    """Only what is behind the handled error is left out: the attempt's own OOM stays one, and is the one told."""
+    error = raised_while_handling(handled, run_out)
+    assert is_oom(error, handled=handled)
+    assert describe_error(error, handled=handled) == f"OutOfMemoryError: {CUDA_OOM}"
+
+
+def test_the_error_itself_counts_even_where_it_is_the_handled_one():
+    """An attempt that raises the handled object again has raised it."""
+    error = torch.OutOfMemoryError(CUDA_OOM)
+    assert is_oom(error, handled=error)
+    assert describe_error(error, handled=error) == f"OutOfMemoryError: {CUDA_OOM}"
+    told = raised_by(run_out)
+    assert is_oom(told)
+    assert not is_oom(told, handled=told)  # what lies behind it was there before
+
+
+def test_the_handled_error_is_not_kept():
+    """It is compared, and dies with its last owner."""
+    handled = OutOfResources("before")  # a class of Python's own takes no weak reference
+    reference = weakref.ref(handled)
+    is_oom(RuntimeError("after"), handled=handled)
+    describe_error(RuntimeError("after"), handled=handled)
+    del handled
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("value", [None, CUDA_OOM, torch.OutOfMemoryError, 5])
+def test_what_is_no_exception_is_no_oom(value):
+    """A text, a class or nothing at all: no error was raised."""
+    assert is_oom(value) is False

@@ -74,16 +74,14 @@ def make_plan(target=256, size=43, world_size=1, **changes):
             {"peak_bytes": 5 * 2**20},
             (
                 "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 5.0 MiB of 21.6 GiB; 3 trials, 0 out of "
-                "memory, "
-                "1.2 s"
+                "memory, 1.2 s"
             ),
         ),
         (
             {"target": 512, "world_size": 2},
             (
                 "autobatch: 256 = 6 x 43 (two of 42) on each of 2 ranks, 512 in all on NVIDIA L4; peak 18.7 of 21.6 "
-                "GiB; "
-                "3 trials, 0 out of memory, 1.2 s"
+                "GiB; 3 trials, 0 out of memory, 1.2 s"
             ),
         ),
     ],
@@ -127,6 +125,55 @@ def test_a_file_that_holds_no_plan_is_named(tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content)
     with pytest.raises(InvalidArgument, match=r"other\.json is no plan that this version reads .*run fit\(\) again"):
+        Plan.load(path)
+
+
+NONSENSE = [
+    ("target_batch", {"target_batch": 0}),
+    ("target_batch", {"target_batch": -256}),
+    ("world_size", {"world_size": 0}),
+    ("micro_batch_size", {"micro_batch_size": 0}),
+    ("micro_batch_size", {"micro_batch_size": 44}),
+    ("micro_batch_size", {"micro_batch_size": 42}),
+    ("accumulation_steps", {"accumulation_steps": 5}),
+    ("accumulation_steps", {"accumulation_steps": 0}),
+    ("micro_batch_sizes", {"micro_batch_sizes": ()}),
+    ("micro_batch_sizes", {"micro_batch_sizes": (43, 43, 43, 43, 43, 43, -2), "accumulation_steps": 7}),
+    ("micro_batch_sizes", {"micro_batch_sizes": (43, 43, 43, 43, 42, 41)}),
+    ("micro_batch_sizes", {"target_batch": 255}),
+    ("micro_batch_sizes", {"world_size": 2}),
+    ("micro_batch_sizes", {"target_batch": 514, "world_size": 2}),
+    ("headroom_bytes", {"headroom_bytes": -1}),
+    ("headroom_bytes", {"headroom_bytes": 22 * GIB}),
+    ("budget_bytes", {"budget_bytes": -5, "headroom_bytes": -6}),
+    ("peak_bytes", {"peak_bytes": -1}),
+]
+
+
+@pytest.mark.parametrize(("field", "changes"), NONSENSE)
+def test_a_plan_that_contradicts_itself_is_refused(tmp_path, field, changes):
+    """Counts, sums and bytes that cannot be, made here or read from a file, are named by their field."""
+    path = tmp_path / "plan.json"
+    path.write_text(make_plan().model_copy(update=changes).model_dump_json())
+    with pytest.raises(InvalidArgument, match=rf"no plan that this version reads \((the file: )?{field}"):
+        Plan.load(path)
+    with pytest.raises(ValidationError, match=field):
+        Plan(**{**dict(make_plan()), **changes})
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (3, 2)])
+def test_a_plan_is_for_the_share_of_any_rank(sizes):
+    """Eleven samples on two ranks are six on one and five on the other."""
+    fields = {"micro_batch_sizes": sizes, "accumulation_steps": 2, "micro_batch_size": 3}
+    assert sum(make_plan(target_batch=11, world_size=2, **fields).micro_batch_sizes) == sum(sizes)
+
+
+@pytest.mark.parametrize("content", [b"\x80\x02}q\x00.", b"PK\x03\x04\xff\xfe", "{}".encode("utf-16")])
+def test_a_binary_file_is_no_plan(tmp_path, content):
+    """A checkpoint given by mistake is refused like any other file that holds no plan."""
+    path = tmp_path / "model.pt"
+    path.write_bytes(content)
+    with pytest.raises(InvalidArgument, match=r"model\.pt is no plan that this version reads .*run fit\(\) again"):
         Plan.load(path)
 
 
@@ -212,3 +259,14 @@ def test_explain_advises_expandable_segments_only_where_the_gap_is_large():
     wasteful = make_trial(43).model_copy(update={"peak_allocated": 10 * GIB})
     assert "expandable_segments" in make_plan(trials=(wasteful,)).explain()
     assert "expandable_segments" not in make_plan().explain()
+
+
+@pytest.mark.parametrize(("target", "size"), [(48, 12), (48, 48), (49, 7)])
+def test_explain_gives_no_advice_where_the_whole_batch_would_fit(target, size):
+    """Where the user's own bound made it small, less memory a sample would change nothing."""
+    story = make_plan(target, size).explain()
+    assert "at once would need" not in story
+    assert "checkpointing" not in story
+    beyond = make_plan(50, size).explain()
+    assert "the whole 50 at once would need about 21.0 GiB" in beyond
+    assert "checkpointing" in beyond

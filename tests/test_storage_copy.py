@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from workloads import differences
 
 from autobatch.errors import DoesNotFit
-from autobatch.workload.storage_copy import StorageCopies, storages_of
+from autobatch.storages import storages_of
+from autobatch.workload.storage_copy import StorageCopies
 
 IN_MEMORY, IN_A_FILE = 2**40, 0
 
@@ -128,7 +129,7 @@ def test_a_resized_storage_gets_its_size_back():
 def test_what_has_no_storage_is_passed_over(make):
     """Meta tensors have no values, opaque ones do not show theirs."""
     tensor = make()
-    assert storages_of(tensor) == []
+    assert list(storages_of(tensor)) == []
     with StorageCopies([tensor], host_bytes=IN_MEMORY) as copies:
         copies.restore()
 
@@ -152,6 +153,19 @@ def test_the_file_is_gone_afterwards(folder):
     assert list(folder.iterdir()) == []
     assert tensor[999] == 999
     copies.close()  # a second time does nothing
+
+
+@places
+def test_a_copy_is_made_in_one_place(host_bytes):
+    """In host memory or in the mapped file, both of which torch reports: what goes to the file takes no memory too."""
+    tensor = torch.ones(10_000)
+    with (
+        torch.autograd.profiler.profile(use_cpu=True, profile_memory=True) as profile,
+        StorageCopies([tensor], host_bytes=host_bytes),
+    ):
+        pass
+    allocated = [event.cpu_memory_usage for event in profile.function_events if event.cpu_memory_usage > 0]
+    assert sum(allocated) == 40_000
 
 
 def test_the_file_is_gone_after_an_interrupt(folder):

@@ -99,6 +99,13 @@ def test_oom_at_passes_views_over():
     assert planned.operations == 0
 
 
+def test_oom_at_passes_marks_of_the_profiler_over():
+    """Each optimizer's step is enclosed in a named range, which takes no memory of the device."""
+    with oom_at(1) as planned, torch.profiler.record_function("a range"):
+        pass
+    assert planned.operations == 0
+
+
 @pytest.mark.parametrize("positions", [(), (0,), (3, -1)])
 def test_oom_at_counts_from_one(positions):
     """A position that cannot be is refused."""
@@ -117,3 +124,40 @@ def test_a_tenant_holds_real_bytes_until_it_leaves():
             torch.zeros(200)
         raise ValueError("leaves")
     assert device.usage().allocated == before
+
+
+def test_a_tenant_takes_its_bytes_as_text():
+    """As a budget is written."""
+    device = CpuDevice()
+    device.reclaim()
+    before = device.usage().allocated
+    with tenant("32KiB"):
+        assert device.usage().allocated == before + 32 * 1024
+
+
+@pytest.mark.parametrize("byte_count", [-1, "many", None])
+def test_a_tenant_without_a_size_is_refused(byte_count):
+    """In the words of the argument, not of the allocator."""
+    with pytest.raises(InvalidArgument, match=r"byte_count=.* is no size"), tenant(byte_count):
+        pass
+
+
+def test_a_fake_device_takes_its_total_as_text():
+    """As a card's memory is written."""
+    device = FakeDevice(lambda n: n, total_bytes="2GiB")
+    assert device.describe().total_bytes == device.available_bytes() == 2**31
+
+
+@pytest.mark.parametrize(
+    ("curve", "total_bytes", "message"),
+    [
+        (1000, 4000, "curve=1000 must be a function from samples to peak bytes"),
+        (None, 4000, "curve=None must be a function"),
+        (len, -1, "total_bytes=-1 is no size"),
+        (len, "huge", "total_bytes='huge' is no size"),
+    ],
+)
+def test_a_fake_device_without_a_meaning_is_refused(curve, total_bytes, message):
+    """When it is made, not at the first micro-batch."""
+    with pytest.raises(InvalidArgument, match=message):
+        FakeDevice(curve, total_bytes)

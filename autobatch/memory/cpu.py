@@ -63,6 +63,7 @@ class CpuDevice:
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
         """Count every operator's result inside the block, and raise ``torch.OutOfMemoryError`` beyond the budget."""
+        budget_bytes = min(budget_bytes, self._recently_available())  # others may have taken from the host since
         if _INNERMOST.budget is None:
             _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
             try:
@@ -83,7 +84,7 @@ class CpuDevice:
         Counting costs about 10 us an operator (torch 2.13, 2 cores), which more than doubles the time of a model of
         small layers, and a job that needs 1 GiB of 24 gains nothing by it.
         """
-        return _FAR * expected_bytes > min(budget_bytes, self._recently_available())
+        return _FAR * expected_bytes > min(budget_bytes, self._recently_available()) - _STORAGE.live_bytes
 
     def _recently_available(self) -> int:
         now = time.monotonic()

@@ -15,12 +15,13 @@ from ``torch.compile`` runs eagerly under any dispatch mode, and is counted as s
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from autobatch.storages import storages_of
 from autobatch.wording import format_bytes
 
 __all__ = ["LiveStorage", "StorageBudget"]
@@ -64,7 +65,8 @@ class LiveStorage:
         """Count one tensor's storages without moving the peak; returns how many bytes are new."""
         if type(tensor) in _PLAIN_TYPES and tensor.layout is torch.strided and tensor.device.type == "cpu":
             return self._count_storage(tensor.untyped_storage())
-        return sum(self._count_storage(storage) for storage in _storages_of(tensor))
+        on_cpu = (storage for storage in storages_of(tensor) if storage.device.type == "cpu")
+        return sum(self._count_storage(storage) for storage in on_cpu)
 
     def _count_storage(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
@@ -132,30 +134,3 @@ class StorageBudget(TorchDispatchMode):
             f"CPU out of memory. Tried to allocate {format_bytes(made)} in {operator} with "
             f"{format_bytes(self.storage.live_bytes)} in tensors; the budget is {format_bytes(self.budget_bytes)}."
         )
-
-
-def _storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The CPU storages behind a tensor of any kind; none for fake, meta, opaque and other devices' tensors."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]
-    elif tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        yield from _strided_storage(tensor)
-        return
-    for part in parts:
-        yield from _storages_of(part)
-
-
-def _strided_storage(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # opaque layouts (oneDNN) have no storage to look at
-        return
-    if storage.device.type == "cpu":
-        yield storage

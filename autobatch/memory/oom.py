@@ -70,7 +70,7 @@ _LOW_FRACTION = 0.05
 _LOW_BYTES = 512 * 1024**2
 
 
-def is_oom(error: BaseException, *, memory_is_low: bool | None = None) -> bool:
+def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseException | None = None) -> bool:
     """Whether an error means that memory ended and that less work at once may go through.
 
     The error itself and whatever it was raised from count: ``__cause__``, or ``__context__`` where ``from None`` does
@@ -80,15 +80,18 @@ def is_oom(error: BaseException, *, memory_is_low: bool | None = None) -> bool:
     context or a communicator are not, even where an OOM led to them, and neither is an interrupt.
 
     Args:
-        error: What was raised. It is looked at, never kept.
+        error: What was raised. It is looked at, never kept; what is no exception is no OOM.
         memory_is_low: Decides errors that mean an OOM only sometimes, such as ``CUDNN_STATUS_NOT_SUPPORTED``. ``None``
             asks the CUDA devices that this process uses: low is less than 5 % of the device or 512 MiB, whichever is
             more. Without an initialised CUDA it is not low.
+        handled: What was already being handled when the attempt began: ``sys.exc_info()[1]``, taken before the ``try``.
+            Python writes it behind every error that is raised meanwhile, so it and what it was raised from do not
+            count. It is compared, never kept.
 
     Returns:
         Whether it is worth trying again with fewer samples.
     """
-    chain = _unchain(error)
+    chain = _unchain(error, handled) if isinstance(error, BaseException) else []
     if any(_is_fatal(link) for link in chain):
         return False
     if any(_means_oom(link) for link in chain):
@@ -98,31 +101,35 @@ def is_oom(error: BaseException, *, memory_is_low: bool | None = None) -> bool:
     return _any_device_is_low() if memory_is_low is None else memory_is_low
 
 
-def describe_error(error: BaseException) -> str:
+def describe_error(error: BaseException, *, handled: BaseException | None = None) -> str:
     """``"OutOfMemoryError: CUDA out of memory. Tried to..."``: type and first line, for a log.
 
     Args:
         error: What was raised.
+        handled: What was already being handled when the attempt began, as for ``is_oom``: it is not told.
 
     Returns:
         A plain text about the link of the chain that tells of memory, or about ``error`` itself where none does.
     """
-    chain = _unchain(error)
+    chain = _unchain(error, handled)
     told = [link for link in chain if _means_oom(link)] or [link for link in chain if _may_mean_oom(link)] or chain
     line = next((line.strip() for line in str(told[0]).splitlines() if line.strip()), "")
     name = type(told[0]).__name__
     return f"{name}: {line}" if line else name
 
 
-def _unchain(error: BaseException) -> list[BaseException]:
-    """The error and what it was raised from, outermost first, as a traceback would show them."""
+def _unchain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
+    """The error and what it was raised from, outermost first, as a traceback would show them, down to ``handled``."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     # By identity: an exception class may compare its instances as it likes.
     while link is not None and not any(link is seen for seen in chain):
         chain.append(link)
         # Setting a cause, also the None of `from None`, suppresses the context.
-        link = link.__cause__ if link.__suppress_context__ else link.__context__
+        behind = link.__cause__ if link.__suppress_context__ else link.__context__
+        # The error itself counts in any case: it was raised, even where it is the handled one again.
+        ends = handled is not None and (link is handled or behind is handled)
+        link = None if ends else behind
     return chain
 
 

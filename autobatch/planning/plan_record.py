@@ -6,6 +6,10 @@ nor how it is shown (``report``).
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
 from autobatch.planning.curve import MemoryCurve
 from autobatch.records import DeviceInfo, Record, Trial
 
@@ -14,6 +18,8 @@ __all__ = ["PlanRecord"]
 
 class PlanRecord(Record):
     """How one optimizer step's samples are divided on one rank, and the measurements behind that.
+
+    Counts that cannot be, and fields that contradict each other, are refused when it is made or read.
 
     Attributes:
         target_batch: Samples an optimizer step sees over all ranks.
@@ -29,24 +35,28 @@ class PlanRecord(Record):
         device: What it was measured on.
         warnings: What the user should know before trusting the split, a sentence each.
         predicted: Whether the size was never run.
+        weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
+        batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
         version: The autobatch that made it.
     """
 
-    target_batch: int
-    world_size: int
-    micro_batch_size: int
-    micro_batch_sizes: tuple[int, ...]
-    accumulation_steps: int
-    budget_bytes: int
-    headroom_bytes: int
-    peak_bytes: int
+    target_batch: PositiveInt
+    world_size: PositiveInt
+    micro_batch_size: PositiveInt
+    micro_batch_sizes: tuple[PositiveInt, ...]
+    accumulation_steps: PositiveInt
+    budget_bytes: NonNegativeInt
+    headroom_bytes: NonNegativeInt
+    peak_bytes: NonNegativeInt
     curve: MemoryCurve | None
     trials: tuple[Trial, ...]
     device: DeviceInfo
     warnings: tuple[str, ...] = ()
     predicted: bool = False
+    weighed: bool = False
+    batch_lists: dict[str, Literal["samples", "fields", "unclear"]] = Field(default_factory=dict)
     fingerprint: str = ""
     seconds: float = 0.0
     version: str
@@ -60,3 +70,19 @@ class PlanRecord(Record):
     def out_of_memory_trials(self) -> int:
         """How many attempts ended out of memory."""
         return sum(trial.outcome == "oom" for trial in self.trials)
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> PlanRecord:
+        sizes = self.micro_batch_sizes
+        share = self.target_batch // self.world_size
+        shares = {share, share + (self.target_batch % self.world_size > 0)}  # any rank's: the first ones have one more
+        if sum(sizes) not in shares:
+            expected = " or ".join(map(str, sorted(shares)))
+            raise ValueError(f"micro_batch_sizes sum to {sum(sizes)}, but a rank's share of the target is {expected}")
+        if self.micro_batch_size != max(sizes, default=0):
+            raise ValueError(f"micro_batch_size={self.micro_batch_size} is not the largest of micro_batch_sizes")
+        if self.accumulation_steps != len(sizes):
+            raise ValueError(f"accumulation_steps={self.accumulation_steps}, but micro_batch_sizes has {len(sizes)}")
+        if self.headroom_bytes > self.budget_bytes:
+            raise ValueError(f"headroom_bytes={self.headroom_bytes} is more than budget_bytes={self.budget_bytes}")
+        return self

@@ -1,9 +1,8 @@
 """The same plan in other frameworks' words.
 
 Covers the frameworks that own the training loop and take one fixed size: Hugging Face, Lightning, accelerate,
-    DeepSpeed. Such a
-loop cannot run ragged micro-batches, so the size is the largest exact divisor of the share. Does not cover running
-there.
+DeepSpeed. Such a loop cannot run ragged micro-batches, so the size is the largest exact divisor of the share. Does not
+cover running there.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
     if plan.target_batch % plan.world_size:
         raise InvalidArgument(
             f"settings({framework!r}): a target batch of {plan.target_batch} cannot be shared equally by "
-            f"{plan.world_size} ranks; "
-            f"take a multiple of {plan.world_size}"
+            f"{plan.world_size} ranks; take a multiple of {plan.world_size}"
         )
     size, steps = divide_evenly(plan.target_batch // plan.world_size, plan.micro_batch_size)
     if framework == "huggingface":

@@ -137,9 +137,10 @@ def _curve_lines(plan: PlanRecord) -> Iterator[str]:
 
 def _advice_lines(plan: PlanRecord) -> Iterator[str]:
     share = sum(plan.micro_batch_sizes)
-    if plan.accumulation_steps > 1 and plan.curve is not None:
-        need = plan.curve.peak_reserved(share)
-        missing = format_bytes(max(need - plan.limit_bytes, 0))
+    need = plan.curve.peak_reserved(share) if plan.curve is not None else 0
+    # Within the limit it was the user's own bound or objective that divided the batch, and memory is not what to save.
+    if plan.accumulation_steps > 1 and need > plan.limit_bytes:
+        missing = format_bytes(need - plan.limit_bytes)
         yield f"the whole {share} at once would need about {format_bytes(need)}, {missing} more than the limit"
         yield "activation checkpointing or bfloat16 autocast shrink what each sample needs"
     used = max((t.peak_allocated for t in plan.trials if t.micro_batch_size == plan.micro_batch_size), default=0)

@@ -70,6 +70,10 @@ class Layout:
             return self.batch
         return self._replace(self.batch, ROOT, lambda part: _take_entries(part, start, stop))
 
+    def grown(self, n: int) -> Layout:
+        """The layout of ``grow(n)``, with its lists read as here."""
+        return Layout(self.grow(n), n, self.lists)
+
     def split(self, sizes: Sequence[int]) -> list[Any]:
         """Consecutive parts of these sizes, as views.
 

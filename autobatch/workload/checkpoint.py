@@ -27,20 +27,23 @@ class Checkpoint:
     def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
         """Remember both as they are now; ``modules`` is ``[*model.modules()]``, walked once for many checkpoints."""
         self._random = RandomState.capture(device)
-        self._buffers = [
-            (module, name, buffer, None if buffer is None or _overlaps(buffer) else buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
+        self._standing = [(module, dict(module._buffers)) for module in modules if module._buffers]
+        self._values = [
+            (buffer, buffer.detach().clone())
+            for _, buffers in self._standing
+            for buffer in buffers.values()
+            if buffer is not None and not _overlaps(buffer)
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put both back bit for bit, in place; allocates nothing."""
         self._random.restore()
-        for module, name, buffer, value in self._buffers:
-            module._buffers[name] = buffer
-            if buffer is not None and value is not None:
-                buffer.copy_(value)
+        for module, buffers in self._standing:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for buffer, value in self._values:
+            buffer.copy_(value)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch.errors import InvalidStep
-from autobatch.workload.batches import count_samples, grow, map_tensors, tensors_of
+from autobatch.workload.batches import map_tensors, tensors_of
 
 __all__ = ["call_model", "default_step", "explain_default", "loss_of", "unwrap"]
 
@@ -66,13 +66,12 @@ def explain_default(model: nn.Module, batch: Any) -> str:
     """One sentence on which loss ``default_step`` takes, for a plan's warnings.
 
     The model is called once without gradients, in its present mode: whoever wants no trace of that (running statistics,
-    random numbers) saves and restores its state. The batch is brought to the model's device, and doubled because
-    BatchNorm refuses a single sample.
+    random numbers) saves and restores its state. The batch is brought to the model's device; give it two samples,
+    because BatchNorm refuses a single one.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    doubled = map_tensors(grow(batch, 2 * count_samples(batch)), lambda tensor: tensor.to(device))
     with torch.no_grad():
-        return _EXPLANATIONS[_find_loss(call_model(model, doubled))[0]]
+        return _EXPLANATIONS[_find_loss(call_model(model, map_tensors(batch, lambda tensor: tensor.to(device))))[0]]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

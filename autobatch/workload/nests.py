@@ -29,6 +29,7 @@ __all__ = [
     "map_tensors",
     "tensors_of",
     "with_fields",
+    "with_fresh_containers",
     "with_items",
 ]
 
@@ -115,6 +116,20 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
         return function(batch)
     fields = fields_of(batch)
     return batch if fields is None else with_fields(batch, [map_tensors(child, function) for _, child in fields])
+
+
+def with_fresh_containers(node: Any) -> Any:
+    """The same nest in containers of its own, so that whoever pops or adds an entry does not do it to the original."""
+    fields = fields_of(node)
+    if fields is None:
+        return node
+    children = [with_fresh_containers(child) for _, child in fields]
+    if isinstance(node, dict | UserDict):
+        fresh = copy.copy(node)
+        for key, child in zip(node, children, strict=True):
+            fresh[key] = child
+        return fresh
+    return with_items(node, children) if is_sequence(node) else with_fields(node, children)
 
 
 def count_elements(batch: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.errors import InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.workload.batches import map_tensors, tensors_of
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload"]
@@ -40,6 +40,17 @@ class Workload:
     weigh: Weigh | None = None
     optimizer: Any | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run, or not exactly.
+
+        Raises:
+            InvalidArgument: A part is of the wrong kind; the optimizer needs a closure; a parameter has no shape yet,
+                or is updated inside the backward pass.
+        """
+        _check_kinds(self.model, self.step, self.weigh, self.optimizer)
+        for name, parameter in self.model.named_parameters():
+            _check_parameter(name, parameter)
+
     def parameters(self) -> list[nn.Parameter]:
         """The model's and the optimizer's parameters, each once."""
         found = {id(parameter): parameter for parameter in self.model.parameters()}
@@ -61,11 +72,15 @@ class Workload:
         """What the micro-batch counts for in the mean: ``weigh`` of it, or its samples.
 
         Raises:
-            InvalidBatch: The weight is negative or not a finite number.
+            InvalidBatch: The weight is no number, negative or not finite.
         """
         if self.weigh is None:
             return float(samples)
-        weight = float(self.weigh(micro_batch))
+        returned = self.weigh(micro_batch)
+        try:
+            weight = float(returned.detach() if isinstance(returned, torch.Tensor) else returned)
+        except (TypeError, ValueError, RuntimeError):
+            raise InvalidBatch(f"weigh() returned {type(returned).__name__}; it must return one number") from None
         if not math.isfinite(weight) or weight < 0:
             raise InvalidBatch(f"weigh() gave {weight} for a micro-batch of {samples}; it must be a finite number >= 0")
         return weight
@@ -74,12 +89,42 @@ class Workload:
         """Call the user's step and check that a gradient can come from what it returned.
 
         Raises:
-            InvalidStep: The loss is no tensor, has more than one element, or hangs on no parameter.
+            InvalidStep: The loss is no tensor, has more than one element, or has no graph.
         """
         returned = self.step(self.model, micro_batch)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         _check_loss(loss)
         return StepOutput(loss.reshape(()), map_tensors(aux, torch.Tensor.detach))
+
+
+def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
+    if not callable(step):
+        raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
+    if weigh is not None and not callable(weigh):
+        raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise InvalidArgument(
+            f"optimizer={_show(optimizer)} is no optimizer; with several, use Runner(..., optimizer=None).accumulate() "
+            f"and step them yourself"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidArgument("LBFGS calls a closure several times a step, which cannot be split exactly; use another")
+
+
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise InvalidArgument(f"parameter {name} has no shape yet: run the model once on a sample first")
+    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public twin
+        raise InvalidArgument(
+            f"parameter {name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
+            f"micro-batch and cannot be undone; remove the hook"
+        )
+
+
+def _show(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
 
 
 def _check_loss(loss: Any) -> None:

@@ -14,23 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch.errors import DoesNotFit
+from autobatch.storages import storages_of
 from autobatch.wording import format_bytes
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["StorageCopies", "storages_of"]
-
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
-}
+__all__ = ["StorageCopies"]
 
 
 class StorageCopies:
@@ -56,10 +48,11 @@ class StorageCopies:
         self._copies = [(storage, self._copy(storage, index)) for index, storage in enumerate(storages.values())]
 
     def _copy(self, storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
-        copy = torch.UntypedStorage(storage.nbytes(), device="cpu")
         if self._folder is not None and storage.nbytes() > 0:
             path = str(Path(self._folder.name, str(index)))
             copy = cast("torch.UntypedStorage", torch.UntypedStorage.from_file(path, True, storage.nbytes()))
+        else:
+            copy = torch.UntypedStorage(storage.nbytes(), device="cpu")
         return copy.copy_(storage, non_blocking=False)
 
     def restore(self) -> None:
@@ -99,15 +92,3 @@ def _open_folder(total: int, host_bytes: int) -> tempfile.TemporaryDirectory[str
         f"{format_bytes(host_bytes)} for it and {tempfile.gettempdir()} {format_bytes(free)}; free some, or set TMPDIR "
         f"to a larger disk"
     )
-
-
-def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """The memory behind a tensor of any layout; none for meta and opaque tensors."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in storages_of(getattr(tensor, name))]
-    if tensor.layout in _SPARSE_PARTS:
-        parts = [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
-        return [storage for part in parts for storage in storages_of(part)]
-    has_memory = tensor.layout is torch.strided and tensor.device.type != "meta"
-    return [tensor.untyped_storage()] if has_memory else []

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autobatch.storages import storages_of
 from autobatch.workload.random_state import RandomState
-from autobatch.workload.storage_copy import StorageCopies, storages_of
+from autobatch.workload.storage_copy import StorageCopies
 
 if TYPE_CHECKING:
     from types import TracebackType
