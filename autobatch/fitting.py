@@ -136,6 +136,7 @@ class _Found:
     trials: tuple[Trial, ...]
     fingerprint: str
     batch_lists: dict[str, ListReading]
+    state_bytes: int
     batch_norms: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -179,7 +180,9 @@ class _Search:
             warnings.append(explain_default(model, layout.grow(2)))
         warnings += _warn_of_aux(probe.aux_bytes, size, self.target)
         identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
-        return _Found(size, tuple(trials), identity, dict(layout.lists), batch_norms, tuple(warnings))
+        return _Found(
+            size, tuple(trials), identity, dict(layout.lists), probe.state_bytes, batch_norms, tuple(warnings)
+        )
 
     def _try_sizes(self, question: Question, probe: Probe) -> list[Trial]:
         trials: list[Trial] = []
@@ -273,6 +276,7 @@ def _make_plan(
         trials=found.trials,
         device=memory.describe(),
         warnings=(*found.warnings, *warnings),
+        state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
         batch_lists=found.batch_lists,
         fingerprint=found.fingerprint,

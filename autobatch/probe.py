@@ -55,6 +55,7 @@ class Probe:
         limit_bytes: Enforced during each trial.
         state: Puts values and generators back after each trial.
         aux_bytes: The most that a step has put beside the loss of one micro-batch.
+        state_bytes: What the optimizer's state took in the last trial.
         reasons: For each size that ran out of memory, the error's first line.
     """
 
@@ -65,6 +66,7 @@ class Probe:
     state: TrainingState
     reasons: dict[int, str] = field(default_factory=dict)
     aux_bytes: int = 0
+    state_bytes: int = 0
     _warm: bool = False
 
     def run(self, size: int) -> Trial:
@@ -119,6 +121,9 @@ class Probe:
     def _measure(self, size: int, readings: _Readings) -> None:
         batch = self._make_batch(size)
         before = self.device.usage()
+        # As the device sees it: the formula of a fake one knows nothing of the optimizer's real tensors.
+        seen = before.allocated - readings.resident
+        self.state_bytes = max(self.state_bytes, min(self.workload.state_bytes(), seen))
         readings.resident, readings.retries_before = before.allocated, before.alloc_retries
         started = time.perf_counter()
         with self._read(readings, "backward"):

@@ -84,8 +84,7 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
     home = _find_home(parameters, model_name)
     if device is None:
         return device_for(home)
-    # The class of a device has all of a device's attributes too.
-    if isinstance(device, Device) and not isinstance(device, type):
+    if isinstance(device, Device):
         return device
     asked = _parse_device(device)
     if asked.type != home.type or asked.index not in (None, home.index or 0):

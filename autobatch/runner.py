@@ -235,7 +235,8 @@ class Runner:
 
     def _newcomers(self) -> int:
         """Bytes in tensors that were not there in the trials."""
-        resident = max(trial.resident_bytes for trial in self.plan.trials)
+        to_be_made = max(self.plan.state_bytes - self._workload.state_bytes(), 0)  # before the first update
+        resident = max(trial.resident_bytes for trial in self.plan.trials) - to_be_made
         gradients: int = sum(p.grad.nbytes for p in self._workload.parameters() if p.grad is not None)
         return max(self._device.usage().allocated - resident - gradients, 0)
 

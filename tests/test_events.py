@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from autobatch import events
-from autobatch.events import BatchDiffers, Event, PlanMade, Retried, StepFinished, TrialFinished, emit
+from autobatch.events import BatchDiffers, Event, GradientsFound, PlanMade, Retried, StepFinished, TrialFinished, emit
 from autobatch.records import Trial
 
 GIB = 1024**3
@@ -51,6 +51,13 @@ EVENTS = [
         logging.INFO,
         "autobatch: step 3 was given 200 samples, the plan was made for 256; the update is the mean over the 200",
         id="batch of another size",
+    ),
+    pytest.param(
+        GradientsFound(step=2),
+        logging.WARNING,
+        "autobatch: step 2 began with gradients from before, which are part of its update; if they were used already, "
+        "call optimizer.zero_grad() before runner.step()",
+        id="gradients from before",
     ),
     pytest.param(
         FINISHED,

@@ -35,6 +35,7 @@ class PlanRecord(Record):
         device: What it was measured on.
         warnings: What the user should know before trusting the split, a sentence each.
         predicted: Whether the size was never run.
+        state_bytes: What the optimizer's state took in the trials.
         weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
@@ -55,6 +56,7 @@ class PlanRecord(Record):
     device: DeviceInfo
     warnings: tuple[str, ...] = ()
     predicted: bool = False
+    state_bytes: int = 0
     weighed: bool = False
     batch_lists: dict[str, Literal["samples", "fields", "unclear"]] = Field(default_factory=dict)
     fingerprint: str = ""

@@ -65,8 +65,15 @@ class Workload:
             if parameter.grad is not None:
                 yield parameter.grad
         yield from self.model.buffers()
+        yield from self._state_tensors()
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state as it is now: none before its first step."""
+        return sum(tensor.nbytes for tensor in self._state_tensors())
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
-            yield from tensors_of(dict(state))  # nested in some: LBFGS keeps lists of directions
+            yield from tensors_of(dict(state))  # nested in some, which keep lists of directions
 
     def weight_of(self, micro_batch: Any, samples: int) -> float:
         """What the micro-batch counts for in the mean: ``weigh`` of it, or its samples.
