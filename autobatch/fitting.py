@@ -102,7 +102,7 @@ def fit(
     """
     started = time.perf_counter()
     refuse_many_ranks()
-    check_count("target_batch", target_batch)
+    target_batch = check_count("target_batch", target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
     bound = (

@@ -511,3 +511,20 @@ def test_a_fit_called_while_an_oom_is_handled_tells_a_bug_from_an_oom():
     except torch.OutOfMemoryError:
         with pytest.raises(ValueError, match="shape bug"):
             autobatch.fit(Plain(torch.float32), 8, batch=make_batch(8), step=step)
+
+
+def test_the_runner_reads_lists_as_the_plans_example_was_read():
+    """Texts of unequal lengths are samples; a batch in which all lengths agree by chance is read the same way."""
+    model = nn.Linear(6, 1)
+
+    def step(model, batch):
+        return torch.stack([model(text).square().mean() for text in batch["texts"]]).mean()
+
+    example = {"texts": [torch.randn(length, 6) for length in (3, 9, 5, 7)]}
+    plan = autobatch.fit(model, 11, batch=example, step=step, max_micro_batch=4)
+    plan = autobatch.Plan.model_validate_json(plan.model_dump_json())
+    batch = {"texts": [torch.randn(9, 6) for _ in range(11)]}
+    expected = full_batch_gradient(model, step, batch)
+    result = autobatch.Runner(plan, model, step, None).accumulate(batch)
+    assert sum(result.micro_batch_sizes) == 11
+    assert relative_error(gradients_of(model), expected) <= 1e-5

@@ -99,6 +99,19 @@ def test_an_earlier_reading_settles_coincidences(batch: Any, reading: Any) -> No
     assert read(batch, {'batch["pair"]': reading}) == (len(batch["x"]), {'batch["pair"]': reading})
 
 
+@pytest.mark.parametrize("batch", [[ROWS(9)] * 11, {"tokens": [ROWS(9)] * 4}, [[1, 2], [ROWS(3, 2)] * 5]])
+def test_many_tensors_of_one_length_are_a_riddle(batch: Any) -> None:
+    """Length-bucketed samples look like fields: split along time they would train on, wrong and silent."""
+    with pytest.raises(InvalidBatch, match="nothing tells which of the two is the number of samples"):
+        read(batch, {})
+
+
+def test_an_earlier_reading_solves_the_riddle() -> None:
+    """A runner reads lists as its plan's example was read, also where all lengths agree by chance."""
+    assert read({"tokens": [ROWS(9)] * 4}, {'batch["tokens"]': "samples"})[0] == 4
+    assert read({"tokens": [ROWS(9)] * 4}, {'batch["tokens"]': "fields"})[0] == 9
+
+
 def test_an_earlier_reading_tells_a_single_image_from_channels() -> None:
     """One image of a list that held images is one sample, where alone it would be three rows."""
     assert read(images(5), {})[0] == 3

@@ -12,7 +12,9 @@ How a batch is read:
   2. Alike entries, where tensors outside such lists tell the number of samples: one a sample if there are that many,
      else fields. If there are that many and every tensor inside has that many rows too: one a sample if the entries are
      mappings, else it can be counted, not split.
-  3. Alike entries and nothing else to go by: fields if all leading dimensions agree, else one a sample. Two exceptions.
+  3. Alike entries and nothing else to go by: fields if all leading dimensions agree, else one a sample. But four or
+  more
+     tensors of one length are an error, unless each is a batch of images: they may be either. Two more exceptions.
      Images ``[1 or 3, height, width]`` of differing sizes are one a sample though their channels agree. And a batch
      that is itself a list of fewer than four tensors is always fields: ``x, y, weight``.
 
@@ -35,6 +37,9 @@ from autobatch.workload.nests import fields_of, is_array, is_sequence, leaves_of
 __all__ = ["ROOT", "ListReading", "count_rows", "read"]
 
 ROOT = "batch"
+
+_FEW = 4
+"""From so many alike tensors on a list is hardly ``x, y, weight``."""
 
 ListReading = Literal["samples", "fields", "unclear"]
 
@@ -70,6 +75,8 @@ def read(batch: Any, earlier: Mapping[str, ListReading]) -> tuple[int, dict[str,
     unsettled = [entry for entry in found if isinstance(entry, _OpenList)]
     rows = [part for entry in unsettled for part in _rows_beneath(entry.entries, entry.path)]
     fields_agree = not certain and len({part.size for part in rows}) == 1 and not any(map(_are_images, unsettled))
+    if fields_agree:
+        _refuse_riddles(unsettled)
     count = _agreed(certain or (rows if fields_agree else _counted(unsettled, rows)))
     return _agreed(list(_settle(batch, ROOT, count, lists, fields_agree=fields_agree))), lists
 
@@ -126,12 +133,25 @@ def _counted(unsettled: Sequence[_OpenList], rows: Sequence[_Part]) -> Sequence[
     """What tells the number of samples where no tensor does: the lists that hold samples."""
     for found in unsettled:
         holds_tensors = any(count_rows(entry) is not None for entry in found.entries)
-        if found.path == ROOT and holds_tensors and len(found.entries) < 4:
+        if found.path == ROOT and holds_tensors and len(found.entries) < _FEW:
             return rows
     images = [found for found in unsettled if _are_images(found)]
     tensors = [found for found in unsettled if any(_rows_beneath(found.entries, found.path))]
     texts = [found for found in unsettled if any(isinstance(entry, str) for entry in found.entries)]
     return [_Part(found.path, len(found.entries)) for found in images or tensors or texts]
+
+
+def _refuse_riddles(unsettled: Sequence[_OpenList]) -> None:
+    """Many tensors of one length are rather samples than fields, and to read them wrong would be silent."""
+    for found in unsettled:
+        rows = {count_rows(entry) for entry in found.entries}
+        batched_images = all(getattr(entry, "ndim", 0) >= 4 for entry in found.entries)
+        if len(found.entries) >= _FEW and len(rows) == 1 and None not in rows and not batched_images:
+            raise InvalidBatch(
+                f"{found.path} has {len(found.entries)} tensors of {rows.pop()} rows each, and nothing tells which of "
+                f"the "
+                f"two is the number of samples: stack samples into one tensor, or pass fields as a dict"
+            )
 
 
 def _agreed(parts: Sequence[_Part]) -> int:
@@ -181,7 +201,7 @@ def _kind(entry: Any) -> object:
 def _are_images(found: _OpenList) -> bool:
     """Whether each entry is or holds an image, not all of one size; a short list at the root is ``x, y, weight``."""
     sizes = [_image_size(entry) for entry in found.entries]
-    return len(sizes) >= (4 if found.path == ROOT else 2) and None not in sizes and len(set(sizes)) > 1
+    return len(sizes) >= (_FEW if found.path == ROOT else 2) and None not in sizes and len(set(sizes)) > 1
 
 
 def _image_size(entry: Any) -> tuple[int, int] | None:
