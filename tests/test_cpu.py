@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
+from autobatch.testing import tenant
 
 ROOMY = 2**60
 
@@ -152,8 +153,12 @@ def test_a_limit_is_of_the_thread_that_entered_it():
     ("expected", "budget", "is_needed"), [(1000, 4000, False), (1001, 4000, True), (0, 0, False), (2**50, 2**60, True)]
 )
 def test_only_a_step_far_from_its_budget_needs_no_limit(expected, budget, is_needed):
-    """Four times the step has to fit, in the budget and in what the host has."""
-    assert CpuDevice().needs_limit(expected, budget) is is_needed
+    """Four times the step has to fit beside what is held, in the budget and in what the host has."""
+    device = CpuDevice()
+    held = device.usage().allocated
+    assert device.needs_limit(expected, held + budget) is is_needed
+    with tenant(1000, device):
+        assert device.needs_limit(expected, held + budget) is (is_needed or budget < 4000 + 1000)
 
 
 def test_backward_is_inside_the_limit_too():

@@ -21,6 +21,7 @@ from workloads import full_batch_gradient, gradients_of, relative_error
 
 from autobatch.accumulation import Accumulation, Shortage
 from autobatch.memory.cpu import CpuDevice
+from autobatch.workload.batches import describe
 from autobatch.workload.step import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -170,5 +171,7 @@ def test_text_is_exact_because_it_is_weighed(gpt: ModuleType, weighed: bool) -> 
     model = gpt.build_model()[0].double()
     batch = gpt.collate([torch.randint(gpt.VOCABULARY, (length,)) for length in (200, 50, 60, 70, 190)])
     expected = full_batch_gradient(model, gpt.step, batch)
-    Accumulation(Workload(model, gpt.step, gpt.weigh if weighed else None), CpuDevice(), never).run([batch], 2)
+    Accumulation(Workload(model, gpt.step, gpt.weigh if weighed else None), CpuDevice(), never).run(
+        [describe(batch)], 2
+    )
     assert (relative_error(gradients_of(model), expected) <= 1e-12) == weighed
