@@ -67,7 +67,7 @@ def query(uuid: str) -> CardReading | None:
 
 @contextmanager
 def _session() -> Iterator[Any]:
-    # The driver counts these, so somebody else's session stays open when ours ends.
+    # The driver counts these, so somebody else's use of it goes on when ours ends.
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:
