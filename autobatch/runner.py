@@ -26,6 +26,7 @@ from autobatch.plan import Plan
 from autobatch.planning.shrinking import shrink
 from autobatch.request import find_device
 from autobatch.result import StepResult
+from autobatch.room import Room
 from autobatch.wording import format_bytes
 from autobatch.workload.batch_norm import batch_norms_in_train_mode
 from autobatch.workload.batches import Layout, count_elements, describe
@@ -86,7 +87,9 @@ class Runner:
         self._workload = Workload(model, step or default_step, weigh, optimizer)
         self._device = find_device(self._workload.parameters(), type(model).__name__, device)
         scale = None if scaler is None else scaler.scale
-        self._accumulation = Accumulation(self._workload, self._device, self._shrink, scale, self._check_room)
+        self._room = Room(plan, self._workload, self._device)
+        before_commit = None if optimizer is None else self._room.check_update
+        self._accumulation = Accumulation(self._workload, self._device, self._shrink, scale, before_commit)
         self._layout = Layout(None, 0, plan.batch_lists)
         self._scaler = scaler
         self._max_grad_norm = max_grad_norm
@@ -210,7 +213,7 @@ class Runner:
         if shortage.failed_size == 1:
             raise DoesNotFit(self._explain_shortage(shortage))
         smallest = 2 if batch_norms_in_train_mode(self._workload.model) else 1
-        self.micro_batch_size = shrink(shortage.failed_size, self.plan.curve, self._room(), smallest)
+        self.micro_batch_size = shrink(shortage.failed_size, self.plan.curve, self._room.left(), smallest)
         emit(
             Retried(
                 step=self.steps,
@@ -225,35 +228,6 @@ class Runner:
             self._hooks,
         )
         return self.micro_batch_size
-
-    def _room(self) -> int | None:
-        """Bytes this step may reach, counted as the trials counted: without what others have taken since."""
-        if not self._device.measures or not self.plan.trials:
-            return None
-        budget = min(self.plan.budget_bytes, self._device.available_bytes())
-        return max(budget - self.plan.headroom_bytes - self._newcomers(), 0)
-
-    def _newcomers(self) -> int:
-        """Bytes in tensors that were not there in the trials."""
-        to_be_made = max(self.plan.state_bytes - self._workload.state_bytes(), 0)  # before the first update
-        resident = max(trial.resident_bytes for trial in self.plan.trials) - to_be_made
-        gradients: int = sum(p.grad.nbytes for p in self._workload.parameters() if p.grad is not None)
-        return max(self._device.usage().allocated - resident - gradients, 0)
-
-    def _check_room(self) -> None:
-        """Before the update, while the step can still be undone: is there room for what the optimizer's step took?"""
-        need = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
-        if not need or not self._device.measures:
-            return
-        available = min(self.plan.budget_bytes, self._device.available_bytes())
-        if need + self._newcomers() > available:
-            self._device.reclaim()
-        if need + self._newcomers() > available:
-            raise DoesNotFit(
-                f"step {self.steps} has no room for its update: the optimizer's step took {format_bytes(need)} in the "
-                f"trials, {format_bytes(self._newcomers())} are held by others now, and {format_bytes(available)} are "
-                f"there; everything is as before the step: free memory or give fit() a larger budget="
-            )
 
     def _update(self) -> None:
         reason, handled = None, sys.exc_info()[1]

@@ -1,0 +1,61 @@
+"""How much a step may still take, now that others may have come.
+
+Covers the difference between the trials and today: bytes in tensors that were not there, and what the host or the card
+has left. Does not cover what is done about it (``runner``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autobatch.errors import DoesNotFit
+from autobatch.memory.device import Device
+from autobatch.plan import Plan
+from autobatch.wording import format_bytes
+from autobatch.workload.step import Workload
+
+__all__ = ["Room"]
+
+
+@dataclass(frozen=True)
+class Room:
+    """The room of one plan's steps on one device, in bytes."""
+
+    plan: Plan
+    workload: Workload
+    device: Device
+
+    def left(self) -> int | None:
+        """What a step may reach, counted as the trials counted; ``None`` where nothing was measured."""
+        if not self.device.measures or not self.plan.trials:
+            return None
+        return max(self._budget() - self.plan.headroom_bytes - self._newcomers(), 0)
+
+    def check_update(self) -> None:
+        """Before the update, while the step can still be undone: is there room for what the optimizer's step took?
+
+        Raises:
+            DoesNotFit: There is not, even with all caches given back.
+        """
+        need = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
+        if not need or not self.device.measures:
+            return
+        if need + self._newcomers() > self._budget():
+            self.device.reclaim()
+        newcomers, budget = self._newcomers(), self._budget()
+        if need + newcomers > budget:
+            raise DoesNotFit(
+                f"there is no room for the update: the optimizer's step took {format_bytes(need)} in the trials, "
+                f"{format_bytes(newcomers)} are held by others now, and {format_bytes(budget)} are there; everything is "
+                f"as before the step: free memory or give fit() a larger budget="
+            )
+
+    def _budget(self) -> int:
+        return min(self.plan.budget_bytes, self.device.available_bytes())
+
+    def _newcomers(self) -> int:
+        """Bytes in tensors that were not there in the trials."""
+        to_be_made = max(self.plan.state_bytes - self.workload.state_bytes(), 0)  # before the first update
+        resident = max(trial.resident_bytes for trial in self.plan.trials) - to_be_made
+        gradients: int = sum(p.grad.nbytes for p in self.workload.parameters() if p.grad is not None)
+        return max(self.device.usage().allocated - resident - gradients, 0)
