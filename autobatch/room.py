@@ -46,7 +46,7 @@ class Room:
         if need + newcomers > budget:
             raise DoesNotFit(
                 f"there is no room for the update: the optimizer's step took {format_bytes(need)} in the trials, "
-                f"{format_bytes(newcomers)} are held by others now, and {format_bytes(budget)} are there; everything is "
+                f"{format_bytes(newcomers)} are held by others, and {format_bytes(budget)} are there; everything is "
                 f"as before the step: free memory or give fit() a larger budget="
             )
 
