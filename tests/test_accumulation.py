@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -435,3 +436,45 @@ def test_an_error_inside_the_users_handling_of_an_oom_is_still_an_error():
     except torch.OutOfMemoryError:
         with pytest.raises(ValueError, match="shape bug"):
             Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
+
+
+@given(
+    samples=st.integers(1, 24),
+    largest=st.integers(1, 26),
+    nest=st.sampled_from(["dict", "list", "nested", "dataclass", "samples"]),
+    weights=st.lists(st.integers(0, 9), min_size=24, max_size=24).filter(lambda w: w[0] > 0),
+)
+def test_any_nest_with_any_weights_gives_the_full_batchs_gradient(samples, largest, nest, weights):
+    """Random targets, sizes, nests and weights together: the weighed mean's gradient to 1e-12."""
+    inputs, labels = make_batch(samples, torch.float64)
+    weight = torch.tensor(weights[:samples], dtype=torch.float64)
+    pack, unpack = NESTS[nest]
+    model = Plain()
+
+    def step(model, batch):
+        inputs, labels, weight = unpack(batch)
+        return (F.cross_entropy(model(inputs), labels, reduction="none") * weight).sum() / weight.sum()
+
+    batch = pack(inputs, labels, weight)
+    expected = full_batch_gradient(model, step, batch)
+    workload = Workload(model, step, lambda batch: unpack(batch)[2].sum())
+    Accumulation(workload, CpuDevice(), halve).run([describe(batch)], largest)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    inputs: torch.Tensor
+    rest: tuple
+
+
+NESTS = {
+    "dict": (lambda x, y, w: {"x": x, "y": y, "w": w, "name": "all"}, lambda b: (b["x"], b["y"], b["w"])),
+    "list": (lambda x, y, w: [x, (y, w)], lambda b: (b[0], *b[1])),
+    "nested": (lambda x, y, w: {"a": {"x": x}, "b": [{"y": y}, w]}, lambda b: (b["a"]["x"], b["b"][0]["y"], b["b"][1])),
+    "dataclass": (lambda x, y, w: Packed(x, (y, w, 3.5)), lambda b: (b.inputs, b.rest[0], b.rest[1])),
+    "samples": (
+        lambda x, y, w: (x, [{"label": int(one)} for one in y], w),
+        lambda b: (b[0], torch.tensor([entry["label"] for entry in b[1]]), b[2]),
+    ),
+}
