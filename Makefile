@@ -13,7 +13,7 @@ INSTALLED := $(if $(filter $(VENV)/bin/python,$(PYTHON_ENV)),$(VENV)/.installed)
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu lint check clean
+.PHONY: help install demo test test-gpu proof mutants lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -35,6 +35,12 @@ test: $(INSTALLED) ## run all tests, the slow ones too
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	$(PYTHON_ENV) -m pytest -m gpu tests/gpu
+
+proof: $(INSTALLED) ## let memory end at every operation of a training step; prints what came of it
+	$(PYTHON_ENV) -m pytest -q tests/test_faults.py
+
+mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
+	$(PYTHON_ENV) tests/mutants.py
 
 lint: $(INSTALLED) ## ruff, mypy --strict, and the floors of the imports
 	$(PYTHON_ENV) -m ruff check

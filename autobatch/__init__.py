@@ -26,13 +26,15 @@ if TYPE_CHECKING:
         InvalidStep,
         NeedsBatch,
     )
+    from autobatch.exactness.verification import verify
     from autobatch.fitting import fit
     from autobatch.memory.oom import is_oom
     from autobatch.plan import Plan
     from autobatch.planning.curve import MemoryCurve
-    from autobatch.records import DeviceInfo, Trial
+    from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
     from autobatch.runner import Runner
+    from autobatch.workload.losses import Mean, PerStep, Sum
 
 __all__ = [
     "AutobatchError",
@@ -44,27 +46,37 @@ __all__ = [
     "InvalidArgument",
     "InvalidBatch",
     "InvalidStep",
+    "Mean",
     "MemoryCurve",
     "NeedsBatch",
+    "PerStep",
     "Plan",
     "Runner",
     "StepResult",
+    "Sum",
     "Trial",
+    "Verdict",
     "__version__",
     "fit",
     "is_oom",
     "testing",
+    "verify",
 ]
 
 _ROOMS = {
     "DeviceInfo": "autobatch.records",
+    "Mean": "autobatch.workload.losses",
     "MemoryCurve": "autobatch.planning.curve",
+    "PerStep": "autobatch.workload.losses",
     "Plan": "autobatch.plan",
     "Runner": "autobatch.runner",
     "StepResult": "autobatch.result",
+    "Sum": "autobatch.workload.losses",
     "Trial": "autobatch.records",
+    "Verdict": "autobatch.records",
     "fit": "autobatch.fitting",
     "is_oom": "autobatch.memory.oom",
+    "verify": "autobatch.exactness.verification",
 }
 
 

@@ -20,7 +20,9 @@ __all__ = [
     "Hook",
     "PlanMade",
     "Retried",
+    "SizeChanged",
     "StepFinished",
+    "StepSkipped",
     "TrialFinished",
     "emit",
     "log_event",
@@ -113,6 +115,41 @@ class Retried(Event):
         )
 
 
+class SizeChanged(Event):
+    """The micro-batch size changed between two steps; no step was undone for it.
+
+    Attributes:
+        step: The first step of the runner that has the new size, counted from 0.
+        old_size: The most samples in a micro-batch before.
+        new_size: The most from here on.
+        reason: ``"thrash"``, ``"less is free"`` or ``"grown back"``.
+    """
+
+    step: int
+    old_size: int
+    new_size: int
+    reason: str
+
+    @property
+    def level(self) -> int:
+        """Less speed should be seen; having it back is good news."""
+        return logging.INFO if self.new_size > self.old_size else logging.WARNING
+
+    def __str__(self) -> str:
+        """One line: sizes and reason."""
+        return (
+            f"autobatch: from step {self.step} on at most {plural(self.new_size, 'sample')} in a micro-batch, before "
+            f"{self.old_size}: {_CAUSES.get(self.reason, self.reason)}"
+        )
+
+
+_CAUSES = {
+    "thrash": "the allocator had to free its cache and ask again in two steps running",
+    "less is free": "less memory is free than that size needs",
+    "grown back": "the last steps had no trouble and there is room",
+}
+
+
 class BatchDiffers(Event):
     """A step was given another number of samples than the plan was made for; told once a number."""
 
@@ -143,6 +180,25 @@ class GradientsFound(Event):
         return (
             f"autobatch: step {self.step} began with gradients from before, which are part of its update; if they were "
             f"used already, call optimizer.zero_grad() before runner.step()"
+        )
+
+
+class StepSkipped(Event):
+    """A step whose batch holds nothing to take a mean over was left out."""
+
+    step: int
+    samples: int
+
+    @property
+    def level(self) -> int:
+        """Seldom meant: labels that are all ignored often come from a wrong tokenizer or a cut text."""
+        return logging.WARNING
+
+    def __str__(self) -> str:
+        """One line: why, and that nothing has changed."""
+        return (
+            f"autobatch: step {self.step} was skipped: nothing counts in its {plural(self.samples, 'sample')}, so "
+            f"there is no mean; parameters, optimizer and scheduler are as before"
         )
 
 

@@ -56,6 +56,7 @@ def fit(
     headroom: float | str | None = None,
     max_micro_batch: int | None = None,
     objective: Objective = "throughput",
+    accumulate_in_float32: bool = True,
     check: Literal["warn", "raise"] | None = "warn",
     reuse: bool = True,  # noqa: ARG001 - the contract has it from the start; no plan is remembered yet
     progress: bool = True,
@@ -84,6 +85,9 @@ def fit(
         max_micro_batch: Never try more samples than this.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
             the best rate.
+        accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than
+            one micro-batch: 4 bytes a parameter, which the trials measure. A sum of many small gradients in bfloat16
+            loses most of them.
         check: What to do where splitting is known not to be exact: ``"warn"`` (in ``plan.warnings``), ``"raise"``, or
             ``None``.
         reuse: Whether a remembered plan may be confirmed instead of searched for. No plan is remembered in this
@@ -116,14 +120,26 @@ def fit(
     with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
-        found = _Search(workload, memory, allowance, state, target_batch, bound, objective, hooks).run(batch)
+        search = _Search(
+            workload, memory, allowance, state, target_batch, bound, objective, accumulate_in_float32, hooks
+        )
+        found = search.run(batch)
     memory.reclaim()
     inexact = _explain_inexactness(found, target_batch)
     if check == "raise" and inexact:
         raise InexactSplit(inexact[0])
     told = inexact if check is not None else ()
     seconds = time.perf_counter() - started
-    plan = _make_plan(workload, memory, allowance, found, target_batch, warnings=told, seconds=seconds)
+    plan = _make_plan(
+        workload,
+        memory,
+        allowance,
+        found,
+        target_batch,
+        in_float32=accumulate_in_float32,
+        warnings=told,
+        seconds=seconds,
+    )
     emit(PlanMade(summary=str(plan), warnings=told))
     return plan
 
@@ -152,6 +168,7 @@ class _Search:
     target: int
     bound: int
     objective: Objective
+    in_float32: bool
     hooks: tuple[Hook, ...]
 
     def run(self, batch: Any | None) -> _Found:
@@ -163,7 +180,9 @@ class _Search:
             model.train()
         batch_norms = tuple(batch_norms_in_train_mode(model))
         layout = self._hold_whole_batch(example.layout, warnings)
-        self.workload.weight_of(example.layout.batch, example.layout.count)  # a weigh() that cannot count is told first
+        self.workload.weights_of(
+            example.layout.batch, example.layout.count
+        )  # a weigh() that cannot count is told first
         question = Question(
             bound=self.bound,
             limit_bytes=self.allowance.limit_bytes,
@@ -171,7 +190,7 @@ class _Search:
             smallest_probe=min(2 if batch_norms else 1, self.bound),
             candidates=useful_sizes(self.target, self.bound),
         )
-        probe = Probe(self.workload, layout, self.memory, self.allowance.limit_bytes, self.state)
+        probe = Probe(self.workload, layout, self.memory, self.allowance.limit_bytes, self.state, self.in_float32)
         trials = self._try_sizes(question, probe)
         size = choose_size(question, trials, self.objective)
         if size is None:
@@ -250,6 +269,7 @@ def _make_plan(
     found: _Found,
     target: int,
     *,
+    in_float32: bool,
     warnings: tuple[str, ...],
     seconds: float,
 ) -> Plan:
@@ -278,6 +298,7 @@ def _make_plan(
         warnings=(*found.warnings, *warnings),
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
+        accumulate_in_float32=in_float32,
         batch_lists=found.batch_lists,
         fingerprint=found.fingerprint,
         seconds=seconds,

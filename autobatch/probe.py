@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from autobatch.accumulation import Accumulated, Accumulation, Shortage
+from autobatch.accumulation.transaction import Accumulated, Accumulation, Shortage
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -54,6 +55,7 @@ class Probe:
         device: Where.
         limit_bytes: Enforced during each trial.
         state: Puts values and generators back after each trial.
+        in_float32: As in ``Accumulation``.
         aux_bytes: The most that a step has put beside the loss of one micro-batch.
         state_bytes: What the optimizer's state took in the last trial.
         reasons: For each size that ran out of memory, the error's first line.
@@ -64,6 +66,7 @@ class Probe:
     device: Device
     limit_bytes: int
     state: TrainingState
+    in_float32: bool = True
     reasons: dict[int, str] = field(default_factory=dict)
     aux_bytes: int = 0
     state_bytes: int = 0
@@ -149,10 +152,17 @@ class Probe:
 
     def _accumulate(self, batches: list[Layout], size: int) -> Accumulated:
         # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
-        workload = replace(self.workload, weigh=None)
-        accumulated = Accumulation(workload, self.device, shrink=_end_trial).run(batches, size)
+        workload = replace(self.workload, step=self._run_step, weigh=None)
+        accumulation = Accumulation(workload, self.device, shrink=_end_trial, in_float32=self.in_float32)
+        accumulated = accumulation.run(batches, size)
+        assert accumulated is not None  # noqa: S101 - all samples count here
         self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))
         return accumulated
+
+    def _run_step(self, model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
+        output = self.workload.run(samples)
+        first, *others = [term.loss for term in output.terms]
+        return sum(others, start=first), output.aux
 
     def _step_optimizer(self) -> None:
         if self.workload.optimizer is not None:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["DeviceInfo", "MemoryUsage", "Outcome", "Record", "Tenant", "Trial"]
+__all__ = ["DeviceInfo", "MemoryUsage", "Outcome", "Record", "Tenant", "Trial", "Verdict"]
 
 Outcome = Literal["fits", "oom", "thrash"]
 
@@ -98,3 +98,34 @@ class Trial(Record):
     def samples_per_second(self) -> float:
         """Samples of both micro-batches over the attempt's wall time; 0 where no time was taken."""
         return 2 * self.micro_batch_size / self.seconds if self.seconds > 0 else 0.0
+
+
+class Verdict(Record):
+    """Whether splitting a step gives the gradient of the whole batch, and why not.
+
+    Attributes:
+        exact: Whether every division tried gave it, to 1e-4. False also where nothing could be checked.
+        relative_error: ``|split - whole| / |whole|`` of the worst division, over all parameters.
+        causes: What makes it inexact, each with what to do.
+        samples: How many samples were compared.
+        partitions: The sizes of the parts of each division that was tried.
+        seconds: Wall time of the check.
+        unchecked: Why no verdict could be given; empty where one was.
+    """
+
+    exact: bool
+    relative_error: float
+    causes: tuple[str, ...] = ()
+    samples: int = 0
+    partitions: tuple[tuple[int, ...], ...] = ()
+    seconds: float = 0.0
+    unchecked: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        if self.unchecked:
+            return f"splitting was not checked: {self.unchecked}"
+        tried = f"{self.samples} samples in {len(self.partitions)} divisions, relative error {self.relative_error:.1e}"
+        if self.exact:
+            return f"splitting is exact: {tried}"
+        return f"splitting is not exact: {tried}: {'; '.join(self.causes)}"

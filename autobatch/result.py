@@ -24,7 +24,10 @@ class StepResult:
         peak_bytes: Most bytes in tensors at once during the step; 0 where the device cannot measure. Where not
             every step is counted (on a CPU, far from the budget), that of the last one that was.
         seconds: Wall time. On an asynchronous device the time to enqueue the work: nothing is waited for.
-        aux: What the user's step returned beside the loss, one entry a committed micro-batch, detached.
+        aux: What the user's step returned beside the loss, one entry a committed micro-batch, detached. ``None`` for
+            a micro-batch that was not run because it counts for nothing.
+        skipped: Whether nothing was done because there was nothing to take a mean over (all labels ignored): then
+            ``loss`` is nan, no micro-batch is committed, and everything is as before.
     """
 
     loss: torch.Tensor
@@ -33,6 +36,7 @@ class StepResult:
     peak_bytes: int
     seconds: float
     aux: tuple[Any, ...] = ()
+    skipped: bool = False
 
     def metrics(self) -> dict[str, int | float]:
         """Plain numbers for any tracker; the loss is left out, because reading it would wait for the device."""

@@ -17,19 +17,25 @@ from autobatch.workload.step import Workload
 __all__ = ["Room"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Room:
     """The room of one plan's steps on one device, in bytes."""
 
     plan: Plan
     workload: Workload
     device: Device
+    _state_is_made: bool = False
 
     def left(self) -> int | None:
-        """What a step may reach, counted as the trials counted; ``None`` where nothing was measured."""
+        """What a step should stay within, counted as the trials counted; ``None`` where nothing was measured."""
+        there = self.there()
+        return None if there is None else max(there - self.plan.headroom_bytes, 0)
+
+    def there(self) -> int | None:
+        """What a step could reach at most: as ``left``, and the headroom."""
         if not self.device.measures or not self.plan.trials:
             return None
-        return max(self._budget() - self.plan.headroom_bytes - self._newcomers(), 0)
+        return max(self._budget() - self._newcomers(), 0)
 
     def check_update(self) -> None:
         """Before the update, while the step can still be undone: is there room for what the optimizer's step took?
@@ -38,7 +44,7 @@ class Room:
             DoesNotFit: There is not, even with all caches given back.
         """
         need = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
-        if not need or not self.device.measures:
+        if not need or not self.device.measures or not self.device.needs_limit(need, self.plan.budget_bytes):
             return
         if need + self._newcomers() > self._budget():
             self.device.reclaim()
@@ -55,7 +61,8 @@ class Room:
 
     def _newcomers(self) -> int:
         """Bytes in tensors that were not there in the trials."""
-        to_be_made = max(self.plan.state_bytes - self.workload.state_bytes(), 0)  # before the first update
+        to_be_made = 0 if self._state_is_made else max(self.plan.state_bytes - self.workload.state_bytes(), 0)
+        self._state_is_made = to_be_made == 0  # from the first update on; reading it is the dearest part
         resident = max(trial.resident_bytes for trial in self.plan.trials) - to_be_made
         gradients: int = sum(p.grad.nbytes for p in self.workload.parameters() if p.grad is not None)
         return max(self.device.usage().allocated - resident - gradients, 0)

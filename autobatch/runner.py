@@ -1,12 +1,12 @@
 """``Runner``: applies a plan, step after step.
 
 Covers one optimizer step on a batch of any size: accumulation, the retry's next size, the update, and what is told
-about it. The exactness lives in ``accumulation``. Does not cover several ranks, nor growing back after a shortage.
+about it. The exactness lives in ``accumulation``, the sizes over time in ``planning.pacing``. Does not cover several
+ranks.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,20 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.accumulation import Accumulated, Accumulation, Shortage
+from autobatch.accumulation.transaction import Accumulated, Accumulation, Shortage
 from autobatch.distributed import refuse_many_ranks
-from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument, InvalidBatch
-from autobatch.events import BatchDiffers, GradientsFound, Hook, Retried, StepFinished, emit
+from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.events import BatchDiffers, GradientsFound, Hook, Retried, SizeChanged, StepFinished, StepSkipped, emit
 from autobatch.memory.device import Device
-from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
-from autobatch.planning.shrinking import shrink
+from autobatch.planning.pacing import Pace, compiled_ladder, eager_ladder
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
+from autobatch.update import Update
 from autobatch.wording import format_bytes
 from autobatch.workload.batch_norm import batch_norms_in_train_mode
 from autobatch.workload.batches import Layout, count_elements, describe
+from autobatch.workload.compilation import is_compiled
 from autobatch.workload.default_step import default_step
 from autobatch.workload.step import Step, Weigh, Workload
 
@@ -43,7 +44,6 @@ class Runner:
     """Runs optimizer steps in the plan's micro-batches, exactly, and goes on with less when memory ends.
 
     Attributes:
-        micro_batch_size: The most samples in a micro-batch from now on: the plan's, until a retry makes it smaller.
         steps: How many steps (or accumulations) have been committed.
     """
 
@@ -82,23 +82,32 @@ class Runner:
         refuse_many_ranks()
         _check_options(plan, weigh, scaler, max_grad_norm, scheduler)
         self.plan = plan
-        self.micro_batch_size = plan.micro_batch_size
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, optimizer)
         self._device = find_device(self._workload.parameters(), type(model).__name__, device)
         scale = None if scaler is None else scaler.scale
+        if scaler is not None and scaler.is_enabled():
+            # Its two tensors are made on first use: memory that ended between them would leave a broken scaler.
+            scaler.scale(torch.zeros((), device=self._device.torch_device))
         self._room = Room(plan, self._workload, self._device)
-        before_commit = None if optimizer is None else self._room.check_update
-        self._accumulation = Accumulation(self._workload, self._device, self._shrink, scale, before_commit)
+        self._accumulation = Accumulation(
+            self._workload, self._device, self._shrink, scale, in_float32=plan.accumulate_in_float32
+        )
+        self._update = (
+            None if optimizer is None else Update(optimizer, self._room.check_update, scaler, max_grad_norm, scheduler)
+        )
+        self._pace = _set_pace(plan, model, step)
         self._layout = Layout(None, 0, plan.batch_lists)
-        self._scaler = scaler
-        self._max_grad_norm = max_grad_norm
-        self._scheduler = scheduler
         self._hooks = tuple(hooks)
         self._told_sizes = {sum(plan.micro_batch_sizes)}
         self._told_gradients = False
         self._largest_elements = 0.0
         self._peak_bytes = 0
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The most samples in a micro-batch from now on: the plan's, or less where memory was short."""
+        return self._pace.size
 
     def step(self, batch: Any) -> StepResult:
         """One optimizer step on a whole batch.
@@ -113,7 +122,7 @@ class Runner:
 
         Raises:
             DoesNotFit: Memory ended at one sample; everything is as before.
-            CannotRetry: Memory ended inside the update; parameters may have moved.
+            CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
         return self.step_over([batch])
 
@@ -165,11 +174,17 @@ class Runner:
         if limited:
             self._device.watch(self._workload.resident_tensors())
         with self._device.limit(self.plan.budget_bytes) if limited else nullcontext():
+            if limited:
+                self._change_pace(self._pace.before_step(self._room.there(), self._room.left()), self.steps)
             self._device.reset_peak()
-            accumulated = self._accumulate(layouts)
+            alloc_retries = self._device.usage().alloc_retries
+            accumulated = self._accumulate(layouts, self._update if update else None)
+            if accumulated is None:
+                return self._skip(layouts, started)
             if update:
-                self._update()
-            self._peak_bytes = self._device.usage().peak_allocated if limited else self._peak_bytes
+                self._apply_update()
+            usage = self._device.usage()
+            self._peak_bytes = usage.peak_allocated if limited else self._peak_bytes
         result = StepResult(
             loss=accumulated.loss,
             micro_batch_sizes=accumulated.micro_batch_sizes,
@@ -180,6 +195,8 @@ class Runner:
         )
         self._tell_finished(result)
         self.steps += 1
+        room_bytes = self._room.left() if self.micro_batch_size < self.plan.micro_batch_size else None
+        self._change_pace(self._pace.after_step(room_bytes, thrashed=usage.alloc_retries > alloc_retries), self.steps)
         return result
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
@@ -201,19 +218,31 @@ class Runner:
             is_new and self._device.measures
         )
 
-    def _accumulate(self, batches: Sequence[Layout]) -> Accumulated:
-        size_before = self.micro_batch_size
+    def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
+        """A step that has nothing to take a mean over has not happened, and says so."""
+        emit(StepSkipped(step=self.steps, samples=sum(layout.count for layout in layouts)), self._hooks)
+        loss = torch.full((), torch.nan, device=self._device.torch_device)
+        return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
+
+    def _accumulate(self, batches: Sequence[Layout], update: Update | None) -> Accumulated | None:
+        pace_before = self._pace
         try:
-            return self._accumulation.run(batches, size_before)
+            return self._accumulation.run(batches, pace_before.size, None if update is None else update.prepare)
         except BaseException:
-            self.micro_batch_size = size_before  # a step that did not happen has taught nothing
+            self._pace = pace_before  # a step that did not happen has taught nothing
             raise
+
+    def _change_pace(self, pace: Pace, step: int) -> None:
+        if pace.size != self._pace.size:
+            change = SizeChanged(step=step, old_size=self._pace.size, new_size=pace.size, reason=str(pace.reason))
+            emit(change, self._hooks)
+        self._pace = pace
 
     def _shrink(self, shortage: Shortage) -> int:
         if shortage.failed_size == 1:
             raise DoesNotFit(self._explain_shortage(shortage))
         smallest = 2 if batch_norms_in_train_mode(self._workload.model) else 1
-        self.micro_batch_size = shrink(shortage.failed_size, self.plan.curve, self._room.left(), smallest)
+        self._pace = replace(self._pace, smallest=smallest).after_shortage(shortage.failed_size, self._room.left())
         emit(
             Retried(
                 step=self.steps,
@@ -229,39 +258,12 @@ class Runner:
         )
         return self.micro_batch_size
 
-    def _update(self) -> None:
-        reason, handled = None, sys.exc_info()[1]
-        try:
-            self._update_once()
-        except Exception as error:
-            if not is_oom(error, handled=handled):
-                raise
-            reason = describe_error(error, handled=handled)
-        if reason is not None:
-            raise CannotRetry(
-                f"memory ended inside the update of step {self.steps} ({reason}): parameters may have moved, so it was "
-                f"not retried; load your last checkpoint and give fit() the optimizer and more headroom= than "
-                f"{format_bytes(self.plan.headroom_bytes)}"
-            )
-
-    def _update_once(self) -> None:
-        optimizer: Any = self._workload.optimizer
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
-        if self._max_grad_norm is not None:
-            # The optimizer's own parameters: unscale_() has divided these alone.
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
-        stepped = True
-        if self._scaler is None:
-            optimizer.step()
-        else:
-            scale = self._scaler.get_scale()
-            self._scaler.step(optimizer)
-            self._scaler.update()
-            stepped = self._scaler.get_scale() >= scale  # it only falls when infinities made it skip the step
-        if stepped and self._scheduler is not None:
-            self._scheduler.step()
+    def _apply_update(self) -> None:
+        assert self._update is not None  # noqa: S101 - narrows for mypy: step_over() has refused a Runner without one
+        self._update.apply(
+            f"so step {self.steps} was not retried; load your last checkpoint and give fit() the optimizer and more "
+            f"headroom= than {format_bytes(self.plan.headroom_bytes)}"
+        )
         for parameter in self._workload.parameters():
             parameter.grad = None
 
@@ -296,6 +298,13 @@ class Runner:
             ),
             self._hooks,
         )
+
+
+def _set_pace(plan: Plan, model: nn.Module, step: Step | None) -> Pace:
+    size = plan.micro_batch_size
+    if is_compiled(model, step):
+        return Pace(compiled_ladder(size), size, plan.curve)
+    return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve)
 
 
 def _check_options(plan: Any, weigh: Any, scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:

@@ -136,8 +136,8 @@ def find_tight_budget(train_set: Batch) -> int:
 def main() -> int:
     """Both runs, then the comparison."""
     logging.basicConfig(level=logging.WARNING, format="  %(message)s")
-    # What a plan has to say is printed beneath it; of the log only the retry is to be seen here.
-    logging.getLogger().handlers[0].addFilter(lambda record: "ran out of memory" in record.getMessage())
+    # What a plan has to say is printed beneath it; of the log only what makes pieces smaller is to be seen.
+    logging.getLogger().handlers[0].addFilter(lambda record: "at most" in record.getMessage())
     train_set, test_set = load_batches()
     budget = find_tight_budget(train_set)
     whole = train("With all the memory there is:", train_set, test_set, None)

@@ -7,7 +7,18 @@ import logging
 import pytest
 
 from autobatch import events
-from autobatch.events import BatchDiffers, Event, GradientsFound, PlanMade, Retried, StepFinished, TrialFinished, emit
+from autobatch.events import (
+    BatchDiffers,
+    Event,
+    GradientsFound,
+    PlanMade,
+    Retried,
+    SizeChanged,
+    StepFinished,
+    StepSkipped,
+    TrialFinished,
+    emit,
+)
 from autobatch.records import Trial
 
 GIB = 1024**3
@@ -51,6 +62,27 @@ EVENTS = [
         logging.INFO,
         "autobatch: step 3 was given 200 samples, the plan was made for 256; the update is the mean over the 200",
         id="batch of another size",
+    ),
+    pytest.param(
+        SizeChanged(step=9, old_size=86, new_size=43, reason="less is free"),
+        logging.WARNING,
+        "autobatch: from step 9 on at most 43 samples in a micro-batch, before 86: less memory is free than that size "
+        "needs",
+        id="smaller between two steps",
+    ),
+    pytest.param(
+        SizeChanged(step=30, old_size=43, new_size=52, reason="grown back"),
+        logging.INFO,
+        "autobatch: from step 30 on at most 52 samples in a micro-batch, before 43: the last steps had no trouble and "
+        "there is room",
+        id="grown back",
+    ),
+    pytest.param(
+        StepSkipped(step=4, samples=8),
+        logging.WARNING,
+        "autobatch: step 4 was skipped: nothing counts in its 8 samples, so there is no mean; parameters, optimizer "
+        "and scheduler are as before",
+        id="skipped",
     ),
     pytest.param(
         GradientsFound(step=2),

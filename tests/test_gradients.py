@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.workload.gradients import GradientsAside, GradientStamps
+from autobatch.workload.gradients import Float32Sums, GradientsAside, GradientStamps
 
 
 def make_parameters():
@@ -50,7 +51,7 @@ CHANGES = {
 def test_a_stamp_sees_every_change(name):
     """Written in place or replaced, made or dropped, of whatever value."""
     parameters = make_parameters()
-    stamps = GradientStamps(parameters)
+    stamps = GradientStamps(parameters, Float32Sums())
     assert stamps.unchanged()
     CHANGES[name](parameters)
     assert not stamps.unchanged()
@@ -70,7 +71,7 @@ def test_a_stamp_sees_every_change(name):
 def test_a_stamp_sees_no_change_where_there_is_none(action):
     """A forward pass, a look at a gradient, a gradient that goes elsewhere, a change of the parameter itself."""
     parameters = make_parameters()
-    stamps = GradientStamps(parameters)
+    stamps = GradientStamps(parameters, Float32Sums())
     action(parameters)
     assert stamps.unchanged()
 
@@ -79,7 +80,7 @@ def test_a_sparse_gradient_is_seen_to_change():
     """It is replaced or added to, as torch likes."""
     table = nn.Embedding(10, 3, sparse=True)
     table(torch.tensor([1])).sum().backward()
-    stamps = GradientStamps([table.weight])
+    stamps = GradientStamps([table.weight], Float32Sums())
     assert stamps.unchanged()
     table(torch.tensor([2])).sum().backward()
     assert not stamps.unchanged()
@@ -89,7 +90,7 @@ def test_an_address_that_comes_back_is_not_taken_for_the_old_gradient():
     """The stamp holds the old tensor, so a new one cannot be mistaken for it."""
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
-    stamps = GradientStamps([parameter])
+    stamps = GradientStamps([parameter], Float32Sums())
     for _ in range(50):
         parameter.grad = None
         parameter.grad = torch.ones(3)
@@ -99,7 +100,7 @@ def test_an_address_that_comes_back_is_not_taken_for_the_old_gradient():
 def test_clearing_drops_all_gradients():
     """And what the stamps held themselves."""
     parameters = make_parameters()
-    stamps = GradientStamps(parameters)
+    stamps = GradientStamps(parameters, Float32Sums())
     run_backward(parameters)
     stamps.clear()
     assert [parameter.grad for parameter in parameters] == [None] * 3
@@ -121,18 +122,92 @@ def test_gradients_are_set_aside_without_a_copy_and_put_back():
     assert parameters[1].grad is None
 
 
-def test_earlier_gradients_are_added_into_themselves():
-    """As ``backward`` does it: the earlier tensor gets the sum, a new one stays where there was none."""
+def test_earlier_gradients_are_added_and_stay_as_they_were_until_settled():
+    """The sum can be undone; settled, it stands in the earlier tensor, as after ``backward``."""
     parameters = make_parameters()
     gradient = parameters[0].grad
     aside = GradientsAside(parameters)
     run_backward(parameters)
     new = parameters[1].grad
     aside.add()
+    assert parameters[0].grad.tolist() == [7, 7, 7]
+    assert gradient.tolist() == [5, 5, 5]
+    aside.settle()
     assert parameters[0].grad is gradient
     assert gradient.tolist() == [7, 7, 7]
     assert parameters[1].grad is new
     assert parameters[2].grad is None
+
+
+def test_an_interrupt_while_settling_still_settles():
+    """There is no way back from there, so it is carried to its end before the interrupt goes on."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = torch.full((2,), 5.0)
+    earlier = [parameter.grad for parameter in parameters]
+    aside = GradientsAside(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()
+    aside.add()
+
+    class Interrupt(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Interrupt.calls += 1
+            if Interrupt.calls == 2:
+                raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
+
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        aside.settle()
+    assert [parameter.grad for parameter in parameters] == earlier
+    assert [gradient.tolist() for gradient in earlier] == [[6, 6]] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_gradients_are_summed_in_float32(dtype):
+    """512 gradients of which each is lost in a narrow sum give their true sum, rounded once."""
+    parameter, wide = nn.Parameter(torch.ones(3, dtype=dtype)), nn.Parameter(torch.ones(3))
+    sums = Float32Sums()
+    sums.begin([parameter, wide])
+    for _ in range(512):
+        (parameter.sum() + wide.sum()).backward()
+        assert parameter.grad is None
+    sums.multiply(0.5)
+    sums.write()
+    sums.end()
+    assert parameter.grad.dtype is dtype
+    assert parameter.grad.tolist() == [256] * 3
+    assert wide.grad.tolist() == [512] * 3  # its own sum is wide enough and not this class's matter
+    parameter.grad = None
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [1] * 3, "hooks stay behind"
+
+
+def test_a_stamp_sees_a_gradient_that_went_into_a_float32_sum():
+    """``.grad`` is None before and after, and yet a backward pass has touched it."""
+    parameter, sums = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), Float32Sums()
+    sums.begin([parameter])
+    stamps = GradientStamps([parameter], sums)
+    assert stamps.unchanged()
+    parameter.sum().backward()
+    assert not stamps.unchanged()
+    stamps.clear()
+    sums.write()
+    assert parameter.grad is None
+
+
+def test_sparse_narrow_gradients_are_summed_too():
+    """An embedding's sparse gradient in bfloat16 becomes one sparse gradient."""
+    table = nn.Embedding(5, 2, sparse=True, dtype=torch.bfloat16)
+    sums = Float32Sums()
+    sums.begin([table.weight])
+    for _ in range(3):
+        table(torch.tensor([1, 4])).sum().backward()
+    sums.write()
+    sums.end()
+    assert table.weight.grad.is_sparse
+    assert table.weight.grad.to_dense()[:, 0].tolist() == [0, 3, 0, 0, 3]
 
 
 def test_an_earlier_gradient_without_a_new_one_stays():

@@ -254,8 +254,8 @@ def test_cannot_retry_says_that_parameters_may_have_moved():
         run_out_in_update()
     headroom = re.escape("load your last checkpoint and give fit() the optimizer and more headroom= than ")
     assert re.fullmatch(
-        r"memory ended inside the update of step 0 \(OutOfMemoryError: CUDA out of memory\. Tried to allocate 20\.00 "
-        rf"MiB\): parameters may have moved, so it was not retried; {headroom}[\d.]+ [GM]iB",
+        r"memory ended inside the optimizer's step \(OutOfMemoryError: CUDA out of memory\. Tried to allocate 20\.00 "
+        rf"MiB\): parameters may have moved, so step 0 was not retried; {headroom}[\d.]+ [GM]iB",
         str(caught.value),
     )
 

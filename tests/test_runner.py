@@ -25,7 +25,7 @@ from workloads import (
 
 import autobatch
 from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument, InvalidBatch
-from autobatch.events import BatchDiffers, Retried, StepFinished
+from autobatch.events import BatchDiffers, Retried, SizeChanged, StepFinished
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at, tenant
 
@@ -122,25 +122,143 @@ def test_one_log_line_a_retry(caplog):
     assert "ran out of memory at 8 samples" in line.getMessage()
 
 
-def test_the_curve_chooses_the_next_size():
-    """When somebody else takes memory, what the curve says still fits is tried, not half: one retry is enough."""
+def make_tight_runner(events, **options):
+    """A runner whose budget divides its batch of 256, that batch, and the budget."""
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(256, 64), torch.randint(0, 4, (256,)))
     CpuDevice().watch([*model.parameters(), *batch])
     gc.collect()
     budget = CpuDevice().usage().allocated + 1_250_000
+    step = options.pop("step", mean_step)
     plan = autobatch.fit(model, 256, batch=batch, step=mean_step, optimizer=optimizer, budget=budget)
+    return autobatch.Runner(plan, model, step, optimizer, hooks=[events.append], **options), batch, budget
+
+
+def test_the_curve_chooses_the_next_size():
+    """When somebody takes memory in the middle of a step, what the curve says still fits is tried, not half."""
+    events, held = [], []
+
+    def step(model, part):
+        if not held:
+            held.append(torch.empty(240_000, dtype=torch.uint8))
+        return mean_step(model, part)
+
+    runner, batch, budget = make_tight_runner(events, step=step)
+    results = [runner.step(batch) for _ in range(3)]
+    retries = [event for event in events if isinstance(event, Retried)]
+    assert len(retries) == 1
+    assert runner.plan.micro_batch_size // 2 < retries[0].new_size < runner.plan.micro_batch_size
+    assert all(result.peak_bytes <= budget for result in results)
+    assert [sum(result.micro_batch_sizes) for result in results] == [256] * 3
+
+
+def test_a_step_shrinks_first_when_less_is_free_and_grows_back_later():
+    """A tenant between two steps costs no OOM; when it has gone, the plan's size is back after clean steps."""
     events = []
-    runner = autobatch.Runner(plan, model, mean_step, optimizer, hooks=[events.append])
+    runner, batch, budget = make_tight_runner(events)
     runner.step(batch)
     with tenant(320_000):
         results = [runner.step(batch) for _ in range(3)]
-    retries = [event for event in events if isinstance(event, Retried)]
-    assert len(retries) == 1
-    assert plan.micro_batch_size // 2 < retries[0].new_size < plan.micro_batch_size
+    assert [result.retries for result in results] == [0, 0, 0]
     assert all(result.peak_bytes <= budget for result in results)
-    assert [sum(result.micro_batch_sizes) for result in results] == [256] * 3
+    [change] = [event for event in events if isinstance(event, SizeChanged)]
+    assert (change.step, change.old_size, change.reason) == (1, runner.plan.micro_batch_size, "less is free")
+    assert max(results[0].micro_batch_sizes) <= change.new_size == runner.micro_batch_size
+    for _ in range(100):
+        runner.step(batch)
+    assert runner.micro_batch_size == runner.plan.micro_batch_size
+    grown = [event for event in events if isinstance(event, SizeChanged)][1:]
+    assert {event.reason for event in grown} == {"grown back"}
+    assert not any(isinstance(event, Retried) for event in events)
+
+
+def test_thrash_in_two_steps_running_shrinks_the_next_one():
+    """The step that crawled is not run again: each batch is one update, and the third has smaller pieces."""
+    events = []
+    model, optimizer, _ = make_runner(16, 8)
+    gpu = FakeDevice(lambda n: 100 + n, "1KiB", thrashes_from=10**9)
+    plan = autobatch.fit(
+        model,
+        16,
+        batch=make_batch(8, torch.float64),
+        step=mean_step,
+        optimizer=optimizer,
+        device=gpu,
+        max_micro_batch=8,
+        check=None,
+    )
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, device=gpu, hooks=[events.append])
+    gpu.thrashes_from = 8
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    results = [runner.step(make_batch(16, torch.float64)) for _ in range(3)]
+    assert [max(result.micro_batch_sizes) for result in results][:2] == [8, 8]
+    assert max(results[2].micro_batch_sizes) < 8
+    assert len(steps) == 3
+    assert [event.reason for event in events if isinstance(event, SizeChanged)] == ["thrash"]
+
+
+def test_a_batch_with_nothing_to_count_is_skipped_and_said(caplog):
+    """No update, no scheduler step, no change: a result that says so and one warning."""
+    model, optimizer, _ = make_runner(8, 4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    plan = make_plan(model, 8, 4, optimizer=optimizer, dtype=torch.float64)
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, weigh=lambda batch: 0.0, scheduler=scheduler)
+    before = bits_of(model, optimizer)
+    with caplog.at_level(logging.INFO, logger="autobatch"):
+        result = runner.step(make_batch(8, torch.float64))
+    assert result.skipped
+    assert torch.isnan(result.loss)
+    assert (result.micro_batch_sizes, runner.steps, scheduler.last_epoch) == ((), 0, 0)
+    assert not differences(bits_of(model, optimizer), before)
+    assert "step 0 was skipped: nothing counts in its 8 samples" in caplog.text
+
+
+def make_update(*, scaled):
+    """A model with gradients from before, its optimizer, and a runner that clips and may scale."""
+    torch.manual_seed(0)
+    model = Everything()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    plan = make_plan(model, 8, 4, optimizer=optimizer)
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, scaler=scaler, max_grad_norm=0.1)
+    model.unused.weight.grad = torch.ones(3, 3)
+    mean_step(model, make_batch(5)).backward()
+    return model, optimizer, runner
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_oom_before_the_optimizers_step_undoes_the_step(scaled):
+    """State, room, unscaling and clipping can still be undone, and a scaler can be used again at once."""
+    model, optimizer, runner = make_update(scaled=scaled)
+    passes, ends = [], []
+    with oom_at(10**9) as counted:
+        model.head.weight.register_post_accumulate_grad_hook(lambda _: passes.append(counted.operations))
+        optimizer.register_step_pre_hook(lambda *_: ends.append(counted.operations))
+        runner.step(make_batch(8))
+    model, optimizer, runner = make_update(scaled=scaled)
+    before, undone = bits_of(model, optimizer), 0
+    for position in range(passes[-1] + 1, ends[0] + 1):
+        with oom_at(position):
+            try:
+                runner.step(make_batch(8))
+            except DoesNotFit:
+                undone += 1
+            except CannotRetry:  # GradScaler.step() reads whether there were infinities before it calls the optimizer
+                assert scaled
+                model, optimizer, runner = make_update(scaled=scaled)
+            else:  # the first layers' backward pass comes after that of the head
+                model, optimizer, runner = make_update(scaled=scaled)
+        model.calls = before["calls "]
+        assert not differences(forget_objects(bits_of(model, optimizer)), forget_objects(before))
+    assert undone >= 8
+    assert runner.step(make_batch(8)).retries == 0
+
+
+def forget_objects(bits):
+    """Without the identity of gradients, which another model of the same seed does not share."""
+    return {key: value for key, value in bits.items() if not key.startswith("gradient object")}
 
 
 def test_the_target_is_never_changed_in_silence(caplog):

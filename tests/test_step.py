@@ -41,8 +41,8 @@ def run(returned):
 def test_a_scalar_loss_is_taken_with_its_graph(returned):
     """Of any shape with one element, alone or as the first of two, of any float type and value."""
     output = run(returned)
-    assert output.loss.shape == ()
-    assert output.loss.requires_grad
+    assert output.terms[0].loss.shape == ()
+    assert output.terms[0].loss.requires_grad
     assert output.aux is None
 
 
@@ -51,11 +51,14 @@ def test_a_scalar_loss_is_taken_with_its_graph(returned):
     [
         (lambda loss: None, "returned NoneType; it must return a scalar tensor, the mean loss, or"),
         (lambda loss: loss.item(), "returned float"),
-        (lambda loss: {"loss": loss}, "returned dict"),
+        (
+            lambda loss: {"loss": loss, "logits": loss.expand(3)},
+            r"the term 'logits' of step\(\) returned a loss of shape",
+        ),
         (lambda loss: [loss, {}], "returned list"),
         (lambda loss: (loss, 1, 2), "returned tuple"),
         (lambda loss: (loss,), "returned tuple"),
-        (lambda loss: ({}, loss), "returned dict"),
+        (lambda loss: ({}, loss), "returned an empty dict"),
         (lambda loss: loss.expand(3), r"a loss of shape \(3,\); take its mean first"),
         (lambda loss: loss.expand(2, 0), r"a loss of shape \(2, 0\)"),
         (lambda loss: (loss.expand(2), {}), r"a loss of shape \(2,\)"),
@@ -77,7 +80,7 @@ def test_aux_of_any_nest_is_detached():
     assert output.aux["count"] == 3
     tensors = [output.aux["loss"], output.aux["nested"][0][0], output.aux["nested"][1]["deep"]]
     assert not any(tensor.requires_grad for tensor in tensors)
-    assert torch.equal(tensors[1], output.loss.detach() * 2)
+    assert torch.equal(tensors[1], output.terms[0].loss.detach() * 2)
 
 
 def test_the_step_is_called_with_model_and_batch():
@@ -99,19 +102,19 @@ def test_the_step_is_called_with_model_and_batch():
 )
 def test_a_weight_may_be_any_number(given, weight):
     """Python's or a tensor's; nothing to count is a count as well."""
-    assert Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weight_of("batch", 4) == weight
+    assert Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4) == {"": weight}
 
 
 def test_without_weigh_samples_count():
     """The default mean is over samples."""
-    assert Workload(nn.Linear(2, 2), mean_step).weight_of("batch", 4) == 4.0
+    assert Workload(nn.Linear(2, 2), mean_step).weights_of("batch", 4) == {"": 4.0}
 
 
 @pytest.mark.parametrize("given", [-1, -1e-9, float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])
 def test_a_weight_that_counts_nothing_is_refused(given):
     """Negative or not finite: with the value and the number of samples."""
     with pytest.raises(InvalidBatch, match=rf"weigh\(\) gave {float(given)} for a micro-batch of 4"):
-        Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weight_of("batch", 4)
+        Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4)
 
 
 def test_parameters_are_the_model_s_and_the_optimizer_s_once_each():

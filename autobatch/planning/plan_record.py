@@ -37,6 +37,8 @@ class PlanRecord(Record):
         predicted: Whether the size was never run.
         state_bytes: What the optimizer's state took in the trials.
         weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
+        accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32 where there are several
+            micro-batches; the trials did so too.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
@@ -58,6 +60,7 @@ class PlanRecord(Record):
     predicted: bool = False
     state_bytes: int = 0
     weighed: bool = False
+    accumulate_in_float32: bool = True
     batch_lists: dict[str, Literal["samples", "fields", "unclear"]] = Field(default_factory=dict)
     fingerprint: str = ""
     seconds: float = 0.0

@@ -1,33 +1,34 @@
 """The user's step: what is called, what it may return, and what a micro-batch counts for.
 
-Covers a step that returns a scalar mean, alone or as ``(loss, aux)``, and weights by ``weigh``. Does not cover how the
-parts of a batch are added up (``accumulation``).
+Covers calling the step, ``(loss, aux)``, weights by ``weigh``, and what cannot be run exactly. Does not cover what a
+loss may be (``losses``) nor how the parts of a batch are added up (``accumulation``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument, InvalidBatch
 from autobatch.workload.batches import map_tensors, tensors_of
+from autobatch.workload.losses import Term, read_terms
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload"]
 
 Step = Callable[[nn.Module, Any], Any]
-Weigh = Callable[[Any], "float | torch.Tensor"]
+Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one call of the step gave: the mean loss of its micro-batch, and whatever the user put beside it."""
+    """What one call of the step gave: the losses of its micro-batch, and whatever the user put beside them."""
 
-    loss: torch.Tensor
+    terms: tuple[Term, ...]
     aux: Any = None
 
 
@@ -75,33 +76,49 @@ class Workload:
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
             yield from tensors_of(dict(state))  # nested in some, which keep lists of directions
 
-    def weight_of(self, micro_batch: Any, samples: int) -> float:
-        """What the micro-batch counts for in the mean: ``weigh`` of it, or its samples.
+    def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
+        """What the micro-batch counts for, by term: ``weigh`` of it, or its samples.
+
+        Returns:
+            One number under the name ``""``, which stands for every term, or those that ``weigh`` named.
 
         Raises:
-            InvalidBatch: The weight is no number, negative or not finite.
+            InvalidBatch: A weight is no number, negative or not finite.
         """
         if self.weigh is None:
-            return float(samples)
+            return {"": float(samples)}
         returned = self.weigh(micro_batch)
-        try:
-            weight = float(returned.detach() if isinstance(returned, torch.Tensor) else returned)
-        except (TypeError, ValueError, RuntimeError):
-            raise InvalidBatch(f"weigh() returned {type(returned).__name__}; it must return one number") from None
-        if not math.isfinite(weight) or weight < 0:
-            raise InvalidBatch(f"weigh() gave {weight} for a micro-batch of {samples}; it must be a finite number >= 0")
-        return weight
+        if not isinstance(returned, Mapping):
+            return {"": _read_weight(returned, "", samples)}
+        if not returned:
+            raise InvalidBatch("weigh() returned an empty dict: it must name the step's terms, or return one number")
+        return {str(name): _read_weight(value, f" for {name!r}", samples) for name, value in returned.items()}
 
     def run(self, micro_batch: Any) -> StepOutput:
         """Call the user's step and check that a gradient can come from what it returned.
 
         Raises:
-            InvalidStep: The loss is no tensor, has more than one element, or has no graph.
+            InvalidStep: A loss is no tensor, has more than one element, or has no graph.
         """
         returned = self.step(self.model, micro_batch)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        _check_loss(loss)
-        return StepOutput(loss.reshape(()), map_tensors(aux, torch.Tensor.detach))
+        return StepOutput(read_terms(loss), map_tensors(aux, torch.Tensor.detach))
+
+
+def _read_weight(value: Any, what: str, samples: int) -> float:
+    try:
+        weight = float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidBatch(
+            f"weigh() returned {type(value).__name__}{what}; it must return one number, or a dict of them by term"
+        ) from None
+    if not math.isfinite(weight) or weight < 0:
+        raise InvalidBatch(
+            f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a finite number >= 0"
+        )
+    return weight
 
 
 def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
@@ -128,22 +145,12 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
             f"micro-batch and cannot be undone; remove the hook"
         )
+    if parameter._backward_hooks:  # noqa: SLF001 - no public twin
+        raise InvalidArgument(
+            f"parameter {name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
+            f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
+        )
 
 
 def _show(value: Any) -> str:
     return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise InvalidStep(
-            f"step() returned {type(loss).__name__}; it must return a scalar tensor, the mean loss, or (loss, aux)"
-        )
-    if loss.numel() != 1:
-        raise InvalidStep(
-            f"step() returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed"
-        )
-    if not loss.requires_grad:
-        raise InvalidStep(
-            "step() returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
-        )

@@ -1,0 +1,111 @@
+"""Pieces of batches: consecutive samples that will be one micro-batch, and what they count for.
+
+Covers dividing, joining what has to be divided anew, and whether weights add up. Does not cover running a piece
+(``transaction``) nor what its losses are divided by (``shares``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autobatch.errors import InvalidBatch
+from autobatch.planning.planner import balance
+from autobatch.workload.batches import Layout
+from autobatch.workload.step import Workload
+
+__all__ = ["Piece", "check_additive", "cut", "join", "sum_weights"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Samples ``start`` to ``stop`` of one of the given batches.
+
+    Attributes:
+        layout: The batch.
+        start: The first sample.
+        stop: The one after the last.
+        weights: What they count for, by term; the name ``""`` stands for every term.
+    """
+
+    layout: Layout
+    start: int
+    stop: int
+    weights: Mapping[str, float]
+
+    @property
+    def size(self) -> int:
+        """Samples in it."""
+        return self.stop - self.start
+
+    @property
+    def counts(self) -> bool:
+        """Whether any term is a mean over something in it."""
+        return any(weight > 0 for weight in self.weights.values())
+
+    def take(self) -> Any:
+        """Its samples, as views of the batch."""
+        return self.layout.take(self.start, self.stop)
+
+
+def cut(workload: Workload, layout: Layout, start: int, stop: int, largest: int) -> list[Piece]:
+    """Samples ``start`` to ``stop`` of a batch as the fewest pieces of at most ``largest``, as equal as can be.
+
+    Raises:
+        InvalidBatch: ``weigh`` gave no count.
+    """
+    pieces = []
+    for size in balance(stop - start, largest):
+        weights = workload.weights_of(layout.take(start, start + size), size)
+        pieces.append(Piece(layout, start, start + size, weights))
+        start += size
+    return pieces
+
+
+def join(pieces: Iterable[Piece]) -> list[tuple[Layout, int, int]]:
+    """Neighbours of the same batch as one range, so that the rest of a batch is divided anew as a whole."""
+    joined: list[tuple[Layout, int, int]] = []
+    for piece in pieces:
+        if joined and joined[-1][0] is piece.layout and joined[-1][2] == piece.start:
+            joined[-1] = (piece.layout, joined[-1][1], piece.stop)
+        else:
+            joined.append((piece.layout, piece.start, piece.stop))
+    return joined
+
+
+def sum_weights(pieces: Iterable[Piece]) -> dict[str, float]:
+    """The total of each term.
+
+    Raises:
+        InvalidBatch: ``weigh`` named other terms for one piece than for another.
+    """
+    weights = [piece.weights for piece in pieces]
+    for other in weights[1:]:
+        if other.keys() != weights[0].keys():
+            raise InvalidBatch(
+                f"weigh() gave counts for {_name(weights[0])} in one micro-batch and for {_name(other)} in another: "
+                f"name the same terms each time, with 0 where there is nothing to count"
+            )
+    return {name: math.fsum(weight[name] for weight in weights) for name in weights[0]} if weights else {}
+
+
+def check_additive(pieces: Sequence[Piece], smaller: Sequence[Piece]) -> None:
+    """The same samples must count the same, however they are divided.
+
+    Raises:
+        InvalidBatch: They do not, so ``weigh`` does not count.
+    """
+    whole, parts = sum_weights(pieces), sum_weights(smaller)
+    for name in whole:
+        if not math.isclose(whole[name], parts.get(name, math.nan), rel_tol=1e-5):
+            raise InvalidBatch(
+                f"weigh() is not additive: it gave {whole[name]:g} for {[p.size for p in pieces]} samples and "
+                f"{parts.get(name, math.nan):g} for the same samples as {[p.size for p in smaller]}; it must count "
+                f"something, such as tokens, that adds up"
+            )
+
+
+def _name(weights: Mapping[str, float]) -> str:
+    return ", ".join(map(repr, weights)) if set(weights) != {""} else "everything"

@@ -1,0 +1,150 @@
+"""What each micro-batch's losses are divided by: the step's totals, known before or corrected once at the end.
+
+Covers the one rule of exactness: term t of micro-batch i is part of (sum of losses over all micro-batches) / (sum of
+counts), and there is no factor 1/K anywhere. Does not cover running micro-batches (``transaction``).
+
+Where ``weigh`` or the number of samples gives the counts, all totals are known before the first backward pass, and each
+term has its own. Where only the step's own ``Mean`` or ``Sum`` states them, the total is not known until the last
+micro-batch: then losses are divided by a power of two near it, which rounds nothing, and the gradients are multiplied
+by power / total once, before the update. That works for one denominator only, since gradients of different terms cannot
+be told apart once they are added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autobatch.accumulation.pieces import Piece, sum_weights
+from autobatch.errors import InvalidStep
+from autobatch.workload.losses import Term
+
+__all__ = ["Share", "Totals"]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What one micro-batch adds to the step's loss.
+
+    Attributes:
+        loss: 0-dim, with a graph.
+        count: What the step stated it counts for; 0 where the totals were known.
+        unit: What the losses were divided by where the totals are not known yet.
+    """
+
+    loss: torch.Tensor
+    count: float = 0.0
+    unit: float | None = None
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What is known of a step's counts before its first micro-batch.
+
+    Attributes:
+        weights: The total of each term; the name ``""`` stands for every term.
+        samples: Samples of all pieces.
+        running: Samples of the pieces that count and so will be run.
+        weighed: Whether ``weigh`` said so; else the weights are numbers of samples.
+    """
+
+    weights: Mapping[str, float]
+    samples: int
+    running: int
+    weighed: bool
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], *, weighed: bool) -> Totals:
+        """Of the pieces that a step's batches were divided into."""
+        samples = sum(piece.size for piece in pieces)
+        running = sum(piece.size for piece in pieces if piece.counts)
+        return cls(sum_weights(pieces), samples, running, weighed)
+
+    def share(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
+        """The part of the step's loss that these terms of a piece are.
+
+        Args:
+            piece: What was run.
+            terms: What it gave.
+            unit: What earlier pieces were divided by where the total is not known, ``None`` at first.
+
+        Returns:
+            ``None`` where the piece counts for nothing by the step's own word.
+
+        Raises:
+            InvalidStep: The step's counts or terms do not go with ``weigh``'s, or need one that is not there.
+        """
+        if not self.weighed and any(term.count is not None for term in terms):
+            return self._share_of_unknown(piece, terms, unit)
+        return self._share_of_known(piece, terms)
+
+    def _share_of_known(self, piece: Piece, terms: Sequence[Term]) -> Share:
+        _check_names(piece, terms)
+        parts = []
+        for term in terms:
+            if term.kind == "per step":
+                parts.append(term.loss * (piece.size / self.running))
+                continue
+            name = term.name if term.name in piece.weights else ""
+            _check_count(term, piece.weights[name])
+            if piece.weights[name] > 0:  # 0 x nan is nan
+                parts.append(term.divide(piece.weights[name], self.weights[name]))
+        return Share(_add(parts))
+
+    def _share_of_unknown(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
+        count = _common_count(piece, terms)
+        if count == 0:
+            return None
+        unit = unit or _power_of_two_near(count * self.samples / piece.size)
+        parts = [term.loss * (count / unit) if term.kind == "per step" else term.divide(count, unit) for term in terms]
+        return Share(_add(parts), count, unit)
+
+
+def _power_of_two_near(number: float) -> float:
+    return math.ldexp(1.0, round(math.log2(number)))
+
+
+def _add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _common_count(piece: Piece, terms: Sequence[Term]) -> float:
+    counts = {
+        term.name: float(piece.size) if term.count is None else term.count for term in terms if term.kind != "per step"
+    }
+    first, *rest = counts.values()
+    if any(not math.isclose(first, other, rel_tol=1e-6) for other in rest):
+        stated = ", ".join(f"{name!r}: {count:g}" for name, count in counts.items())
+        raise InvalidStep(
+            f"step() states different counts for its terms ({stated}), and their totals must be known before the first "
+            f"backward pass: pass weigh= that returns a dict of counts by term"
+        )
+    return first
+
+
+def _check_names(piece: Piece, terms: Sequence[Term]) -> None:
+    if "" in piece.weights:
+        return
+    named = {term.name for term in terms if term.kind != "per step"}
+    missing = [name for name, weight in piece.weights.items() if weight > 0 and name not in named]
+    unknown = named - piece.weights.keys()
+    if missing or unknown:
+        raise InvalidStep(
+            f"weigh() gives counts for the terms {sorted(piece.weights)}, and step() returned {sorted(named)}: the "
+            f"names must be the same (a PerStep term has no count)"
+        )
+
+
+def _check_count(term: Term, weight: float) -> None:
+    if term.count is not None and not math.isclose(term.count, weight, rel_tol=1e-5):
+        name = f" of the term {term.name!r}" if term.name else ""
+        raise InvalidStep(
+            f"step() states a count{name} of {term.count:g} for a micro-batch for which weigh() gives {weight:g}: let "
+            f"weigh= count the same (by term, as a dict, where terms have different counts), or leave weigh= out"
+        )

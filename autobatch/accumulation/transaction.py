@@ -1,0 +1,323 @@
+"""The gradient of a whole batch, summed over micro-batches: all of it, or nothing happened.
+
+Covers what is kept and what is redone when memory ends, and the return to the state before on any error. It is what a
+trial measures and what a training step runs, the same code. Does not cover what a micro-batch counts for (``pieces``,
+``shares``), the optimizer's step (``update``, ``probe``), nor which size comes after a failed one (the caller's
+``shrink``).
+
+After an out-of-memory error the finished micro-batches are kept if the failed one touched no gradient, else the batch
+begins anew; both are exact, and redoing only the failed micro-batch on touched gradients is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.accumulation.pieces import Piece, check_additive, cut, join
+from autobatch.accumulation.shares import Share, Totals
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
+from autobatch.memory.device import Device
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.workload.batches import Layout, map_tensors, tensors_of
+from autobatch.workload.checkpoint import Checkpoint
+from autobatch.workload.gradients import Float32Sums, GradientsAside, GradientStamps
+from autobatch.workload.nests import with_fresh_containers
+from autobatch.workload.step import Workload
+
+__all__ = ["Accumulated", "Accumulation", "Shortage"]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory ended in a micro-batch: what is known when the next size is chosen, after the clean-up.
+
+    Attributes:
+        failed_size: Samples in the micro-batch that failed.
+        samples_kept: Samples whose gradient stands.
+        samples_redone: Samples that are still to do, or to do again.
+        reason: The error's first line.
+    """
+
+    failed_size: int
+    samples_kept: int
+    samples_redone: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A finished accumulation; ``.grad`` holds the gradient of ``loss``, the mean over all samples."""
+
+    loss: torch.Tensor
+    micro_batch_sizes: tuple[int, ...]
+    aux: tuple[Any, ...]
+    retries: int
+
+
+@dataclass
+class _Progress:
+    """How far one accumulation has come.
+
+    Attributes:
+        todo: Pieces that are still to run.
+        totals: What the step's losses are divided by.
+        sizes: Samples of each finished piece.
+        aux: What each finished piece gave beside its loss.
+        loss: The running sum of all shares.
+        counted: What the step itself has counted so far.
+        unit: What shares are divided by until the total is known; ``None`` where it is.
+        retries: How often memory ended.
+    """
+
+    todo: list[Piece]
+    totals: Totals
+    sizes: list[int] = field(default_factory=list)
+    aux: list[Any] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    counted: float = 0.0
+    unit: float | None = None
+    retries: int = 0
+
+    def finish(self, size: int, share: Share | None, aux: Any) -> None:
+        self.sizes.append(size)
+        self.aux.append(aux)
+        if share is None:
+            return
+        if self.loss is not None and (self.unit is None) != (share.unit is None):
+            raise InvalidStep(
+                "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
+            )
+        # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
+        wide = share.loss.detach().to(torch.promote_types(share.loss.dtype, torch.float32))
+        self.loss = wide if self.loss is None else self.loss + wide
+        self.counted, self.unit = self.counted + share.count, share.unit
+
+    def forget(self, pieces: list[Piece]) -> None:
+        self.todo, self.sizes, self.aux = pieces, [], []
+        self.loss, self.counted, self.unit = None, 0.0, None
+
+    def sum_up(self) -> Accumulated:
+        assert self.loss is not None  # noqa: S101 - some micro-batch has counted, else nothing is summed up
+        loss = self.loss if self.unit is None else self.loss * (self.unit / self.counted)
+        return Accumulated(loss, tuple(self.sizes), tuple(self.aux), self.retries)
+
+
+@dataclass
+class Accumulation:
+    """Accumulates the gradients of one workload on one device, batch after batch.
+
+    Attributes:
+        workload: Model, step, weights, optimizer.
+        device: Where micro-batches go.
+        shrink: Called after each shortage; returns the new largest micro-batch, smaller than the failed one, or raises.
+        scale: Applied to each share of the loss before its backward pass: a ``GradScaler``'s ``scale``.
+        in_float32: Whether gradients in bfloat16 and float16 are added up in float32 when there are several pieces.
+    """
+
+    workload: Workload
+    device: Device
+    shrink: Callable[[Shortage], int]
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+    in_float32: bool = True
+    _is_additive: bool = False
+    _sums: Float32Sums = field(default_factory=Float32Sums)
+
+    def run(
+        self, batches: Sequence[Layout], largest: int, prepare_update: Callable[[], None] | None = None
+    ) -> Accumulated | None:
+        """Accumulate the gradient of the mean over all samples of ``batches`` into ``.grad``.
+
+        Args:
+            batches: One batch or several that belong together, described; each is divided by itself.
+            largest: The most samples a micro-batch may have.
+            prepare_update: Called last, when ``.grad`` holds the sum: what it raises undoes everything. Without it the
+                gradients are the result, and stand in the tensors in which earlier ones stood.
+
+        Returns:
+            The loss and the committed sizes. Gradients that were there before are added, as ``backward`` would.
+            ``None`` where there is nothing to take a mean over, all weights being 0: then nothing has happened.
+
+        Raises:
+            InvalidBatch: ``weigh`` does not count.
+            InvalidStep: The step wrote into its batch or into gradients, or its losses or counts are none.
+            DoesNotFit: There is no room for a copy of the model's buffers, or for what comes after the last backward
+                pass. Whatever ``shrink`` raises comes out too.
+        """
+        modules, parameters = [*self.workload.model.modules()], self.workload.parameters()
+        before = self._remember(modules)
+        aside = GradientsAside(parameters)
+        try:
+            progress = self._begin(batches, largest)
+            self._advance(progress, before, modules, parameters)
+            reason = self._complete(progress, aside, prepare_update)
+        except BaseException:
+            before.restore()
+            aside.put_back()
+            raise
+        finally:
+            self._sums.end()
+        if reason is None and progress.loss is not None:
+            if prepare_update is None:
+                aside.settle()
+            return progress.sum_up()
+        before.restore()
+        aside.put_back()
+        if reason is None:
+            return None
+        self.device.reclaim()
+        raise DoesNotFit(
+            f"memory ended after the last backward pass, before the update ({reason}); everything is as before the "
+            f"step: free memory or give fit() more headroom="
+        )
+
+    def _complete(
+        self, progress: _Progress, aside: GradientsAside, prepare_update: Callable[[], None] | None
+    ) -> str | None:
+        """Make ``.grad`` the whole gradient and prepare its update; returns None, or why memory ended."""
+        if progress.loss is None:
+            return None
+        handled = sys.exc_info()[1]
+        try:
+            self._correct(progress)
+            aside.add()
+            if prepare_update is not None:
+                prepare_update()
+        except Exception as error:
+            if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
+                raise
+            return describe_error(error, handled=handled)
+        return None
+
+    def _advance(
+        self,
+        progress: _Progress,
+        before: Checkpoint,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        """Run all micro-batches, with ever smaller ones where memory ends."""
+        everything = progress.todo
+        if not any(piece.counts for piece in everything):
+            return
+        while progress.todo:
+            if len(progress.todo) > 1 and self.in_float32:
+                self._sums.begin(parameters)
+            stamps = GradientStamps(parameters, self._sums)
+            here = self._remember(modules) if progress.sizes else before
+            reason = self._attempt(progress, stamps)
+            if reason is None:
+                progress.todo = progress.todo[1:]
+                continue
+            failed_size = progress.todo[0].size
+            if stamps.unchanged():
+                here.restore()
+            else:
+                before.restore()
+                stamps.clear()
+                progress.forget(everything)
+            # Only now, after the ``except`` block, are the frames of the failed attempt gone.
+            self.device.reclaim()
+            progress.todo = self._divide_anew(progress, failed_size, reason)
+            progress.retries += 1
+            if not progress.sizes:
+                everything = progress.todo
+
+    def _attempt(self, progress: _Progress, stamps: GradientStamps) -> str | None:
+        """Run the next micro-batch; returns None, or why memory ended. Nothing of the error outlives this call."""
+        piece = progress.todo[0]
+        if not piece.counts:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
+            progress.finish(piece.size, None, None)
+            return None
+        handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
+        try:
+            with self.device.micro_batch(piece.size):
+                self._backward(piece, progress, stamps)
+        except Exception as error:
+            if not is_oom(error, handled=handled):
+                raise
+            return describe_error(error, handled=handled)
+        return None
+
+    def _backward(self, piece: Piece, progress: _Progress, stamps: GradientStamps) -> None:
+        samples = piece.take()
+        versions = _versions_of(samples)
+        output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
+        if not stamps.unchanged():
+            raise InvalidStep(
+                "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
+            )
+        share = progress.totals.share(piece, output.terms, progress.unit)
+        if share is not None:
+            (share.loss if self.scale is None else self.scale(share.loss)).backward()
+        if _versions_of(samples) != versions:
+            raise InvalidStep(
+                "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a "
+                "copy"
+            )
+        progress.finish(piece.size, share, output.aux)
+
+    def _correct(self, progress: _Progress) -> None:
+        """Divide by the true total, where it was not known before; then round what was summed in float32."""
+        if progress.unit is not None and progress.unit != progress.counted:
+            factor = progress.unit / progress.counted
+            self._sums.multiply(factor)
+            for parameter in self.workload.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        self._sums.write()
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
+        return self.device.place_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    def _remember(self, modules: Sequence[nn.Module]) -> Checkpoint:
+        """A checkpoint; where memory ends even for that, another try with all caches given back."""
+        handled = sys.exc_info()[1]
+        for _ in range(2):
+            try:
+                return Checkpoint(modules, self.device.torch_device)
+            except Exception as error:
+                if not is_oom(error, handled=handled):
+                    raise
+                reason = describe_error(error, handled=handled)
+            self.device.reclaim()
+        raise DoesNotFit(
+            f"there is no room for a copy of the model's buffers ({reason}); everything is as before the step"
+        )
+
+    def _begin(self, batches: Sequence[Layout], largest: int) -> _Progress:
+        pieces: list[Piece] = []
+        for layout in batches:
+            self.device.watch(tensors_of(layout.batch))
+            pieces += cut(self.workload, layout, 0, layout.count, largest)
+        weighed = self.workload.weigh is not None
+        if weighed and not self._is_additive:
+            check_additive(
+                [part for layout in batches for part in cut(self.workload, layout, 0, layout.count, layout.count)],
+                pieces,
+            )
+            self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
+        return _Progress(pieces, Totals.of(pieces, weighed=weighed))
+
+    def _divide_anew(self, progress: _Progress, failed_size: int, reason: str) -> list[Piece]:
+        kept = sum(progress.sizes)
+        redone = sum(piece.size for piece in progress.todo)
+        largest = self.shrink(Shortage(failed_size, kept, redone, reason))
+        smaller = [
+            part
+            for layout, start, stop in join(progress.todo)
+            for part in cut(self.workload, layout, start, stop, largest)
+        ]
+        check_additive(progress.todo, smaller)
+        return smaller
+
+
+def _versions_of(samples: Any) -> list[int]:
+    """How often each tensor has been written to; a view counts with its base. Inference tensors do not count."""
+    return [tensor._version for tensor in tensors_of(samples) if not tensor.is_inference()]

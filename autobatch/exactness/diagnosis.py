@@ -1,0 +1,236 @@
+"""Why a split is not exact: each cause is tried on the measured gradients, and named where it explains them.
+
+Covers BatchNorm, state that moves with every forward pass, sums read as means, terms counted once a micro-batch, means
+over something else than is counted, and generators that cannot be held still. Does not cover telling apart the ways in
+which samples of one micro-batch can depend on each other.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autobatch.exactness.measurement import Measurement, Sizes, distance, ranges_of
+from autobatch.exactness.units import Unit, units_of
+from autobatch.workload.batch_norm import batch_norms_in_train_mode
+
+__all__ = ["TOLERANCE", "find_causes"]
+
+TOLERANCE = 1e-4
+"""Exact splits measure up to 2.5e-7 in float32; the mildest wrong one known here is beyond 1e-3."""
+
+_EXPLAINS = 1e-3
+"""A cause explains a gradient where what it predicts is this near."""
+
+_COUPLED = (
+    "the loss of a sample depends on the others in its micro-batch (in-batch negatives, a statistic over the batch, "
+    "samples shuffled among themselves), which no weighing makes exact; or it has several terms with counts of "
+    "their own: return a dict of autobatch.Mean(loss, over=count)"
+)
+
+
+def find_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
+    """Every cause that was found, in the order in which they were taken out of the way; at least one.
+
+    Args:
+        measured: What is known of the whole and its divisions. The model's BatchNorm layers may be left in eval mode.
+        partitions: Divisions, of which at least one is inexact.
+    """
+    causes = _find_unruly_generators(measured)
+    for take_out in (_take_out_batch_norm, _take_out_moving_state):
+        cause, measured = take_out(measured, partitions)
+        causes += cause
+        if cause and max(measured.errors(partitions)) <= TOLERANCE:
+            return (*causes,)
+    if distance(measured.again(), measured.whole()) > TOLERANCE:
+        unsteady = "the same samples give another gradient each time: the step keeps state of its own, outside buffers"
+        return (*causes, unsteady)
+    explain: Callable[[Measurement, Sequence[Sizes]], str | None]
+    for explain in (_explain_sum, _explain_term_per_step, _explain_weighing):
+        explanation = explain(measured, partitions)
+        if explanation is not None:
+            return (*causes, explanation)
+    return (*causes, _COUPLED)
+
+
+def _find_unruly_generators(measured: Measurement) -> list[str]:
+    measured.checkpoint.restore()
+    numpy = sys.modules.get("numpy.random")
+    before = random.getstate(), None if numpy is None else repr(numpy.get_state())
+    measured.again()
+    moved = []
+    if random.getstate() != before[0]:
+        moved.append("Python's random")
+    if numpy is not None and repr(numpy.get_state()) != before[1]:
+        moved.append("numpy.random")
+    if not moved:
+        return []
+    return [f"the step draws from {' and '.join(moved)}, which cannot be held still: that alone may be the difference"]
+
+
+def _take_out_batch_norm(measured: Measurement, _partitions: Sequence[Sizes]) -> tuple[list[str], Measurement]:
+    model = measured.workload.model
+    names = batch_norms_in_train_mode(model)
+    if not names:
+        return [], measured
+    measured.checkpoint.restore()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            _use_fixed_statistics(module)
+    cause = (
+        f"BatchNorm in train mode ({_show(names)}) normalises each micro-batch by itself; GroupNorm, or BatchNorm in "
+        f"eval mode, is exact"
+    )
+    return [cause], measured.anew()
+
+
+def _use_fixed_statistics(module: _BatchNorm) -> None:
+    module.eval()
+    if module.running_mean is None:  # then eval mode too takes the micro-batch's own
+        like = next(module.parameters(), torch.zeros(()))
+        module.running_mean = torch.zeros(module.num_features, dtype=like.dtype, device=like.device)
+        module.running_var = torch.ones_like(module.running_mean)
+
+
+def _take_out_moving_state(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[list[str], Measurement]:
+    names = _moved_modules(measured)
+    if not names:
+        return [], measured
+    renewed = measured.renewed()
+    if all(distance(renewed.divided(sizes), measured.divided(sizes)) <= TOLERANCE for sizes in partitions):
+        return [], measured
+    cause = (
+        f"state that moves with every forward pass ({_show(names)}; such as spectral_norm's) is another for each "
+        f"micro-batch: it moves once a micro-batch, not once a step"
+    )
+    return [cause], renewed
+
+
+def _moved_modules(measured: Measurement) -> list[str]:
+    model = measured.workload.model
+    measured.checkpoint.restore()
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    measured.again()
+    moved = [name for name, buffer in model.named_buffers() if name in before and not _same(buffer, before[name])]
+    owners = [name.rpartition(".")[0].partition(".parametrizations")[0] for name in moved]
+    return [*dict.fromkeys(owner.removeprefix("parametrizations") or type(model).__name__ for owner in owners)]
+
+
+def _same(buffer: torch.Tensor, before: torch.Tensor) -> bool:
+    return buffer.shape == before.shape and torch.equal(buffer, before)
+
+
+def _explain_sum(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
+    if not _explained_by(measured, partitions, lambda _start, _stop: 1.0, normalise=False):
+        return None
+    return (
+        "the loss is a sum and is read as a mean: return autobatch.Sum(loss, count), with the number of samples or "
+        "tokens that it sums over"
+    )
+
+
+def _explain_term_per_step(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
+    """A term that is added in each of K micro-batches is K - 1 times too much."""
+    whole = _numbers(measured, (measured.layout.count,))
+    extra = [(_numbers(measured, sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
+    if len(extra) < 2 or not all(_near(one, extra[0], scale=extra[0]) for one in extra[1:]):
+        return None
+    return (
+        "a term that does not depend on the samples, such as a regulariser, counts once a micro-batch instead of once "
+        "a step: return it as autobatch.PerStep"
+    )
+
+
+def _explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
+    counted = "what weigh() counts" if measured.workload.weigh is not None else "samples"
+    if _explained_by(measured, partitions, lambda start, stop: float(stop - start)):
+        return (
+            "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
+            "or state the number of samples as its count"
+        )
+    for unit in units_of(measured.layout.batch):
+        if _explained_by(measured, partitions, _counter(unit, measured)):
+            return f"the loss is a mean over {unit.code}, not over {counted}: pass weigh=lambda batch: {unit.code}"
+    if _is_some_weighing(measured, partitions):
+        return (
+            f"the loss is a mean over something else than {counted}, such as class weights: pass weigh= that sums what "
+            f"the loss is divided by"
+        )
+    return None
+
+
+def _counter(unit: Unit, measured: Measurement) -> Callable[[int, int], float]:
+    return lambda start, stop: unit.count(measured.part(start, stop).batch)
+
+
+def _explained_by(
+    measured: Measurement,
+    partitions: Iterable[Sizes],
+    weigh: Callable[[int, int], float],
+    *,
+    normalise: bool = True,
+) -> bool:
+    """Whether the whole is the sum of its parts' own gradients with these weights, in every division."""
+    whole = _numbers(measured, (measured.layout.count,))
+    for sizes in partitions:
+        weights = [weigh(start, stop) for start, stop in ranges_of(sizes)]
+        total = sum(weights) if normalise else 1.0
+        if total <= 0:
+            return False
+        parts = [measured.alone(start, stop) for start, stop in ranges_of(sizes)]
+        # 0 x nan is nan: a part without anything to count has no gradient to go by
+        shares = [p * (w / total) for p, w in zip(parts, weights, strict=True) if p is not None and w > 0]
+        if not shares or not _near(torch.stack(shares).sum(0), whole, scale=whole):
+            return False
+    return True
+
+
+def _is_some_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> bool:
+    """Whether weights exist that are positive, sum to 1, and give a range of samples the same in every division."""
+    whole = _numbers(measured, (measured.layout.count,))
+    reached = {0: 0.0}
+    for sizes in partitions:
+        ranges = ranges_of(sizes)
+        weights = _solve([measured.alone(start, stop) for start, stop in ranges], whole)
+        if weights is None or abs(sum(weights) - 1) > _EXPLAINS or min(weights) < -_EXPLAINS:
+            return False
+        so_far = 0.0
+        for (_, stop), weight in zip(ranges, weights, strict=True):
+            so_far += weight
+            if abs(reached.setdefault(stop, so_far) - so_far) > 2 * _EXPLAINS:
+                return False
+    ordered = [reached[stop] for stop in sorted(reached)]
+    return all(later >= earlier - _EXPLAINS for earlier, later in pairwise(ordered))
+
+
+def _solve(parts: Sequence[torch.Tensor | None], whole: torch.Tensor) -> list[float] | None:
+    """The weights whose sum of parts is nearest to the whole; ``None`` where it is not near, or they are not unique."""
+    usable = [index for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())]
+    columns = [part for index in usable if (part := parts[index]) is not None]
+    if not columns:
+        return None
+    matrix = torch.stack(columns, 1)
+    found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")
+    if int(found.rank) < len(columns) or not _near((matrix @ found.solution).squeeze(1), whole, scale=whole):
+        return None
+    weights = [0.0] * len(parts)
+    for index, weight in zip(usable, found.solution.squeeze(1).tolist(), strict=True):
+        weights[index] = weight
+    return weights
+
+
+def _numbers(measured: Measurement, sizes: Sizes) -> torch.Tensor:
+    return measured.divided(sizes).numbers(measured.whole())
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor, *, scale: torch.Tensor) -> bool:
+    return bool((found - expected).norm() <= _EXPLAINS * scale.norm())
+
+
+def _show(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,146 @@
+"""What a step may return: a loss, or several, each with what it is a mean over.
+
+Covers ``Mean``, ``Sum`` and ``PerStep``, which state what a bare tensor leaves to be guessed, and the reading of
+whatever a step returned into terms. Does not cover how terms of many micro-batches are divided
+(``accumulation.shares``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from autobatch.errors import InvalidStep
+
+__all__ = ["Mean", "PerStep", "Sum", "Term", "read_count", "read_terms"]
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """A loss that has been divided by ``over``: the mean over so many samples, tokens or weights.
+
+    A micro-batch whose count is 0 has no mean, whatever ``loss`` is (usually nan): it is left out.
+
+    Example:
+        >>> return autobatch.Mean(cross_entropy(logits, labels), over=(labels != -100).sum())  # doctest: +SKIP
+
+    Attributes:
+        loss: A tensor of one element, any floating dtype.
+        over: A number, or a tensor of one element. It is read before the backward pass, so one that lies on a GPU makes
+            the host wait; a number, a CPU tensor, or counting by ``weigh=`` does not.
+    """
+
+    loss: torch.Tensor
+    over: float | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """A loss that has not been divided: the sum over ``count`` samples, tokens or weights.
+
+    Attributes:
+        loss: A tensor of one element, any floating dtype.
+        count: As ``Mean.over``. The update divides by the sum of all counts of the step.
+    """
+
+    loss: torch.Tensor
+    count: float | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PerStep:
+    """A term that counts once an optimizer step, in however many micro-batches: a regulariser of the parameters.
+
+    Attributes:
+        loss: A tensor of one element. It must not depend on the samples: of those that do, the mean over the
+            micro-batches would be taken.
+    """
+
+    loss: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One loss of one micro-batch, read.
+
+    Attributes:
+        name: Its key, or ``""`` for a step that returns one loss.
+        loss: 0-dim, with a graph.
+        kind: What it is: the mean over its count, the sum, or a term that counts once a step.
+        count: What the step states; ``None`` where ``weigh`` or the number of samples says it.
+    """
+
+    name: str
+    loss: torch.Tensor
+    kind: Literal["mean", "sum", "per step"] = "mean"
+    count: float | None = None
+
+    def divide(self, count: float, total: float) -> torch.Tensor:
+        """This term's part of the mean over ``total``, of which it covers ``count``."""
+        return self.loss * (1 / total if self.kind == "sum" else count / total)
+
+
+def read_terms(returned: Any) -> tuple[Term, ...]:
+    """The terms of a step's loss: one, or one an entry of a mapping.
+
+    Raises:
+        InvalidStep: A loss is no tensor, has more than one element or no graph, or its count is none.
+    """
+    if not isinstance(returned, Mapping):
+        return (_read_term("", returned),)
+    if not returned:
+        raise InvalidStep("step() returned an empty dict: it must hold the step's losses")
+    return tuple(_read_term(str(name), loss) for name, loss in returned.items())
+
+
+def _read_term(name: str, returned: Any) -> Term:
+    if isinstance(returned, Mean):
+        return _make_term(name, returned.loss, "mean", read_count(returned.over, _place(name, "Mean(over=)")))
+    if isinstance(returned, Sum):
+        return _make_term(name, returned.loss, "sum", read_count(returned.count, _place(name, "Sum(count=)")))
+    if isinstance(returned, PerStep):
+        return _make_term(name, returned.loss, "per step", None)
+    return _make_term(name, returned, "mean", None)
+
+
+def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], count: float | None) -> Term:
+    what = f"the term {name!r} of step()" if name else "step()"
+    if not isinstance(loss, torch.Tensor):
+        raise InvalidStep(
+            f"{what} returned {type(loss).__name__}; it must return a scalar tensor, the mean loss, or (loss, aux)"
+        )
+    if loss.numel() != 1:
+        raise InvalidStep(
+            f"{what} returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed"
+        )
+    if not loss.requires_grad and count != 0:
+        raise InvalidStep(
+            f"{what} returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
+            + ("; what is no loss goes beside it: return (losses, aux)" if name else "")
+        )
+    return Term(name, loss.reshape(()), kind, count)
+
+
+def read_count(value: Any, place: str) -> float:
+    """A count as a Python number: finite, and 0 or more.
+
+    Raises:
+        InvalidStep: It is something else; ``place`` says where it was given.
+    """
+    try:
+        count = float(value.detach() if isinstance(value, torch.Tensor) else value)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidStep(f"{place} is {type(value).__name__}; it must be one number") from None
+    if not math.isfinite(count) or count < 0:
+        raise InvalidStep(f"{place} is {count}; it must be a finite number >= 0")
+    return count
+
+
+def _place(name: str, argument: str) -> str:
+    return f"{argument} of the term {name!r}" if name else argument

@@ -1,0 +1,47 @@
+"""An optimizer's state, made before its first step instead of inside it.
+
+Covers torch's own optimizers that make their state when the first gradient is there: then memory that ends over it ends
+where the step can still be undone, and not between half-made entries. Does not cover other optimizers, nor SGD's
+momentum, which is a copy of the first gradient and so made by the step itself; for these only the room is checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+__all__ = ["forget_state", "make_state"]
+
+
+def make_state(optimizer: Any) -> list[torch.Tensor]:
+    """Let the optimizer make the entries that its next step would begin with: zeros, and a step count of 0.
+
+    It is what each of torch's optimizers does first in ``step`` (``_init_group`` in ``torch/optim/*.py``). Nothing is
+    counted, so the step that follows is the first one, bit for bit.
+
+    Returns:
+        The parameters that had no entry before; to undo, take theirs out of ``optimizer.state``.
+    """
+    if not f"{type(optimizer).__module__}.".startswith("torch.optim.") or not hasattr(optimizer, "_init_group"):
+        return []
+    state = optimizer.state
+    new = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in state]
+    if not new:
+        return []
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # noqa: SLF001 - no public twin
+    try:
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                optimizer._init_group(group, *([] for _ in range(lists)))  # noqa: SLF001 - no public twin
+    except BaseException:
+        forget_state(optimizer, new)
+        raise
+    return new
+
+
+def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:
+    """Take these parameters' entries out again."""
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)

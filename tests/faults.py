@@ -1,0 +1,486 @@
+"""Memory that ends at every operation of a training step, and what must then be true.
+
+Covers the trainings that are tried (each with something that a careless retry gets wrong), the outcome of one fault,
+and the judgement: a step that was committed is, bit for bit, the step that used the committed micro-batches from the
+start; a step that was not has left everything as it was. Does not cover real devices: the errors are planned.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from workloads import Everything, bits_of, differences, make_batch, mean_step
+
+import autobatch
+from autobatch.errors import CannotRetry, DoesNotFit
+from autobatch.events import Retried
+from autobatch.testing import FakeDevice, oom_at
+
+SAMPLES = 8
+LARGEST = 4
+"""Two micro-batches of four by the plan, of three or fewer in a retry: kept is 4, 2, 2, restarted is 3, 3, 2."""
+
+
+class Convolution(nn.Module):
+    """BatchNorm's running statistics move with every forward pass, also with one that fails later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 3, 2)
+        self.norm = nn.BatchNorm2d(3)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(F.relu(self.norm(self.convolution(inputs.view(-1, 1, 2, 3)))).flatten(1))
+
+
+class Transformer(nn.Module):
+    """Dropout draws in every layer: a retry must draw what an undisturbed run draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(inputs.view(-1, 3, 2))))
+
+
+class Tied(nn.Module):
+    """One weight used three times inside a checkpoint: its gradient may be written more than once a backward pass."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.shared = nn.Linear(6, 6)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(6, 4)
+        self.reentrant = reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self._block, hidden, use_reentrant=self.reentrant)
+        return self.head(self.shared(hidden))
+
+    def _block(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.drop(torch.tanh(self.shared(hidden)))
+
+
+class TwoHeads(nn.Module):
+    """Two tasks on one body, and a regulariser in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh())
+        self.classes = nn.Linear(8, 4)
+        self.value = nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(inputs)
+        return self.classes(hidden), self.value(hidden)
+
+
+def token_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The mean over the tokens that count; the third of each sequence whose label is 0 does not."""
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), _token_labels(batch).flatten(), ignore_index=-100)
+
+
+def count_tokens(batch: Any) -> torch.Tensor:
+    """What the token mean is over."""
+    return (_token_labels(batch) != -100).sum()
+
+
+def _token_labels(batch: Any) -> torch.Tensor:
+    labels = batch[1].unsqueeze(1).repeat(1, 3)
+    labels[:, 2] = torch.where(batch[1] == 0, -100, labels[:, 2])
+    return labels
+
+
+def augmented_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Draws from Python's and NumPy's generators as well."""
+    inputs, labels = batch
+    noisy = inputs * (1 + 0.1 * random.random()) + 0.1 * float(np.random.rand())
+    return F.cross_entropy(model(noisy), labels)
+
+
+def autocast_step(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Mixed precision as users write it."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return mean_step(model, batch)
+
+
+def terms_step(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """A mean over samples, a sum over part of them, and a term that counts once a step."""
+    classes, value = model(batch[0])
+    chosen = (batch[1] > 0).float()
+    squares = ((value[:, 0] - batch[0].sum(1)).square() * chosen).sum()
+    return {
+        "classes": autobatch.Mean(F.cross_entropy(classes, batch[1]), over=len(batch[1])),
+        "value": autobatch.Sum(squares, count=chosen.sum()),
+        "weights": autobatch.PerStep(0.01 * model.value.weight.square().sum()),
+    }
+
+
+def count_terms(batch: Any) -> dict[str, Any]:
+    """What each of the terms is over."""
+    return {"classes": len(batch[1]), "value": (batch[1] > 0).sum()}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training that memory is to end in."""
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    step: Callable[[nn.Module, Any], Any] = mean_step
+    weigh: Callable[[Any], Any] | None = None
+    dtype: torch.dtype = torch.float32
+    scaled: bool = False
+    scheduled: bool = False
+    max_grad_norm: float | None = 0.05
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """A momentum buffer a parameter, made in the first step."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw_foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Several operations for all parameters at once."""
+    return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
+
+
+def adamw_fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One operation for all."""
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+CASES = (
+    Case("convolution + BatchNorm, SGD", Convolution, sgd),
+    Case(
+        "transformer + dropout, weighed by tokens, AdamW foreach", Transformer, adamw_foreach, token_step, count_tokens
+    ),
+    Case("tied + checkpoint, AdamW fused", lambda: Tied(reentrant=False), adamw_fused),
+    Case("tied + reentrant checkpoint, SGD", lambda: Tied(reentrant=True), sgd, augmented_step),
+    Case("frozen parts, buffers, AdamW foreach", Everything, adamw_foreach, augmented_step, scheduled=True),
+    Case("mixed precision + GradScaler, SGD", Everything, sgd, autocast_step, scaled=True, scheduled=True),
+    Case("bfloat16, AdamW fused", lambda: Everything(torch.bfloat16), adamw_fused, dtype=torch.bfloat16),
+    Case("several loss terms, AdamW foreach", TwoHeads, adamw_foreach, terms_step, count_terms, max_grad_norm=None),
+)
+
+
+class Scaler(torch.amp.GradScaler):
+    """Says when the update begins: ``step`` reads what ``unscale_`` has found before it steps the optimizer."""
+
+    begin: Callable[[], None]
+
+    def get_scale(self) -> float:
+        self.begin()
+        return super().get_scale()
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.begin()
+        return super().step(optimizer, *args, **kwargs)
+
+
+class Training:
+    """A case from its seed on: two of them are equal bit for bit until their steps differ."""
+
+    def __init__(self, case: Case, *, earlier_steps: int = 0, earlier_gradients: bool = False) -> None:
+        _seed()
+        self.case = case
+        self.events: list[Any] = []
+        self.where = "elsewhere"
+        self.device = Roomy()
+        self.model = case.make_model()
+        self.optimizer = case.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.scaler = Scaler("cpu", init_scale=1024.0, growth_interval=1) if case.scaled else None
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5) if case.scheduled else None
+        self.when_update: Callable[[], None] = lambda: None
+        self.optimizer.register_step_pre_hook(lambda *_: self._begin_update())
+        if self.scaler is not None:
+            self.scaler.begin = self._begin_update
+        self.runner = self._make_runner()
+        _seed()
+        for number in range(earlier_steps):
+            self.runner.step(make_batch(SAMPLES, case.dtype, seed=100 + number))
+        self.where = "elsewhere"
+        if earlier_gradients:
+            for index, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
+                parameter.grad = torch.full_like(parameter, 0.01) if index % 2 else None
+        self.batch = make_batch(SAMPLES, case.dtype)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on; a counter that is the model's own plain attribute is its own."""
+        bits = {k: v for k, v in bits_of(self.model, self.optimizer).items() if not k.startswith("calls")}
+        return {
+            **bits,
+            "numpy": np.random.get_state(legacy=False),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "runner": (self.runner.steps, self.runner.micro_batch_size),
+        }
+
+    def _make_runner(self) -> autobatch.Runner:
+        case = self.case
+        return autobatch.Runner(
+            plan_of(case),
+            self.model,
+            self._step,
+            self.optimizer,
+            weigh=None if case.weigh is None else self._weigh,
+            scaler=self.scaler,
+            max_grad_norm=case.max_grad_norm,
+            scheduler=self.scheduler,
+            hooks=[self.events.append],
+            device=self.device,
+        )
+
+    def _begin_update(self) -> None:
+        self.where = "optimizer"
+        self.when_update()
+
+    def _step(self, model: nn.Module, batch: Any) -> Any:
+        self.where = "forward"
+        try:
+            return self.case.step(model, batch)
+        finally:
+            self.where = "elsewhere"
+
+    def _weigh(self, batch: Any) -> Any:
+        self.where = "weigh"  # until the step is called: a count that is a tensor is read after this has returned
+        return self.case.weigh(batch)
+
+
+class Roomy(FakeDevice):
+    """Room for everything: memory ends where it is told to, and the CPU's own counting stays out."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda n: 10 + n, total_bytes=1000)
+        self.in_micro_batch = False
+
+    @contextmanager
+    def micro_batch(self, samples: int) -> Iterator[None]:
+        self.in_micro_batch = True
+        try:
+            with super().micro_batch(samples):
+                yield
+        finally:
+            self.in_micro_batch = False
+
+
+@cache
+def plan_of(case: Case) -> autobatch.Plan:
+    """The plan of a case, from a model of its own."""
+    model = case.make_model()
+    return autobatch.fit(
+        model,
+        SAMPLES,
+        batch=make_batch(SAMPLES, case.dtype),
+        step=case.step,
+        weigh=case.weigh,
+        optimizer=case.make_optimizer([p for p in model.parameters() if p.requires_grad]),
+        device=Roomy(),
+        max_micro_batch=LARGEST,
+        check=None,
+    )
+
+
+def _seed() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+
+
+class _Places(TorchDispatchMode):
+    """Writes down, for each operation that ``oom_at`` counts, in which part of the step it is."""
+
+    def __init__(self, training: Training, counted: Any) -> None:
+        super().__init__()
+        self.training, self.counted = training, counted
+        self.places: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.counted.operations
+        in_backward = torch._C._current_graph_task_id() != -1
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            place = "backward" if in_backward else self.training.where
+            if place == "elsewhere" and self.training.device.in_micro_batch:
+                place = "around"
+            self.places += [place] * (self.counted.operations - before)
+
+
+def places_of(case: Case, **options: Any) -> list[str]:
+    """For each operation of one step: "weigh", "forward", "backward", "clip" or "optimizer".
+
+    What is neither the user's step nor autograd nor the optimizer counts as forward before the last backward pass (the
+    loss's share, copies of buffers), as backward in the rest of the last micro-batch (the sum of the losses), as clip
+    before the optimizer's step (its state, unscaling, clipping), and as optimizer from there on.
+    """
+    training = Training(case, **options)
+    with oom_at(10**9) as counted, _Places(training, counted) as written:
+        training.runner.step(training.batch)
+    places = written.places
+    last_backward = len(places) - 1 - places[::-1].index("backward")
+    first_update = places.index("optimizer") if "optimizer" in places else len(places)
+    for index, place in enumerate(places):
+        if place in ("elsewhere", "around"):
+            after = "backward" if place == "around" else "clip" if index < first_update else "optimizer"
+            places[index] = "forward" if index < last_backward else after
+    return places
+
+
+@dataclass
+class Tally:
+    """What came of the faults of one case.
+
+    Attributes:
+        places: How many faults there were in each part of the step.
+        outcomes: "kept": committed, and finished micro-batches were kept; "restarted": committed from the start;
+            "undone": ``DoesNotFit``, everything as before; "raised": the error itself came out, everything as before;
+            "told": ``CannotRetry``; "wrong".
+        wrong: What was wrong, for the first few.
+    """
+
+    places: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, place: str, outcome: str) -> None:
+        """Count one fault; an outcome that is none of these is wrong."""
+        self.places[place] += 1
+        good = outcome in OUTCOMES
+        self.outcomes[outcome if good else "wrong"] += 1
+        if not good:
+            self.wrong.append(f"{place}: {outcome}")
+
+    def merge(self, other: Tally) -> None:
+        """Add another case's counts."""
+        self.places += other.places
+        self.outcomes += other.outcomes
+        self.wrong += other.wrong
+
+    def __str__(self) -> str:
+        """One line."""
+        faults = " + ".join(f"{self.places[place]} {place}" for place in PLACES)
+        return f"{faults} -> " + ", ".join(f"{self.outcomes[name]} {name}" for name in (*OUTCOMES, "wrong"))
+
+
+PLACES = ("weigh", "forward", "backward", "clip", "optimizer")
+OUTCOMES = ("kept", "restarted", "undone", "raised", "told")
+RIGHT = {
+    "weigh": {"raised"},
+    "forward": {"kept", "restarted"},
+    "backward": {"kept", "restarted"},
+    "clip": {"undone"},
+    "optimizer": {"told"},
+}
+"""What may come of a fault in each place. ``weigh`` counts before anything is run: its error is the user's own."""
+
+
+class Judge:
+    """Says what came of a fault in one case; the undisturbed runs it compares with are made once each."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        self.case, self.options = case, options
+        self._committed: dict[tuple[int, ...], tuple[dict[str, Any], torch.Tensor]] = {}
+
+    def outcome(self, fault: AbstractContextManager[Any]) -> str:
+        """Run one step with the fault in it; returns an outcome, or what is wrong."""
+        training = Training(self.case, **self.options)
+        before = training.state()
+        try:
+            with fault:
+                result = training.runner.step(training.batch)
+        except CannotRetry:
+            return "told"
+        except DoesNotFit:
+            return self._judge_undone(training, before, "undone")
+        except (torch.OutOfMemoryError, KeyboardInterrupt, ValueError):  # BatchNorm refuses one sample
+            return self._judge_undone(training, before, "raised")
+        except Exception as error:
+            return f"{type(error).__name__} came out: {error}"
+        return self._judge_committed(training, result)
+
+    def _judge_undone(self, training: Training, before: dict[str, Any], outcome: str) -> str:
+        changed = differences(training.state(), before)
+        if changed:
+            return f"not undone: {changed[:3]}"
+        result = training.runner.step(training.batch)
+        verdict = self._judge_committed(training, result)
+        return outcome if verdict in OUTCOMES else f"{outcome}, but the next try is {verdict}"
+
+    def _judge_committed(self, training: Training, result: Any) -> str:
+        state, loss = self._commit(result.micro_batch_sizes)
+        changed = differences(_comparable(training.state()), state)
+        if changed or not torch.equal(result.loss, loss):
+            return f"sizes {result.micro_batch_sizes} differ at {changed[:3] or 'the loss'}"
+        retries = [event for event in training.events if isinstance(event, Retried)]
+        return "restarted" if retries and retries[-1].samples_kept == 0 else "kept"
+
+    def _commit(self, sizes: tuple[int, ...]) -> tuple[dict[str, Any], torch.Tensor]:
+        """The run that used these micro-batches from the start."""
+        if sizes not in self._committed:
+            training = Training(self.case, **self.options)
+            parts = zip(*(tensor.split(list(sizes)) for tensor in training.batch), strict=True)
+            result = training.runner.step_over(parts)
+            assert (result.micro_batch_sizes, result.retries) == (sizes, 0)
+            self._committed[sizes] = _comparable(training.state()), result.loss
+        return self._committed[sizes]
+
+
+def _comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """Without what two trainings cannot share, and the size for the next step, which a retry makes smaller."""
+    return {k: v for k, v in state.items() if not k.startswith("gradient object") and k != "runner"}
+
+
+def prove(case: Case, **options: Any) -> Tally:
+    """Let memory end at each operation of one step, a fresh training each."""
+    judge, tally = Judge(case, **options), Tally()
+    for position, place in enumerate(places_of(case, **options), start=1):
+        outcome = judge.outcome(oom_at(position))
+        if outcome in OUTCOMES and outcome not in RIGHT[place]:
+            outcome = f"{outcome} at operation {position}, where only {sorted(RIGHT[place])} is right"
+        tally.add(place, outcome)
+    return tally
+
+
+class InterruptAt(TorchDispatchMode):
+    """The user presses Ctrl-C at the n-th operation; here views and copies count too."""
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self.position = position
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        if self.operations == self.position:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def count_before_update(case: Case, **options: Any) -> int:
+    """How many operations ``InterruptAt`` counts in one step before the optimizer's own."""
+    training, counted = Training(case, **options), []
+    with InterruptAt(-1) as interrupt:
+        training.when_update = lambda: counted.append(interrupt.operations)
+        training.runner.step(training.batch)
+    return counted[0]

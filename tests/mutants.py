@@ -1,0 +1,209 @@
+"""Bugs planted on purpose: each must turn a fast test red, or the tests prove less than they say.
+
+A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once. Does
+not cover planning and memory, whose tests are tables and properties of their own.
+"""
+# ruff: noqa: T201 - a script: it talks to a person
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["MUTANTS", "Mutant"]
+
+ROOT = Path(__file__).parent.parent
+
+TRANSACTION = "autobatch/accumulation/transaction.py"
+PIECES = "autobatch/accumulation/pieces.py"
+SHARES = "autobatch/accumulation/shares.py"
+UPDATE = "autobatch/update.py"
+GRADIENTS = "autobatch/workload/gradients.py"
+CHECKPOINT = "autobatch/workload/checkpoint.py"
+RANDOM = "autobatch/workload/random_state.py"
+STEP = "autobatch/workload/step.py"
+
+ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
+RUNNER_TESTS = ("tests/test_runner.py",)
+FAULT_TESTS = ("tests/test_faults.py",)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug.
+
+    Attributes:
+        name: What is wrong with it.
+        file: Where, from the root of the repository.
+        old: Text that occurs exactly once in it.
+        new: What stands there instead.
+        tests: The files of which one test must fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ACCUMULATION_TESTS
+
+
+MUTANTS = (
+    Mutant(
+        "no dirty check", TRANSACTION, "if stamps.unchanged():\n                here", "if True:\n                here"
+    ),
+    Mutant("generators are not restored", CHECKPOINT, "        self._random.restore()\n", ""),
+    Mutant("buffers are not restored", CHECKPOINT, "            buffer.copy_(value)\n", "            pass\n"),
+    Mutant(
+        "NumPy's generator is forgotten",
+        RANDOM,
+        '            sys.modules["numpy.random"].set_state(self.numpy)\n',
+        "            pass\n",
+        ("tests/test_random_state.py", *ACCUMULATION_TESTS),
+    ),
+    Mutant(
+        "weigh is ignored",
+        STEP,
+        "        if self.weigh is None:\n",
+        "        if True:\n",
+    ),
+    Mutant("gradients are not cleared on a restart", TRANSACTION, "                stamps.clear()\n", ""),
+    Mutant(
+        "the loss of a failed attempt is kept",
+        TRANSACTION,
+        "        self.loss, self.counted, self.unit = None, 0.0, None\n",
+        "",
+        (*RUNNER_TESTS, *FAULT_TESTS),
+    ),
+    Mutant("a piece that counts for nothing is run", TRANSACTION, "        if not piece.counts:", "        if False:"),
+    Mutant("earlier gradients are lost", TRANSACTION, "            aside.add()\n", ""),
+    Mutant(
+        "earlier gradients are not put back", GRADIENTS, "            parameter.grad = gradient\n", "            pass\n"
+    ),
+    Mutant(
+        "a batch may be written into",
+        TRANSACTION,
+        "        if _versions_of(samples) != versions:",
+        "        if False:",
+    ),
+    Mutant(
+        "each micro-batch weighs the same",
+        SHARES,
+        "term.divide(piece.weights[name], self.weights[name])",
+        "term.divide(piece.size, piece.size * -(-self.samples // piece.size))",
+    ),
+    Mutant(
+        "the last piece is dropped",
+        PIECES,
+        "        start += size\n    return pieces\n",
+        "        start += size\n    return pieces[:-1] or pieces\n",
+    ),
+    Mutant("weights need not add up", TRANSACTION, "        check_additive(progress.todo, smaller)\n", ""),
+    Mutant(
+        "the scaler is updated twice",
+        UPDATE,
+        "        self.scaler.update()\n",
+        "        self.scaler.update()\n        self.scaler.update()\n",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "the scheduler steps when the optimizer did not",
+        UPDATE,
+        "self.scheduler is not None and self.scaler.get_scale() >= scale",
+        "self.scheduler is not None",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "the optimizer steps twice",
+        UPDATE,
+        "            self.optimizer.step()\n",
+        "            self.optimizer.step()\n            self.optimizer.step()\n",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "each micro-batch is clipped",
+        TRANSACTION,
+        "        progress.finish(piece.size, share, output.aux)\n",
+        "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n"
+        "        progress.finish(piece.size, share, output.aux)\n",
+    ),
+    Mutant(
+        "gradients are clipped before they are unscaled",
+        UPDATE,
+        "self.scaler.unscale_(self.optimizer)",
+        "nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]['params'], self.max_grad_norm or 1e9)",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "state made for an undone update stays",
+        UPDATE,
+        "            forget_state(self.optimizer, made)\n",
+        "",
+        FAULT_TESTS,
+    ),
+)
+
+
+def copy_sources(folder: Path) -> None:
+    """Package, tests and what pytest reads, to a folder of their own."""
+    for name in ("autobatch", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+
+
+def run_tests(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The fast tests of these files, on the package in the folder, up to the first failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    # CI: the same examples are drawn each time, so that a bug is found in each run or in none.
+    environment = {**os.environ, "PYTHONPATH": str(folder), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def try_mutant(mutant: Mutant) -> bool:
+    """Plant one bug, and print which test finds it; returns whether one does."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_sources(folder)
+        path = folder / mutant.file
+        text = path.read_text()
+        if text.count(mutant.old) != 1:
+            print(f"STALE     {mutant.name}: its text occurs {text.count(mutant.old)} times in {mutant.file}")
+            return False
+        path.write_text(text.replace(mutant.old, mutant.new))
+        done = run_tests(folder, mutant.tests)
+    failed = re.search(r"^FAILED \S*?(tests/\S+)", done.stdout, re.MULTILINE)
+    # 1: tests were run and some failed. Anything else, such as an import error, would be no proof.
+    killed = done.returncode == 1 and failed is not None
+    by = failed[1] if failed else f"pytest ended with {done.returncode}"
+    print(
+        f"{'killed   ' if killed else 'SURVIVED '} {mutant.name}: {by}, {time.perf_counter() - started:.1f} s",
+        flush=True,
+    )
+    return killed
+
+
+def main() -> int:
+    """All mutants, or those whose name contains the argument; 1 if any survives."""
+    wanted = [mutant for mutant in MUTANTS if all(word in mutant.name for word in sys.argv[1:])]
+    with tempfile.TemporaryDirectory() as name:
+        copy_sources(Path(name))
+        done = run_tests(Path(name), sorted({test for mutant in wanted for test in mutant.tests}))
+    if done.returncode != 0:
+        print(done.stdout[-3000:] + done.stderr[-1000:])
+        print("the tests fail without any planted bug")
+        return 1
+    killed = sum([try_mutant(mutant) for mutant in wanted])
+    print(f"{killed} of {len(wanted)} planted bugs are found")
+    return 0 if killed == len(wanted) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The proof: memory may end at any operation of a training step, and the result is never a wrong one."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from faults import CASES, OUTCOMES, InterruptAt, Judge, Tally, Training, count_before_update, places_of, prove
+
+from autobatch.testing import oom_at
+
+SMALL = CASES[0]
+BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """Thousands of retries are a line each."""
+    logger = logging.getLogger("autobatch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def total(request):
+    """What all cases came to, told at the end."""
+    tally = Tally()
+    yield tally
+    if sum(tally.places.values()):
+        with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            print(f"\nall {sum(tally.places.values())} faults: {tally}")  # noqa: T201 - the numbers are the proof
+
+
+def tell(capsys, name, tally, total):
+    """Print a line and add to the total; nothing may be wrong."""
+    total.merge(tally)
+    with capsys.disabled():
+        print(f"\n{name}: {tally}")  # noqa: T201 - the numbers are the proof
+    assert not tally.wrong, tally.wrong[:5]
+
+
+def test_an_oom_at_any_operation_of_a_step(capsys, total):
+    """One model of the proof below, small enough for every run: forward, backward, clipping, optimizer."""
+    tally = prove(SMALL)
+    tell(capsys, SMALL.name, tally, total)
+    assert min(tally.places[place] for place in ("forward", "backward", "clip", "optimizer")) >= 4
+    assert min(tally.outcomes[outcome] for outcome in ("kept", "restarted", "undone", "told")) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("second", [False, True], ids=["first step", "second step, gradients from before"])
+@BY_NAME
+def test_the_proof(case, second, capsys, total):
+    """Wherever memory ends: bitwise the committed micro-batches' step, or bitwise nothing, or CannotRetry says so."""
+    tally = prove(case, earlier_steps=int(second), earlier_gradients=second)
+    tell(capsys, f"{case.name}, {'second' if second else 'first'} step", tally, total)
+    assert tally.outcomes["kept"] >= 10
+    assert tally.outcomes["restarted"] >= 10
+
+
+@BY_NAME
+def test_memory_that_ends_twice(case, capsys, total):
+    """A second shortage, anywhere after the first or in its retry, changes the sizes and nothing else."""
+    places = places_of(case, earlier_gradients=True)
+    before_update = [number for number, place in enumerate(places, 1) if place in ("forward", "backward")]
+    draw, judge, tally = random.Random(3), Judge(case, earlier_gradients=True), Tally()
+    for _ in range(8):
+        first = draw.choice(before_update)
+        second = first + draw.randint(1, len(before_update) // 2)
+        outcome = judge.outcome(oom_at(first, second))
+        tally.add(places[first - 1], outcome)
+    tell(capsys, f"{case.name}, twice", tally, total)
+
+
+@BY_NAME
+def test_memory_that_never_comes_back(case, capsys, total):
+    """From some operation on every attempt fails, down to one sample: DoesNotFit, and everything is as before."""
+    places = places_of(case, earlier_steps=1, earlier_gradients=True)
+    fitting = [number for number, place in enumerate(places, 1) if place in ("forward", "backward", "clip")]
+    judge, tally = Judge(case, earlier_steps=1, earlier_gradients=True), Tally()
+    for first in fitting[:: len(fitting) // 5]:
+        outcome = judge.outcome(oom_at(*range(first, first + 5000)))
+        allowed = ("raised", "undone") if case.weigh else ("undone",)  # weigh is asked again when dividing anew
+        tally.add(
+            places[first - 1], outcome if outcome in allowed or outcome not in OUTCOMES else f"{outcome} at {first}"
+        )
+    tell(capsys, f"{case.name}, for good", tally, total)
+
+
+@BY_NAME
+def test_an_interrupt_undoes_the_step(case, capsys, total):
+    """Ctrl-C at an operation before the optimizer's own: it comes out, and the step has not happened."""
+    count = count_before_update(case, earlier_steps=1, earlier_gradients=True)
+    judge, tally = Judge(case, earlier_steps=1, earlier_gradients=True), Tally()
+    for position in range(1, count, max(count // 10, 1)):
+        outcome = judge.outcome(InterruptAt(position))
+        tally.add("forward", outcome if outcome == "raised" or outcome not in OUTCOMES else f"{outcome} at {position}")
+    tell(capsys, f"{case.name}, interrupted", tally, total)
+
+
+def test_the_proof_sees_what_is_wrong():
+    """The judge itself: one bit in a parameter, a buffer or a generator is found."""
+    judge = Judge(SMALL)
+    for change in (
+        lambda training: training.model.head.weight.data.view(-1)[0].mul_(1 + 1e-6),
+        lambda training: training.model.norm.running_mean.add_(1e-6),
+        lambda training: torch.rand(1),
+    ):
+        training = Training(SMALL)
+        result = training.runner.step(training.batch)
+        assert judge._judge_committed(training, result) == "kept"
+        change(training)
+        assert "differ at" in judge._judge_committed(training, result)

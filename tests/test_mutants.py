@@ -1,0 +1,22 @@
+"""The list of planted bugs: each fits the present source. That tests find them is ``make mutants``."""
+
+from __future__ import annotations
+
+import pytest
+from mutants import MUTANTS, ROOT
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_planted_bug_fits_the_source(mutant):
+    """Its text occurs exactly once, what comes instead is other Python, and its tests are there."""
+    text = (ROOT / mutant.file).read_text()
+    assert text.count(mutant.old) == 1
+    changed = text.replace(mutant.old, mutant.new)
+    assert changed != text
+    compile(changed, mutant.file, "exec")
+    assert all((ROOT / test).is_file() for test in mutant.tests)
+
+
+def test_each_planted_bug_has_its_own_name():
+    """The name is what a person reads."""
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 14

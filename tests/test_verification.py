@@ -1,0 +1,372 @@
+"""``verify`` on steps that split exactly and on steps that do not, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
+
+from autobatch.exactness.verification import verify
+from autobatch.records import Verdict
+from autobatch.workload.losses import Mean, PerStep, Sum
+
+CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.2, 7.0])
+
+
+def small(*, seed: int = 0) -> nn.Module:
+    """Two layers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+
+
+def with_batch_norm() -> nn.Module:
+    """Coupled by statistics."""
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10), nn.Tanh(), nn.Linear(10, 4))
+
+
+def with_bare_batch_norm() -> nn.Module:
+    """Coupled by statistics in eval mode too."""
+    return nn.Sequential(nn.Linear(6, 10), nn.BatchNorm1d(10, track_running_stats=False), nn.Tanh(), nn.Linear(10, 4))
+
+
+def with_spectral_norm() -> nn.Module:
+    """Its estimate moves with every forward pass."""
+    return nn.Sequential(spectral_norm(nn.Linear(6, 10)), nn.Tanh(), nn.Linear(10, 4))
+
+
+def tokens(samples: int = 16, *, filler: int = -100) -> dict[str, torch.Tensor]:
+    """Rows with unequal numbers of labels."""
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(2, 4, (samples, 5), generator=generator)
+    for row in range(samples):
+        labels[row, 1 + row % 5 :] = filler
+    return {"x": torch.randn(samples, 5, 6, generator=generator), "labels": labels}
+
+
+def token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The mean over labels."""
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def shifted_token_mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The mean over the labels of a language model."""
+    return F.cross_entropy(model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def sum_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A sum."""
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def class_weighted(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The mean over the weights of the classes."""
+    return F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS)
+
+
+def info_nce(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Other samples are the negatives."""
+    hidden = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(hidden @ F.normalize(batch[0][:, :4], dim=1).T, torch.arange(len(hidden)))
+
+
+def soft_dice(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A ratio of sums over the batch."""
+    chance, truth = model(batch[0]).softmax(1), F.one_hot(batch[1], 4)
+    return 1 - 2 * (chance * truth).sum() / (chance.sum() + truth.sum() + (chance**2).sum())
+
+
+def balanced_experts(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A product of means over the batch."""
+    chance = model(batch[0]).softmax(1)
+    share = F.one_hot(chance.argmax(1), 4).float().mean(0)
+    return F.cross_entropy(model(batch[0]), batch[1]) + 4 * (share * chance.mean(0)).sum()
+
+
+def two_tasks(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Two means with different counts."""
+    out, labels = model(batch[0]), batch[1]
+    sparse = labels.masked_fill(batch[0][:, 0] > 0.5, -100)
+    return F.cross_entropy(out, labels) + F.cross_entropy(out.flip(1), sparse)
+
+
+def mixup(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Samples mixed with each other."""
+    order = torch.randperm(len(batch[0]))
+    return F.cross_entropy(model(0.7 * batch[0] + 0.3 * batch[0][order]), batch[1])
+
+
+def regulariser(model: nn.Module) -> torch.Tensor:
+    """It does not depend on the samples."""
+    return sum(parameter.square().sum() for parameter in model.parameters())
+
+
+WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
+    "a sum read as a mean": (small, sum_loss, None, make_batch(16), "autobatch.Sum(loss, count)"),
+    "a token mean by rows": (small, token_mean, None, tokens(), 'weigh=lambda batch: (batch["labels"] != -100).sum()'),
+    "shifted labels by rows": (
+        small,
+        shifted_token_mean,
+        None,
+        tokens(),
+        'weigh=lambda batch: (batch["labels"][:, 1:] != -100).sum()',
+    ),
+    "a row mean by tokens": (
+        small,
+        lambda model, batch: model(batch["x"]).square().mean(),
+        lambda batch: (batch["labels"] != -100).sum(),
+        tokens(),
+        "mean over samples, and is counted otherwise",
+    ),
+    "class weights": (small, class_weighted, None, make_batch(16), "such as class weights"),
+    "in-batch negatives": (small, info_nce, None, make_batch(16), "depends on the others"),
+    "BatchNorm": (with_batch_norm, mean_step, None, make_batch(16), "BatchNorm in train mode (1)"),
+    "BatchNorm without running statistics": (
+        with_bare_batch_norm,
+        mean_step,
+        None,
+        make_batch(16),
+        "BatchNorm in train mode (1)",
+    ),
+    "soft Dice over the batch": (small, soft_dice, None, make_batch(16), "depends on the others"),
+    "balance of experts": (small, balanced_experts, None, make_batch(16), "depends on the others"),
+    "two tasks, sparse labels": (small, two_tasks, None, make_batch(16), "several terms with counts of their own"),
+    "mixup by randperm": (small, mixup, None, make_batch(16), "shuffled among themselves"),
+    "spectral norm": (with_spectral_norm, mean_step, None, make_batch(16), "moves with every forward pass (0;"),
+    "a regulariser in a Sum": (
+        small,
+        lambda model, batch: Sum(sum_loss(model, batch) + regulariser(model), len(batch[0])),
+        None,
+        make_batch(16),
+        "return it as autobatch.PerStep",
+    ),
+    "a mean stated with count 1": (
+        small,
+        lambda model, batch: Mean(mean_step(model, batch), over=1),
+        None,
+        make_batch(16),
+        "mean over samples, and is counted otherwise",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_inexact_split_is_caught_and_its_one_cause_named(name):
+    """Every way known to split a step wrongly is caught, with the cause that is to be mended and no other."""
+    make_model, step, weigh, batch, cause = WRONG[name]
+    torch.manual_seed(0)
+    verdict = verify(make_model(), batch, step, weigh)
+    assert not verdict.exact
+    assert not verdict.unchecked
+    assert verdict.relative_error > 1e-3
+    assert len(verdict.causes) == 1
+    assert cause in verdict.causes[0]
+    assert cause in str(verdict)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, inputs):
+        return self.head(self.layer(inputs.unsqueeze(1).repeat(1, 3, 1) * torch.arange(1, 4)[:, None]).mean(1))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.LSTM(6, 8, 2, dropout=0.6, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs.unsqueeze(1).repeat(1, 3, 1))[0][:, -1])
+
+
+class Path(nn.Module):
+    """What surrounds a small model with a change of its input or output."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.body, self.change = small(), change
+
+    def forward(self, inputs):
+        return self.change(self.body, inputs)
+
+
+def drop_path(body, inputs):
+    """Whole samples are dropped."""
+    return body(inputs) * torch.empty(len(inputs), 1).bernoulli_(0.2) / 0.2
+
+
+def convolutional() -> nn.Module:
+    """Normalised within a sample."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4)
+    )
+
+
+def tied() -> nn.Module:
+    """One weight used twice."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+def in_bfloat16(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Autocast in the step."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def cast_by_hand(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A cast in the step."""
+    return F.cross_entropy(model(batch[0].to(torch.bfloat16)).float(), batch[1])
+
+
+RIGHT: dict[str, tuple[Any, Any, Any, Any]] = {
+    "plain": (small, mean_step, None, make_batch(16)),
+    "float64": (Plain, mean_step, None, make_batch(16, torch.float64)),
+    "checkpointed": (lambda: Plain(checkpointed=True), mean_step, None, make_batch(16, torch.float64)),
+    "reentrant checkpoint": (
+        lambda: Path(lambda body, inputs: checkpoint(body, inputs.clone().requires_grad_(), use_reentrant=True)),
+        mean_step,
+        None,
+        make_batch(16),
+    ),
+    "tokens": (small, token_mean, lambda batch: (batch["labels"] != -100).sum(), tokens()),
+    "class weights": (small, class_weighted, lambda batch: CLASS_WEIGHTS[batch[1]].sum(), make_batch(16)),
+    "transformer layer": (Encoder, mean_step, None, make_batch(16)),
+    "LSTM with dropout": (Recurrent, mean_step, None, make_batch(16)),
+    "functional dropout": (
+        lambda: Path(lambda body, inputs: F.dropout(body(inputs), 0.7)),
+        mean_step,
+        None,
+        make_batch(16),
+    ),
+    "drop path": (lambda: Path(drop_path), mean_step, None, make_batch(16)),
+    "noise": (
+        lambda: Path(lambda body, inputs: body(inputs + torch.randn_like(inputs))),
+        mean_step,
+        None,
+        make_batch(16),
+    ),
+    "tied weights": (tied, mean_step, None, make_batch(16)),
+    "GroupNorm": (convolutional, mean_step, None, make_batch(16)),
+    "bfloat16 autocast": (small, in_bfloat16, None, make_batch(16)),
+    "bfloat16 model": (lambda: small().bfloat16(), mean_step, None, make_batch(16, torch.bfloat16)),
+    "bfloat16 by hand": (lambda: small().bfloat16(), cast_by_hand, None, make_batch(16)),
+    "Sum": (small, lambda model, batch: Sum(sum_loss(model, batch), len(batch[0])), None, make_batch(16)),
+    "PerStep": (
+        small,
+        lambda model, batch: {"loss": mean_step(model, batch), "decay": PerStep(regulariser(model))},
+        None,
+        make_batch(16),
+    ),
+    "ragged": (small, mean_step, None, make_batch(7)),
+    "two samples": (small, mean_step, None, make_batch(2)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_an_exact_split_is_exact_to_rounding(name):
+    """Steps that split exactly measure a hundred times less than what would be called inexact."""
+    make_model, step, weigh, batch = RIGHT[name]
+    torch.manual_seed(0)
+    verdict = verify(make_model(), batch, step, weigh)
+    assert verdict.exact, str(verdict)
+    assert verdict.relative_error <= 1e-6
+    assert verdict.causes == ()
+
+
+def test_a_verdict_leaves_no_trace():
+    """Parameters, gradients, buffers, generators, modes, hooks and counters are bit for bit as before."""
+    model = Everything().bfloat16()
+    mean_step(model, make_batch(8, torch.bfloat16)).backward()
+    before = bits_of(model)
+    verdict = verify(model, make_batch(8, torch.bfloat16), mean_step)
+    assert not verdict.exact
+    assert differences(bits_of(model), before) == []
+    assert model.drop.p == 0.3
+
+
+def test_the_batch_is_left_alone():
+    """A step that writes into its batch is refused, and the user's batch has not been written into."""
+    batch = make_batch(8)
+    kept = batch[0].clone()
+
+    def write(model, part):
+        part[0].mul_(2)
+        return mean_step(model, part)
+
+    with pytest.raises(Exception, match="in place"):
+        verify(small(), batch, write)
+    assert torch.equal(batch[0], kept)
+
+
+def test_samples_that_are_alike_give_no_verdict():
+    """Nothing is promised from samples that cannot show whether they depend on each other."""
+    verdict = verify(small(), (torch.ones(8, 6), torch.zeros(8, dtype=torch.long)), info_nce)
+    assert not verdict.exact
+    assert "all alike" in verdict.unchecked
+    assert "not checked" in str(verdict)
+
+
+def test_one_sample_gives_no_verdict():
+    """One sample cannot be split."""
+    assert "one sample" in verify(small(), make_batch(1), mean_step).unchecked
+
+
+def test_memory_that_ends_with_many_samples_leaves_fewer():
+    """Where 16 samples do not fit at once, fewer are compared; where two do not, it says so."""
+
+    def limited(most):
+        def step(model, batch):
+            if len(batch[0]) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return mean_step(model, batch)
+
+        return step
+
+    assert verify(small(), make_batch(16), limited(4)).samples == 4
+    assert "memory ended" in verify(small(), make_batch(16), limited(1)).unchecked
+
+
+def test_numbers_from_python_are_named():
+    """What draws from Python's own generator cannot be held still, and that is said."""
+    import random
+
+    def step(model, batch):
+        return mean_step(model, batch) * random.random()
+
+    verdict = verify(small(), make_batch(16), step)
+    assert not verdict.exact
+    assert "Python's random" in verdict.causes[0]
+
+
+def test_a_part_without_labels_is_not_exact():
+    """A part in which there is nothing to count does not keep the count from being named."""
+    batch = tokens()
+    batch["labels"][0] = -100
+    verdict = verify(small(), batch, token_mean)
+    assert not verdict.exact
+    assert "!= -100" in verdict.causes[0]
+
+
+def test_two_causes_are_both_named():
+    """BatchNorm does not hide that the loss is a sum."""
+    verdict = verify(with_batch_norm(), make_batch(16), sum_loss)
+    assert "BatchNorm" in verdict.causes[0]
+    assert "autobatch.Sum" in verdict.causes[1]
+
+
+def test_a_verdict_is_one_line():
+    """Whatever it says, it fits a log."""
+    verdict = Verdict(exact=True, relative_error=1e-7, samples=16, partitions=((1, 15),))
+    assert str(verdict) == "splitting is exact: 16 samples in 1 divisions, relative error 1.0e-07"
