@@ -211,12 +211,15 @@ def test_sparse_narrow_gradients_are_summed_too():
 
 
 def test_an_earlier_gradient_without_a_new_one_stays():
-    """A parameter that the step did not use."""
+    """A parameter that the step did not use: a copy while the step can be undone, its own tensor after."""
     parameters = make_parameters()
     gradient = parameters[0].grad
     aside = GradientsAside(parameters)
     parameters[1].sum().backward()
     aside.add()
+    assert parameters[0].grad is not gradient
+    assert parameters[0].grad.tolist() == [5, 5, 5]
+    aside.settle()
     assert parameters[0].grad is gradient
     assert gradient.tolist() == [5, 5, 5]
 
