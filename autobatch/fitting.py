@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autobatch.distributed import refuse_many_ranks
-from autobatch.errors import DoesNotFit, InexactSplit
-from autobatch.events import Event, Hook, PlanMade, TrialFinished, emit
+from autobatch.errors import InexactSplit
+from autobatch.events import Event, PlanMade, emit
+from autobatch.exactness.verification import check_split
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.planning.curve import fit_curve, ran
-from autobatch.planning.planner import Objective, balance, choose_size, useful_sizes
-from autobatch.planning.search import Question, next_size, next_smaller_size
-from autobatch.probe import Probe
-from autobatch.records import Trial
-from autobatch.report.text import explain_refusal
+from autobatch.planning.planner import Objective, balance
+from autobatch.records import Verdict
 from autobatch.request import Allowance, check_choice, check_count, find_allowance, find_device
+from autobatch.size_search import Found, SizeSearch
 from autobatch.version import __version__
-from autobatch.wording import format_bytes
-from autobatch.workload.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
-from autobatch.workload.batches import Layout, count_bytes, tensors_of
-from autobatch.workload.default_step import default_step, explain_default
-from autobatch.workload.example import find_example
-from autobatch.workload.fingerprint import fingerprint
-from autobatch.workload.reading import ListReading
+from autobatch.workload.batch_norm import warn_of_batch_norms
+from autobatch.workload.default_step import default_step
 from autobatch.workload.step import Step, Weigh, Workload
 from autobatch.workload.training_state import TrainingState
 
@@ -120,15 +112,18 @@ def fit(
     with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
-        search = _Search(
+        search = SizeSearch(
             workload, memory, allowance, state, target_batch, bound, objective, accumulate_in_float32, hooks
         )
         found = search.run(batch)
+        verdict = None
+        if check is not None and found.size < target_batch:
+            with memory.limit(allowance.limit_bytes):
+                verdict = check_split(workload, found.example, memory)
     memory.reclaim()
-    inexact = _explain_inexactness(found, target_batch)
-    if check == "raise" and inexact:
-        raise InexactSplit(inexact[0])
-    told = inexact if check is not None else ()
+    told = _explain_inexactness(found, verdict, target_batch)
+    if check == "raise" and told:
+        raise InexactSplit(told[0])
     seconds = time.perf_counter() - started
     plan = _make_plan(
         workload,
@@ -137,6 +132,7 @@ def fit(
         found,
         target_batch,
         in_float32=accumulate_in_float32,
+        verdict=verdict,
         warnings=told,
         seconds=seconds,
     )
@@ -144,132 +140,24 @@ def fit(
     return plan
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What the trials answered, and what else the plan has to say."""
-
-    size: int
-    trials: tuple[Trial, ...]
-    fingerprint: str
-    batch_lists: dict[str, ListReading]
-    state_bytes: int
-    batch_norms: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-@dataclass
-class _Search:
-    """Tries sizes of one workload until the question is answered."""
-
-    workload: Workload
-    memory: Device
-    allowance: Allowance
-    state: TrainingState
-    target: int
-    bound: int
-    objective: Objective
-    in_float32: bool
-    hooks: tuple[Hook, ...]
-
-    def run(self, batch: Any | None) -> _Found:
-        model = self.workload.model
-        example = find_example(model, batch, self.target)
-        warnings = [*self.allowance.warnings, *example.warnings]
-        if not model.training:
-            warnings.append("the model was in eval mode: sizes were tried in train mode, which needs more memory")
-            model.train()
-        batch_norms = tuple(batch_norms_in_train_mode(model))
-        layout = self._hold_whole_batch(example.layout, warnings)
-        self.workload.weights_of(
-            example.layout.batch, example.layout.count
-        )  # a weigh() that cannot count is told first
-        question = Question(
-            bound=self.bound,
-            limit_bytes=self.allowance.limit_bytes,
-            measures=self.memory.measures,
-            smallest_probe=min(2 if batch_norms else 1, self.bound),
-            candidates=useful_sizes(self.target, self.bound),
-        )
-        probe = Probe(self.workload, layout, self.memory, self.allowance.limit_bytes, self.state, self.in_float32)
-        trials = self._try_sizes(question, probe)
-        size = choose_size(question, trials, self.objective)
-        if size is None:
-            raise DoesNotFit(self._refuse(trials, probe))
-        if self.workload.step is default_step:
-            warnings.append(explain_default(model, layout.grow(2)))
-        warnings += _warn_of_aux(probe.aux_bytes, size, self.target)
-        identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
-        return _Found(
-            size, tuple(trials), identity, dict(layout.lists), probe.state_bytes, batch_norms, tuple(warnings)
-        )
-
-    def _try_sizes(self, question: Question, probe: Probe) -> list[Trial]:
-        trials: list[Trial] = []
-        policies = (next_size, next_smaller_size) if self.objective == "memory" else (next_size,)
-        with torch.enable_grad():
-            for policy in policies:
-                while (size := policy(question, trials)) is not None:
-                    trials.append(self._try_size(size, question, probe, trials))
-                    emit(TrialFinished(trial=trials[-1], limit_bytes=question.limit_bytes), self.hooks)
-        return trials
-
-    def _try_size(self, size: int, question: Question, probe: Probe, trials: Sequence[Trial]) -> Trial:
-        try:
-            return probe.run(size)
-        except ValueError as error:
-            # Below the smallest probe BatchNorm may refuse; then what did not fit before is the answer, not this error.
-            if size >= question.smallest_probe:
-                raise
-            raise DoesNotFit(self._refuse(trials, probe)) from error
-
-    def _hold_whole_batch(self, layout: Layout, warnings: list[str]) -> Layout:
-        """A batch that lives where the model lives stands there whole during a step: so it does in each trial."""
-        if all(tensor.device != self.memory.torch_device for tensor in tensors_of(layout.batch)):
-            return layout
-        whole = count_bytes(layout.batch) * self.target // layout.count
-        if self.allowance.limit_bytes and whole > self.allowance.limit_bytes // 2:
-            warnings.append(
-                f"the whole batch of {self.target} would take {format_bytes(whole)} of {self.memory.describe().name} "
-                f"by "
-                f"itself, and was left out of the trials: hand it over in parts with runner.step_over()"
-            )
-            return layout
-        return layout.grown(self.target)
-
-    def _refuse(self, trials: Sequence[Trial], probe: Probe) -> str:
-        smallest = min(trials, key=lambda trial: trial.micro_batch_size)
-        reason = probe.reasons.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
-        allowance = self.allowance
-        return explain_refusal(smallest, reason, allowance.limit_bytes, allowance.budget_bytes, self.memory.describe())
-
-
-def _explain_inexactness(found: _Found, target: int) -> tuple[str, ...]:
-    if not found.batch_norms or found.size >= target:
+def _explain_inexactness(found: Found, verdict: Verdict | None, target: int) -> tuple[str, ...]:
+    """One sentence where splitting is known not to be exact; what could not be checked is in the plan's story."""
+    if verdict is None or verdict.exact:
         return ()
-    return (warn_of_batch_norms(found.batch_norms, found.size, target),)
-
-
-def _warn_of_aux(aux_bytes: int, size: int, target: int) -> list[str]:
-    """Trials hold what stands beside the loss of two micro-batches, a step that of all."""
-    micro_batches = -(-target // size)
-    if micro_batches <= 2 or not aux_bytes:
-        return []
-    return [
-        (
-            f"the step returns {format_bytes(aux_bytes)} beside each loss, which is kept until the step ends: "
-            f"{micro_batches} x that, of which the trials held two"
-        )
-    ]
+    if not verdict.unchecked:
+        return (str(verdict),)
+    return (warn_of_batch_norms(found.batch_norms, found.size, target),) if found.batch_norms else ()
 
 
 def _make_plan(
     workload: Workload,
     memory: Device,
     allowance: Allowance,
-    found: _Found,
+    found: Found,
     target: int,
     *,
     in_float32: bool,
+    verdict: Verdict | None,
     warnings: tuple[str, ...],
     seconds: float,
 ) -> Plan:
@@ -299,6 +187,7 @@ def _make_plan(
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
         accumulate_in_float32=in_float32,
+        verdict=verdict,
         batch_lists=found.batch_lists,
         fingerprint=found.fingerprint,
         seconds=seconds,

@@ -10,6 +10,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from autobatch.wording import plural
+
 __all__ = ["DeviceInfo", "MemoryUsage", "Outcome", "Record", "Tenant", "Trial", "Verdict"]
 
 Outcome = Literal["fits", "oom", "thrash"]
@@ -125,7 +127,8 @@ class Verdict(Record):
         """One line."""
         if self.unchecked:
             return f"splitting was not checked: {self.unchecked}"
-        tried = f"{self.samples} samples in {len(self.partitions)} divisions, relative error {self.relative_error:.1e}"
+        divisions = plural(len(self.partitions), "division")
+        tried = f"{self.samples} samples in {divisions}, relative error {self.relative_error:.1e}"
         if self.exact:
             return f"splitting is exact: {tried}"
         return f"splitting is not exact: {tried}: {'; '.join(self.causes)}"

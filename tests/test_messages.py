@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -72,6 +73,50 @@ def save_and_load(text, tmp_path):
 def divide_anew():
     """A weight that does not add up is seen in the first step."""
     make_runner(weigh=lambda b: 5.0).step(make_batch(16))
+
+
+def two_counts(model, batch):
+    """Two terms whose totals cannot be told apart in one gradient."""
+    loss = mean_step(model, batch)
+    count = len(batch[0])
+    return {"left": autobatch.Mean(loss, over=count), "right": autobatch.Mean(loss, over=2 * count)}
+
+
+def count_by_turns():
+    """Every second micro-batch states no count."""
+    calls = itertools.count()
+
+    def step(model, batch):
+        loss = mean_step(model, batch)
+        return loss if next(calls) % 2 else autobatch.Mean(loss, over=3)
+
+    return step
+
+
+def weigh_other_terms():
+    """Each call counts another term."""
+    calls = itertools.count()
+    return lambda batch: {f"term {next(calls)}": 1.0}
+
+
+def write_into_batch(model, batch):
+    """Normalise in place."""
+    batch[0].mul_(2)
+    return mean_step(model, batch)
+
+
+def write_gradients(model, batch):
+    """Call backward, as in a loop of one's own."""
+    loss = mean_step(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def fit_with(optimizer=None, hook=lambda parameter: None):
+    """A fit with an optimizer of its own, or a hook on the first parameter."""
+    model = Plain(torch.float32)
+    hook(next(model.parameters()))
+    fit(model=model, optimizer=optimizer and optimizer(model.parameters()))
 
 
 TABLE = [
@@ -177,10 +222,128 @@ TABLE = [
         lambda: fit(model=Everything(), max_micro_batch=8, check="raise"),
         "InexactSplit",
         (
-            "splitting is not exact here: BatchNorm in train mode (norm) normalises each micro-batch of 8 by itself, "
-            "not "
-            "the 16 together; GroupNorm, or BatchNorm in eval mode, would be exact"
+            "splitting is not exact: 4 samples in 1 division, relative error 3.3e-01: BatchNorm in train mode (norm) "
+            "normalises each micro-batch by itself; GroupNorm, or BatchNorm in eval mode, is exact"
         ),
+    ),
+    (
+        lambda: fit(step=lambda m, b: {}),
+        "InvalidStep",
+        "step() returned an empty dict: it must hold the step's losses",
+    ),
+    (
+        lambda: fit(step=lambda m, b: autobatch.Sum(m(b[0]).sum(), "many")),
+        "InvalidStep",
+        "Sum(count=) is str; it must be one number",
+    ),
+    (
+        lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=-1)),
+        "InvalidStep",
+        "Mean(over=) is -1.0; it must be a finite number >= 0",
+    ),
+    (
+        lambda: fit(step=lambda m, b: {"loss": m(b[0]).mean(), "logits": m(b[0]).detach().mean()}),
+        "InvalidStep",
+        (
+            "the term 'logits' of step() returned a loss without a graph (detached, under no_grad, or every "
+            "parameter is frozen); what is no loss goes beside it: return (losses, aux)"
+        ),
+    ),
+    (
+        lambda: make_runner(step=two_counts).step(make_batch(16)),
+        "InvalidStep",
+        (
+            "step() states different counts for its terms ('left': 4, 'right': 8), and their totals must be "
+            "known before the first backward pass: pass weigh= that returns a dict of counts by term"
+        ),
+    ),
+    (
+        lambda: make_runner(step=two_counts, weigh=lambda b: {"left": len(b[0])}).step(make_batch(16)),
+        "InvalidStep",
+        (
+            "weigh() gives counts for the terms ['left'], and step() returned ['left', 'right']: the names "
+            "must be the same (a PerStep term has no count)"
+        ),
+    ),
+    (
+        lambda: make_runner(step=count_by_turns()).step(make_batch(16)),
+        "InvalidStep",
+        "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it",
+    ),
+    (
+        lambda: make_runner(step=lambda m, b: autobatch.Mean(mean_step(m, b), over=7), weigh=lambda b: len(b[0])).step(
+            make_batch(16)
+        ),
+        "InvalidStep",
+        (
+            "step() states a count of 7 for a micro-batch for which weigh() gives 4: let weigh= count the "
+            "same (by term, as a dict, where terms have different counts), or leave weigh= out"
+        ),
+    ),
+    (
+        lambda: make_runner(weigh=lambda b: {}).step(make_batch(16)),
+        "InvalidBatch",
+        "weigh() returned an empty dict: it must name the step's terms, or return one number",
+    ),
+    (
+        lambda: make_runner(weigh=lambda b: "all").step(make_batch(16)),
+        "InvalidBatch",
+        "weigh() returned str; it must return one number, or a dict of them by term",
+    ),
+    (
+        lambda: make_runner(weigh=weigh_other_terms()).step(make_batch(16)),
+        "InvalidBatch",
+        (
+            "weigh() gave counts for 'term 0' in one micro-batch and for 'term 1' in another: name the same "
+            "terms each time, with 0 where there is nothing to count"
+        ),
+    ),
+    (
+        lambda: make_runner(step=write_into_batch).step(make_batch(16)),
+        "InvalidStep",
+        ("step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a copy"),
+    ),
+    (
+        lambda: make_runner(step=write_gradients).step(make_batch(16)),
+        "InvalidStep",
+        "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only",
+    ),
+    (
+        lambda: fit_with(optimizer=torch.optim.LBFGS),
+        "InvalidArgument",
+        "LBFGS calls a closure several times a step, which cannot be split exactly; use another",
+    ),
+    (
+        lambda: fit_with(hook=lambda p: p.register_post_accumulate_grad_hook(lambda _: None)),
+        "InvalidArgument",
+        (
+            "parameter body.0.weight has a post-accumulate-grad hook: an update inside the backward pass "
+            "happens at every micro-batch and cannot be undone; remove the hook"
+        ),
+    ),
+    (
+        lambda: fit_with(hook=lambda p: p.register_hook(lambda _: None)),
+        "InvalidArgument",
+        (
+            "parameter body.0.weight has a gradient hook, which would run on the part of each micro-batch "
+            "instead of on the whole gradient; remove it, and do its work on .grad between "
+            "runner.accumulate(batch) and your update"
+        ),
+    ),
+    (
+        lambda: make_runner(scaler=object()),
+        "InvalidArgument",
+        "scaler is a object: pass a torch.amp.GradScaler",
+    ),
+    (
+        lambda: make_runner(scheduler=object()),
+        "InvalidArgument",
+        "scheduler is a object without step()",
+    ),
+    (
+        lambda: make_runner().step_over(make_batch(16)[0]),
+        "InvalidArgument",
+        "step_over() takes several batches, such as a list of them; for one batch call step()",
     ),
     (
         lambda: make_runner(max_grad_norm=0.0),

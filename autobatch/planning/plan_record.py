@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from autobatch.planning.curve import MemoryCurve
-from autobatch.records import DeviceInfo, Record, Trial
+from autobatch.records import DeviceInfo, Record, Trial, Verdict
 
 __all__ = ["PlanRecord"]
 
@@ -39,6 +39,8 @@ class PlanRecord(Record):
         weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
         accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32 where there are several
             micro-batches; the trials did so too.
+        verdict: Whether splitting was found to be exact, and the seconds that took; ``None`` where nothing is split, or
+            ``check=None``.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
@@ -61,6 +63,7 @@ class PlanRecord(Record):
     state_bytes: int = 0
     weighed: bool = False
     accumulate_in_float32: bool = True
+    verdict: Verdict | None = None
     batch_lists: dict[str, Literal["samples", "fields", "unclear"]] = Field(default_factory=dict)
     fingerprint: str = ""
     seconds: float = 0.0

@@ -32,6 +32,7 @@ def explain_plan(plan: PlanRecord) -> str:
             *_section("Trials", _trial_lines(plan)),
             *_section("Where the memory goes", _breakdown_lines(plan)),
             *_section("Memory curve", _curve_lines(plan)),
+            *_section("Is splitting exact?", _verdict_lines(plan)),
             *_section("What would help", _advice_lines(plan)),
             *_section("Warnings", (f"! {warning}" for warning in plan.warnings)),
         ]
@@ -133,6 +134,11 @@ def _curve_lines(plan: PlanRecord) -> Iterator[str]:
         yield f"{plural(size, 'sample'):>14}   {format_bytes(plan.curve.peak_reserved(size)):>12}{mark}"
     largest = min(plan.curve.largest(plan.limit_bytes), share)
     yield f"The curve puts the largest size within the limit at {largest} of {share}."
+
+
+def _verdict_lines(plan: PlanRecord) -> Iterator[str]:
+    if plan.verdict is not None:
+        yield f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"
 
 
 def _advice_lines(plan: PlanRecord) -> Iterator[str]:
