@@ -196,7 +196,9 @@ class Runner:
         self._tell_finished(result)
         self.steps += 1
         room_bytes = self._room.left() if self.micro_batch_size < self.plan.micro_batch_size else None
-        self._change_pace(self._pace.after_step(room_bytes, thrashed=usage.alloc_retries > alloc_retries), self.steps)
+        thrashed = usage.alloc_retries > alloc_retries
+        pace = self._pace.after_step(max(accumulated.micro_batch_sizes), room_bytes, thrashed=thrashed)
+        self._change_pace(pace, self.steps)
         return result
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:

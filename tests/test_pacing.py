@@ -26,18 +26,21 @@ def at(size: int, curve: MemoryCurve | None = LINE, smallest: int = 1, ladder: t
 def finish(pace: Pace, steps: int, room: int | None = None, *, thrashed: bool = False) -> Pace:
     """So many steps, all alike."""
     for _ in range(steps):
-        pace = pace.after_step(room, thrashed=thrashed)
+        pace = pace.after_step(pace.size, room, thrashed=thrashed)
     return pace
 
 
-def train(pace: Pace, most: int, *, crawls: int | None = None, room: int | None = None) -> tuple[Pace, int]:
+def train(
+    pace: Pace, most: int, *, crawls: int | None = None, room: int | None = None, samples: int | None = None
+) -> tuple[Pace, int]:
     """One step where ``most`` samples fit and sizes above ``crawls`` thrash; the new pace, and how many OOMs."""
     shortages = 0
     pace = pace.before_step(room, room)
-    while pace.size > most:
-        pace = pace.after_shortage(pace.size, room)
+    while (largest := pace.size if samples is None else max(balance(samples, pace.size))) > most:
+        pace = pace.after_shortage(largest, room)
         shortages += 1
-    return pace.after_step(room, thrashed=shortages > 0 or (crawls is not None and pace.size > crawls)), shortages
+    thrashed = shortages > 0 or (crawls is not None and largest > crawls)
+    return pace.after_step(largest, room, thrashed=thrashed), shortages
 
 
 @st.composite
@@ -184,7 +187,7 @@ def test_thrash_in_two_steps_running_is_one_notch(steps, size, reason):
     """One step that thrashed may be chance, two running are not."""
     pace = at(64)
     for step in steps:
-        pace = pace.after_step(None, thrashed=step == "T")
+        pace = pace.after_step(pace.size, None, thrashed=step == "T")
     assert (pace.size, pace.reason) == (size, reason)
 
 
@@ -276,16 +279,16 @@ def test_before_a_step_it_never_grows_and_settles_at_once(pace, there, room):
         assert after is pace
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(paces(), st.data())
 def test_constant_memory_costs_few_ooms(pace, data):
-    """Over 5,000 steps memory ends a few times at first, then ever more seldom, and most steps are full."""
+    """Over 3,000 steps memory ends a few times at first, then ever more seldom, and most steps are full."""
     most = data.draw(st.integers(1, pace.ladder[-1]))
     crawls = data.draw(st.none() | st.integers(1, most))
     best = max(rung for rung in pace.rungs if rung <= (crawls or most))
     notches = sum(rung <= best for rung in pace.rungs)
     pace, shortages, changes, full = replace(pace, curve=None, smallest=1), 0, 0, 0
-    for _ in range(5_000):
+    for _ in range(3_000):
         before = pace.size
         pace, short = train(pace, most, crawls=crawls)
         shortages, changes, full = shortages + short, changes + (pace.size != before), full + (before == best)
@@ -293,11 +296,34 @@ def test_constant_memory_costs_few_ooms(pace, data):
     assert changes <= notches * 24
     if best == pace.ladder[-1]:
         assert pace.size == best
-    assert full >= 5_000 - 24 * (1 + notches) * (CLEAN_STEPS + 2) or best == 1
+    assert full >= 3_000 - 24 * (1 + notches) * (CLEAN_STEPS + 2) or best == 1
 
 
-@settings(max_examples=30)
-@given(paces(), st.integers(1, 50), st.integers(0, 3_000))
+def test_small_batches_between_large_ones_prove_nothing():
+    """Most batches are small: the large one still meets memory's end seldom, as the wait doubles each time."""
+    pace, shortages = at(64, curve=None), 0
+    for step in range(10_000):
+        pace, short = train(pace, 40, samples=64 if step % 60 == 0 else 8)
+        shortages += short
+    assert shortages <= 14
+
+
+def test_a_size_on_probation_falls_back_to_the_one_that_ran():
+    """Not to its half: 48 failed, and 32 ran just before."""
+    pace = finish(at(32, curve=None, ladder=(1, 8, 16, 32, 48, 64)), CLEAN_STEPS)
+    assert pace.size == 48
+    assert pace.after_shortage(48, None).size == 32
+    assert pace.after_shortage(30, None).size == 8  # a smaller micro-batch failed: the growth was not at fault
+
+
+def test_before_a_step_the_optimizers_floor_is_not_answered_with_small_sizes():
+    """What one sample needs as much as many is no reason to go down."""
+    flat = MemoryCurve(allocated=((0, 100), (32, 100), (64, 200)), reserved=((0, 100), (32, 100), (64, 200)))
+    assert at(64, curve=flat).before_step(90, 90).size == 32
+
+
+@settings(max_examples=15)
+@given(paces(), st.integers(1, 50), st.integers(0, 2_000))
 def test_memory_that_comes_back_is_used_again(pace, most, hard_steps):
     """After any hard time the plan's size is there again within the longest wait and one wait a notch."""
     for _ in range(hard_steps):
@@ -317,7 +343,7 @@ def test_a_neighbour_within_the_headroom_changes_nothing(pace, room, headroom):
     sizes = [pace.size]
     for step in range(100):
         pace = pace.before_step(room + headroom * (step % 2), room)
-        pace = pace.after_step(room, thrashed=False)
+        pace = pace.after_step(pace.size, room, thrashed=False)
         sizes.append(pace.size)
     assert sizes == sorted(sizes)
 
@@ -365,7 +391,7 @@ class Training(RuleBasedStateMachine):
     def thrash(self, room):
         """A step thrashes."""
         self.still = 0
-        self.change(self.pace.after_step(room, thrashed=True))
+        self.change(self.pace.after_step(self.pace.size, room, thrashed=True))
         lower = [rung for rung in self.pace.rungs if rung < self.before.size]
         assert self.pace.size in (self.before.size, *lower[-1:])
 
@@ -374,7 +400,7 @@ class Training(RuleBasedStateMachine):
         """Some steps go well."""
         for _ in range(count):
             self.still += not self.pace.is_short
-            self.change(self.pace.after_step(room, thrashed=False))
+            self.change(self.pace.after_step(self.pace.size, room, thrashed=False))
             assert self.pace.size >= self.before.size
             self.still = self.still if self.pace.size == self.before.size else 0
 

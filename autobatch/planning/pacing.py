@@ -69,8 +69,9 @@ class Pace:
         curve: Peak memory by size, where a plan has one.
         smallest: Only an OOM leads below it: 2 for models with BatchNorm, which may refuse one sample.
         reason: Why the size last changed; ``None`` before the first change.
-        is_grown: Whether that was on the way up.
-        steps: Steps finished since the size last changed.
+        grown_from: The size before, where the last change was on the way up.
+        steps: Steps finished since the size last changed that say something about it: a batch of smaller micro-batches,
+            which would have run before too, does not.
         clean_steps: Those among them since the last one that thrashed.
         thrashed_steps: Steps running that thrashed.
         is_short: Whether memory ended inside the step that is under way.
@@ -83,7 +84,7 @@ class Pace:
     curve: MemoryCurve | None = None
     smallest: int = 1
     reason: Reason | None = None
-    is_grown: bool = False
+    grown_from: int | None = None
     steps: int = 0
     clean_steps: int = 0
     thrashed_steps: int = 0
@@ -109,8 +110,15 @@ class Pace:
         halves = {foot >> times for times in range(foot.bit_length())}
         return tuple(sorted({*halves, *self.ladder, max(min(self.smallest, top), 1)}))
 
+    @property
+    def is_on_probation(self) -> bool:
+        """Whether a size that was grown into has not proved itself yet."""
+        return self.grown_from is not None and self.steps < CLEAN_STEPS
+
     def after_shortage(self, failed: int, room_bytes: int | None) -> Pace:
         """Memory ended at a micro-batch: go on with less, as ``shrink`` says, down to the next rung.
+
+        Where a size on probation failed, and the curve does not say why, the one before is good enough: it ran.
 
         Args:
             failed: Samples in the micro-batch that did not fit, from 2 to ``size``; parts of a batch may be smaller
@@ -122,7 +130,11 @@ class Pace:
         """
         rungs = self.rungs
         wanted = shrink(failed, self.curve, room_bytes, self.smallest)
-        return replace(_move(self, rungs[bisect_right(rungs, wanted) - 1], "out of memory"), is_short=True)
+        is_foreseen = self.curve is not None and room_bytes is not None and self.curve.largest(room_bytes) < failed
+        if self.is_on_probation and failed > (self.grown_from or 0) and not is_foreseen:
+            wanted = max(wanted, self.grown_from or 0)
+        size = rungs[bisect_right(rungs, wanted) - 1]
+        return replace(_move(self, size, "out of memory", failed), is_short=True)
 
     def before_step(self, there_bytes: int | None, room_bytes: int | None) -> Pace:
         """Less is free than the size needs: shrink before it fails.
@@ -139,35 +151,37 @@ class Pace:
         """
         if self.curve is None or there_bytes is None or self.curve.peak_reserved(self.size) <= there_bytes:
             return self
-        limit = there_bytes if room_bytes is None else min(there_bytes, room_bytes)
+        # What one sample needs is needed at any size, the optimizer's step included: less would not help.
+        limit = max(there_bytes if room_bytes is None else min(there_bytes, room_bytes), self.curve.peak_reserved(1))
         lower = _lower(self)
         fitting = [rung for rung in lower if self.curve.peak_reserved(rung) <= limit]
         return _move(self, (fitting or lower[:1])[-1], "less is free") if lower else self
 
-    def after_step(self, room_bytes: int | None, *, thrashed: bool) -> Pace:
+    def after_step(self, largest: int, room_bytes: int | None, *, thrashed: bool) -> Pace:
         """A step is done; the size may change for the next one.
 
         Down a notch where two steps running have thrashed. Up a notch, never above the plan's size, after enough clean
         steps and where the curve says that it fits.
 
         Args:
+            largest: Samples in the step's largest micro-batch.
             room_bytes: As in ``after_shortage``.
             thrashed: Whether the allocator had to give memory back and ask again during the step. Not counted where
                 memory also ended in the step, because it does so before each OOM.
         """
         if self.is_short:
             return replace(self, is_short=False)
-        pace = _count(self, thrashed=thrashed)
+        pace = _count(self, largest, thrashed=thrashed)
         if pace.thrashed_steps >= 2:
             lower = _lower(pace)
-            return _move(pace, lower[-1], "thrash") if lower else pace
+            return _move(pace, lower[-1], "thrash", largest) if lower else pace
         return _grow(pace, room_bytes)
 
 
-def _count(pace: Pace, *, thrashed: bool) -> Pace:
+def _count(pace: Pace, largest: int, *, thrashed: bool) -> Pace:
     counted = replace(
         pace,
-        steps=pace.steps + 1,
+        steps=pace.steps + (largest > (pace.grown_from or 0)),
         clean_steps=0 if thrashed else pace.clean_steps + 1,
         thrashed_steps=pace.thrashed_steps + 1 if thrashed else 0,
     )
@@ -194,13 +208,14 @@ def _lower(pace: Pace) -> tuple[int, ...]:
     return rungs[bisect_left(rungs, pace.smallest) : bisect_left(rungs, pace.size)]
 
 
-def _move(pace: Pace, size: int, reason: Reason) -> Pace:
-    has_failed = pace.is_grown and pace.steps < CLEAN_STEPS and reason in ("out of memory", "thrash")
+def _move(pace: Pace, size: int, reason: Reason, failed: int = 0) -> Pace:
+    """``failed``: samples in the micro-batch that showed that there is too little, if one has."""
+    has_failed = pace.is_on_probation and failed > (pace.grown_from or 0)
     return replace(
         pace,
         size=size,
         reason=reason,
-        is_grown=reason == "grown back",
+        grown_from=pace.size if size > pace.size else None,
         steps=0,
         clean_steps=0,
         thrashed_steps=0,
