@@ -149,10 +149,13 @@ class Pace:
         Returns:
             This very pace where it can stay, or where the curve or what is there is not known.
         """
-        if self.curve is None or there_bytes is None or self.curve.peak_reserved(self.size) <= there_bytes:
+        if self.curve is None or there_bytes is None:
             return self
         # What one sample needs is needed at any size, the optimizer's step included: less would not help.
-        limit = max(there_bytes if room_bytes is None else min(there_bytes, room_bytes), self.curve.peak_reserved(1))
+        least = self.curve.peak_reserved(1)
+        if self.curve.peak_reserved(self.size) <= max(there_bytes, least):
+            return self
+        limit = max(there_bytes if room_bytes is None else min(there_bytes, room_bytes), least)
         lower = _lower(self)
         fitting = [rung for rung in lower if self.curve.peak_reserved(rung) <= limit]
         return _move(self, (fitting or lower[:1])[-1], "less is free") if lower else self
