@@ -283,11 +283,12 @@ def test_before_a_step_it_never_grows_and_settles_at_once(pace, there, room):
 @given(paces(), st.data())
 def test_constant_memory_costs_few_ooms(pace, data):
     """Over 3,000 steps memory ends a few times at first, then ever more seldom, and most steps are full."""
+    pace = replace(pace, curve=None, smallest=1)
     most = data.draw(st.integers(1, pace.ladder[-1]))
     crawls = data.draw(st.none() | st.integers(1, most))
     best = max(rung for rung in pace.rungs if rung <= (crawls or most))
     notches = sum(rung <= best for rung in pace.rungs)
-    pace, shortages, changes, full = replace(pace, curve=None, smallest=1), 0, 0, 0
+    shortages, changes, full = 0, 0, 0
     for _ in range(3_000):
         before = pace.size
         pace, short = train(pace, most, crawls=crawls)
