@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autobatch.accumulation.transaction import Accumulated, Accumulation, Shortage
+from autobatch.accumulation.progress import Accumulated, Shortage
+from autobatch.accumulation.transaction import Accumulation
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom

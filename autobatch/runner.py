@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.accumulation.transaction import Accumulated, Accumulation, Shortage
+from autobatch.accumulation.progress import Accumulated, Shortage
+from autobatch.accumulation.transaction import Accumulation
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import BatchDiffers, GradientsFound, Hook, Retried, SizeChanged, StepFinished, StepSkipped, emit

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 TRANSACTION = "autobatch/accumulation/transaction.py"
 PIECES = "autobatch/accumulation/pieces.py"
+PROGRESS = "autobatch/accumulation/progress.py"
 SHARES = "autobatch/accumulation/shares.py"
 UPDATE = "autobatch/update.py"
 GRADIENTS = "autobatch/workload/gradients.py"
@@ -77,7 +78,7 @@ MUTANTS = (
     Mutant("gradients are not cleared on a restart", TRANSACTION, "                stamps.clear()\n", ""),
     Mutant(
         "the loss of a failed attempt is kept",
-        TRANSACTION,
+        PROGRESS,
         "        self.loss, self.counted, self.unit = None, 0.0, None\n",
         "",
         (*RUNNER_TESTS, *FAULT_TESTS),

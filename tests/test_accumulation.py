@@ -25,7 +25,8 @@ from workloads import (
     relative_error,
 )
 
-from autobatch.accumulation.transaction import Accumulation, Shortage
+from autobatch.accumulation.progress import Shortage
+from autobatch.accumulation.transaction import Accumulation
 from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at

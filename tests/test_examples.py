@@ -19,7 +19,8 @@ import pytest
 import torch
 from workloads import full_batch_gradient, gradients_of, relative_error
 
-from autobatch.accumulation.transaction import Accumulation, Shortage
+from autobatch.accumulation.progress import Shortage
+from autobatch.accumulation.transaction import Accumulation
 from autobatch.memory.cpu import CpuDevice
 from autobatch.workload.batches import describe
 from autobatch.workload.step import Workload

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from workloads import Plain, bits_of, differences, full_batch_gradient, gradients_of, make_batch, relative_error
 
-from autobatch.accumulation.transaction import Accumulation, Shortage
+from autobatch.accumulation.progress import Shortage
+from autobatch.accumulation.transaction import Accumulation
 from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import oom_at

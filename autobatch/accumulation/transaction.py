@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from autobatch.accumulation.pieces import Piece, check_additive, cut, join
-from autobatch.accumulation.shares import Share, Totals
+from autobatch.accumulation.progress import Accumulated, Progress, Shortage
+from autobatch.accumulation.shares import Totals
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -30,82 +31,7 @@ from autobatch.workload.gradients import Float32Sums, GradientsAside, GradientSt
 from autobatch.workload.nests import with_fresh_containers
 from autobatch.workload.step import Workload
 
-__all__ = ["Accumulated", "Accumulation", "Shortage"]
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """Memory ended in a micro-batch: what is known when the next size is chosen, after the clean-up.
-
-    Attributes:
-        failed_size: Samples in the micro-batch that failed.
-        samples_kept: Samples whose gradient stands.
-        samples_redone: Samples that are still to do, or to do again.
-        reason: The error's first line.
-    """
-
-    failed_size: int
-    samples_kept: int
-    samples_redone: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Accumulated:
-    """A finished accumulation; ``.grad`` holds the gradient of ``loss``, the mean over all samples."""
-
-    loss: torch.Tensor
-    micro_batch_sizes: tuple[int, ...]
-    aux: tuple[Any, ...]
-    retries: int
-
-
-@dataclass
-class _Progress:
-    """How far one accumulation has come.
-
-    Attributes:
-        todo: Pieces that are still to run.
-        totals: What the step's losses are divided by.
-        sizes: Samples of each finished piece.
-        aux: What each finished piece gave beside its loss.
-        loss: The running sum of all shares.
-        counted: What the step itself has counted so far.
-        unit: What shares are divided by until the total is known; ``None`` where it is.
-        retries: How often memory ended.
-    """
-
-    todo: list[Piece]
-    totals: Totals
-    sizes: list[int] = field(default_factory=list)
-    aux: list[Any] = field(default_factory=list)
-    loss: torch.Tensor | None = None
-    counted: float = 0.0
-    unit: float | None = None
-    retries: int = 0
-
-    def finish(self, size: int, share: Share | None, aux: Any) -> None:
-        self.sizes.append(size)
-        self.aux.append(aux)
-        if share is None:
-            return
-        if self.loss is not None and (self.unit is None) != (share.unit is None):
-            raise InvalidStep(
-                "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
-            )
-        # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
-        wide = share.loss.detach().to(torch.promote_types(share.loss.dtype, torch.float32))
-        self.loss = wide if self.loss is None else self.loss + wide
-        self.counted, self.unit = self.counted + share.count, share.unit
-
-    def forget(self, pieces: list[Piece]) -> None:
-        self.todo, self.sizes, self.aux = pieces, [], []
-        self.loss, self.counted, self.unit = None, 0.0, None
-
-    def sum_up(self) -> Accumulated:
-        assert self.loss is not None  # noqa: S101 - some micro-batch has counted, else nothing is summed up
-        loss = self.loss if self.unit is None else self.loss * (self.unit / self.counted)
-        return Accumulated(loss, tuple(self.sizes), tuple(self.aux), self.retries)
+__all__ = ["Accumulation"]
 
 
 @dataclass
@@ -177,7 +103,7 @@ class Accumulation:
         )
 
     def _complete(
-        self, progress: _Progress, aside: GradientsAside, prepare_update: Callable[[], None] | None
+        self, progress: Progress, aside: GradientsAside, prepare_update: Callable[[], None] | None
     ) -> str | None:
         """Make ``.grad`` the whole gradient and prepare its update; returns None, or why memory ended."""
         if progress.loss is None:
@@ -196,7 +122,7 @@ class Accumulation:
 
     def _advance(
         self,
-        progress: _Progress,
+        progress: Progress,
         before: Checkpoint,
         modules: Sequence[nn.Module],
         parameters: Sequence[nn.Parameter],
@@ -228,7 +154,7 @@ class Accumulation:
             if not progress.sizes:
                 everything = progress.todo
 
-    def _attempt(self, progress: _Progress, stamps: GradientStamps) -> str | None:
+    def _attempt(self, progress: Progress, stamps: GradientStamps) -> str | None:
         """Run the next micro-batch; returns None, or why memory ended. Nothing of the error outlives this call."""
         piece = progress.todo[0]
         if not piece.counts:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
@@ -244,7 +170,7 @@ class Accumulation:
             return describe_error(error, handled=handled)
         return None
 
-    def _backward(self, piece: Piece, progress: _Progress, stamps: GradientStamps) -> None:
+    def _backward(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
         samples = piece.take()
         versions = _versions_of(samples)
         output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
@@ -262,7 +188,7 @@ class Accumulation:
             )
         progress.finish(piece.size, share, output.aux)
 
-    def _correct(self, progress: _Progress) -> None:
+    def _correct(self, progress: Progress) -> None:
         """Divide by the true total, where it was not known before; then round what was summed in float32."""
         if progress.unit is not None and progress.unit != progress.counted:
             factor = progress.unit / progress.counted
@@ -291,7 +217,7 @@ class Accumulation:
             f"there is no room for a copy of the model's buffers ({reason}); everything is as before the step"
         )
 
-    def _begin(self, batches: Sequence[Layout], largest: int) -> _Progress:
+    def _begin(self, batches: Sequence[Layout], largest: int) -> Progress:
         pieces: list[Piece] = []
         for layout in batches:
             self.device.watch(tensors_of(layout.batch))
@@ -303,9 +229,9 @@ class Accumulation:
                 pieces,
             )
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
-        return _Progress(pieces, Totals.of(pieces, weighed=weighed))
+        return Progress(pieces, Totals.of(pieces, weighed=weighed))
 
-    def _divide_anew(self, progress: _Progress, failed_size: int, reason: str) -> list[Piece]:
+    def _divide_anew(self, progress: Progress, failed_size: int, reason: str) -> list[Piece]:
         kept = sum(progress.sizes)
         redone = sum(piece.size for piece in progress.todo)
         largest = self.shrink(Shortage(failed_size, kept, redone, reason))

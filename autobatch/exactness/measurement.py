@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from autobatch.accumulation.transaction import Accumulation, Shortage
+from autobatch.accumulation.progress import Shortage
+from autobatch.accumulation.transaction import Accumulation
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.planning.planner import balance

@@ -1,0 +1,100 @@
+"""How far an accumulation has come: what is done, what is left, and what is known when memory ends.
+
+Covers the running sum of the loss and its count. Does not cover gradients, which stand in ``.grad``, nor what is undone
+(``transaction``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autobatch.accumulation.pieces import Piece
+from autobatch.accumulation.shares import Share, Totals
+from autobatch.errors import InvalidStep
+
+__all__ = ["Accumulated", "Progress", "Shortage"]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory ended in a micro-batch: what is known when the next size is chosen, after the clean-up.
+
+    Attributes:
+        failed_size: Samples in the micro-batch that failed.
+        samples_kept: Samples whose gradient stands.
+        samples_redone: Samples that are still to do, or to do again.
+        reason: The error's first line.
+    """
+
+    failed_size: int
+    samples_kept: int
+    samples_redone: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """A finished accumulation; ``.grad`` holds the gradient of ``loss``, the mean over all samples."""
+
+    loss: torch.Tensor
+    micro_batch_sizes: tuple[int, ...]
+    aux: tuple[Any, ...]
+    retries: int
+
+
+@dataclass
+class Progress:
+    """How far one accumulation has come.
+
+    Attributes:
+        todo: Pieces that are still to run.
+        totals: What the step's losses are divided by.
+        sizes: Samples of each finished piece.
+        aux: What each finished piece gave beside its loss.
+        loss: The running sum of all shares.
+        counted: What the step itself has counted so far.
+        unit: What shares are divided by until the total is known; ``None`` where it is.
+        retries: How often memory ended.
+    """
+
+    todo: list[Piece]
+    totals: Totals
+    sizes: list[int] = field(default_factory=list)
+    aux: list[Any] = field(default_factory=list)
+    loss: torch.Tensor | None = None
+    counted: float = 0.0
+    unit: float | None = None
+    retries: int = 0
+
+    def finish(self, size: int, share: Share | None, aux: Any) -> None:
+        """Count a piece as done.
+
+        Raises:
+            InvalidStep: The step counts for one piece and not for another.
+        """
+        self.sizes.append(size)
+        self.aux.append(aux)
+        if share is None:
+            return
+        if self.loss is not None and (self.unit is None) != (share.unit is None):
+            raise InvalidStep(
+                "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
+            )
+        # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
+        wide = share.loss.detach().to(torch.promote_types(share.loss.dtype, torch.float32))
+        self.loss = wide if self.loss is None else self.loss + wide
+        self.counted, self.unit = self.counted + share.count, share.unit
+
+    def forget(self, pieces: list[Piece]) -> None:
+        """Begin anew with these pieces."""
+        self.todo, self.sizes, self.aux = pieces, [], []
+        self.loss, self.counted, self.unit = None, 0.0, None
+
+    def sum_up(self) -> Accumulated:
+        """The result, where some piece has counted."""
+        assert self.loss is not None  # noqa: S101 - some micro-batch has counted, else nothing is summed up
+        loss = self.loss if self.unit is None else self.loss * (self.unit / self.counted)
+        return Accumulated(loss, tuple(self.sizes), tuple(self.aux), self.retries)
