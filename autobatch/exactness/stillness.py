@@ -9,9 +9,8 @@ It takes memory: a model in half precision stands there in float32 as well, as d
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from autobatch.exactness.draws import ConstantDraws
+from autobatch.memory.cpu import run_eagerly
 
 __all__ = ["still", "widen"]
 
@@ -54,7 +54,7 @@ def still(model: nn.Module, parameters: Sequence[torch.Tensor]) -> Iterator[None
         parameters: The parameters that take part.
     """
     with ExitStack() as stack:
-        stack.enter_context(_run_eagerly())
+        stack.enter_context(run_eagerly())
         stack.enter_context(_no_autocast())
         for owner, name, value in _settings():
             stack.enter_context(_hold(owner, name, value))
@@ -152,8 +152,3 @@ def _settings() -> Iterator[tuple[Any, str, Any]]:
         yield backends.cudnn.rnn, "fp32_precision", "ieee"
     else:
         yield backends.cudnn, "allow_tf32", False
-
-
-def _run_eagerly() -> AbstractContextManager[Any]:
-    # A function that torch.compile meets first under a dispatch mode would never be compiled again.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

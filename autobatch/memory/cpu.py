@@ -20,7 +20,7 @@ from autobatch.memory.container import read_host_memory
 from autobatch.memory.live_storage import LiveStorage, StorageBudget
 from autobatch.records import DeviceInfo, MemoryUsage
 
-__all__ = ["CpuDevice"]
+__all__ = ["CpuDevice", "run_eagerly"]
 
 # One count for the process, as the process has one heap: a tensor that one device object has seen counts for all.
 _STORAGE = LiveStorage()
@@ -67,7 +67,7 @@ class CpuDevice:
         if _INNERMOST.budget is None:
             _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
             try:
-                with _compile_nothing(), _INNERMOST.budget:
+                with run_eagerly(), _INNERMOST.budget:
                     yield
             finally:
                 _INNERMOST.budget = None
@@ -121,7 +121,10 @@ class CpuDevice:
         gc.collect()
 
 
-def _compile_nothing() -> AbstractContextManager[Any]:
-    # Under a dispatch mode compiled code runs eagerly anyway; but a function that torch.compile meets there first is
-    # never compiled again. Not imported: a process that compiles nothing would wait seconds for it.
+def run_eagerly() -> AbstractContextManager[Any]:
+    """Nothing is compiled inside the block.
+
+    Under a dispatch mode compiled code runs eagerly anyway; but a function that ``torch.compile`` meets there first is
+    never compiled again. A process that has not loaded the compiler does not wait seconds for it here.
+    """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
