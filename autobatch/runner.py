@@ -169,8 +169,9 @@ class Runner:
         started = time.perf_counter()
         layouts = self._describe(batches)
         self._tell_size(layouts)
+        parameters = self._workload.parameters()
         if update:
-            self._tell_earlier_gradients()
+            self._tell_earlier_gradients(parameters)
         limited = self._needs_limit(layouts)
         if limited:
             self._device.watch(self._workload.resident_tensors())
@@ -183,7 +184,7 @@ class Runner:
             if accumulated is None:
                 return self._skip(layouts, started)
             if update:
-                self._apply_update()
+                self._apply_update(parameters)
             usage = self._device.usage()
             self._peak_bytes = usage.peak_allocated if limited else self._peak_bytes
         result = StepResult(
@@ -261,13 +262,13 @@ class Runner:
         )
         return self.micro_batch_size
 
-    def _apply_update(self) -> None:
+    def _apply_update(self, parameters: Sequence[nn.Parameter]) -> None:
         assert self._update is not None  # noqa: S101 - narrows for mypy: step_over() has refused a Runner without one
         self._update.apply(
             f"so step {self.steps} was not retried; load your last checkpoint and give fit() the optimizer and more "
             f"headroom= than {format_bytes(self.plan.headroom_bytes)}"
         )
-        for parameter in self._workload.parameters():
+        for parameter in parameters:
             parameter.grad = None
 
     def _explain_shortage(self, shortage: Shortage) -> str:
@@ -279,8 +280,8 @@ class Runner:
             f"before the step: free memory or give fit() a larger budget="
         )
 
-    def _tell_earlier_gradients(self) -> None:
-        if not self._told_gradients and any(p.grad is not None for p in self._workload.parameters()):
+    def _tell_earlier_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        if not self._told_gradients and any(parameter.grad is not None for parameter in parameters):
             self._told_gradients = True
             emit(GradientsFound(step=self.steps), self._hooks)
 

@@ -57,10 +57,11 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant("no dirty check", TRANSACTION, "if stamps.unchanged() and self._holds(here):", "if self._holds(here):"),
     Mutant(
-        "no dirty check", TRANSACTION, "if stamps.unchanged():\n                here", "if True:\n                here"
+        "a piece is kept that drew from NumPy", CHECKPOINT, "self._is_whole or self.random.host.is_current()", "True"
     ),
-    Mutant("generators are not restored", CHECKPOINT, "        self._random.restore()\n", ""),
+    Mutant("generators are not restored", CHECKPOINT, "        self.random.restore()\n", ""),
     Mutant("buffers are not restored", CHECKPOINT, "            buffer.copy_(value)\n", "            pass\n"),
     Mutant(
         "NumPy's generator is forgotten",
@@ -91,7 +92,7 @@ MUTANTS = (
     Mutant(
         "a batch may be written into",
         TRANSACTION,
-        "        if _versions_of(samples) != versions:",
+        "        if [tensor._version for tensor in tensors] != versions:",
         "        if False:",
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import random
 import weakref
 
 import numpy as np
@@ -181,6 +182,27 @@ def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
         assert not differences(forget_objects(bits_of(model)), forget_objects(expected)), (position, planned.raised)
     assert kept >= 20
     assert restarted >= 20
+
+
+@pytest.mark.parametrize("draw", [np.random.rand, np.random.randn, random.random], ids=["rand", "randn", "random"])
+def test_a_step_that_draws_from_python_or_numpy_draws_the_same_again(draw):
+    """Seen to draw from them it is restarted once, and kept from then on; either way each sample meets its own draw."""
+    draws = []
+
+    def noisy(model, batch):
+        draws.append(draw())
+        if len(draws) == 3:
+            raise torch.OutOfMemoryError("planned")
+        return mean_step(model, batch) * draws[-1]
+
+    kept = []
+    accumulation = Accumulation(Workload(Plain(), noisy), CpuDevice(), lambda s: kept.append(s.samples_kept) or 2)
+    for _ in range(2):
+        draws.clear()
+        accumulation.run([describe(make_batch(12, torch.float64))], 4)
+        again = draws[2:3] if kept[-1] else draws[:3]
+        assert draws[3 : 3 + len(again)] == again
+    assert kept == [0, 8]
 
 
 def test_two_ooms_in_one_step_and_one_in_the_retry():

@@ -62,7 +62,7 @@ def test_numpy_is_not_imported_for_this(monkeypatch):
     """A step that never imported NumPy cannot draw from it."""
     monkeypatch.delitem(sys.modules, "numpy.random")
     state = RandomState.capture(CPU)
-    assert state.numpy is None
+    assert state.host.numpy is None
     state.restore()
     assert "numpy.random" not in sys.modules
 

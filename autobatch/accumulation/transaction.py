@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +51,7 @@ class Accumulation:
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     in_float32: bool = True
     _is_additive: bool = False
+    _draws_on_host: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
 
     def run(
@@ -135,13 +135,13 @@ class Accumulation:
             if len(progress.todo) > 1 and self.in_float32:
                 self._sums.begin(parameters)
             stamps = GradientStamps(parameters, self._sums)
-            here = self._remember(modules) if progress.sizes else before
+            here = self._remember(modules, before) if progress.sizes else before
             reason = self._attempt(progress, stamps)
             if reason is None:
                 progress.todo = progress.todo[1:]
                 continue
             failed_size = progress.todo[0].size
-            if stamps.unchanged():
+            if stamps.unchanged() and self._holds(here):
                 here.restore()
             else:
                 before.restore()
@@ -172,7 +172,8 @@ class Accumulation:
 
     def _backward(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
         samples = piece.take()
-        versions = _versions_of(samples)
+        tensors = [tensor for tensor in tensors_of(samples) if not tensor.is_inference()]
+        versions = [tensor._version for tensor in tensors]
         output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
         if not stamps.unchanged():
             raise InvalidStep(
@@ -181,7 +182,7 @@ class Accumulation:
         share = progress.totals.share(piece, output.terms, progress.unit)
         if share is not None:
             (share.loss if self.scale is None else self.scale(share.loss)).backward()
-        if _versions_of(samples) != versions:
+        if [tensor._version for tensor in tensors] != versions:  # a view counts with its base
             raise InvalidStep(
                 "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a "
                 "copy"
@@ -202,12 +203,18 @@ class Accumulation:
         # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
         return self.device.place_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    def _remember(self, modules: Sequence[nn.Module]) -> Checkpoint:
+    def _holds(self, here: Checkpoint) -> bool:
+        if here.holds():
+            return True
+        self._draws_on_host = True  # from now on each piece remembers those generators too
+        return False
+
+    def _remember(self, modules: Sequence[nn.Module], begun: Checkpoint | None = None) -> Checkpoint:
         """A checkpoint; where memory ends even for that, another try with all caches given back."""
         handled = sys.exc_info()[1]
         for _ in range(2):
             try:
-                return Checkpoint(modules, self.device.torch_device)
+                return Checkpoint(modules, self.device.torch_device, None if self._draws_on_host else begun)
             except Exception as error:
                 if not is_oom(error, handled=handled):
                     raise
@@ -242,8 +249,3 @@ class Accumulation:
         ]
         check_additive(progress.todo, smaller)
         return smaller
-
-
-def _versions_of(samples: Any) -> list[int]:
-    """How often each tensor has been written to; a view counts with its base. Inference tensors do not count."""
-    return [tensor._version for tensor in tensors_of(samples) if not tensor.is_inference()]

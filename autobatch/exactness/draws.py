@@ -23,6 +23,12 @@ _Arguments = dict[str, Any]
 class ConstantDraws(TorchDispatchMode):
     """While active, in forward and backward, operators that draw random numbers return constants."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch wraps the method below so that the compiler leaves it alone, and loads the compiler for that at the
+        # first operator: 2 s, measured. Nothing is compiled while this is active (``run_eagerly``).
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -18,6 +18,7 @@ import torch
 
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.live_storage import LiveStorage, StorageBudget
+from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["CpuDevice", "run_eagerly"]
@@ -102,7 +103,7 @@ class CpuDevice:
 
     def micro_batch(self, samples: int) -> AbstractContextManager[None]:
         """A range in torch's profiler."""
-        return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
+        return profile_range(f"autobatch micro-batch of {samples}")
 
     def reset_peak(self) -> None:
         """The peak begins at what is live now."""

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from autobatch.memory import nvml
+from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["CudaDevice", "find_fraction"]
@@ -87,7 +88,7 @@ class CudaDevice:
 
     def micro_batch(self, samples: int) -> AbstractContextManager[None]:
         """A range in torch's profiler."""
-        return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
+        return profile_range(f"autobatch micro-batch of {samples}")
 
     def reset_peak(self) -> None:
         """The peaks begin at what is held now."""

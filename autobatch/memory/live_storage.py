@@ -104,6 +104,12 @@ class StorageBudget(TorchDispatchMode):
         self.storage = storage
         self.budget_bytes = budget_bytes
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch wraps the method below so that the compiler leaves it alone, and loads the compiler for that at the
+        # first operator: 2 s, measured. Nothing is compiled while this is active (``run_eagerly``).
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

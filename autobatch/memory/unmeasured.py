@@ -13,6 +13,7 @@ from types import ModuleType
 
 import torch
 
+from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["UnmeasuredDevice"]
@@ -52,7 +53,7 @@ class UnmeasuredDevice:
 
     def micro_batch(self, samples: int) -> AbstractContextManager[None]:
         """A range in torch's profiler."""
-        return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
+        return profile_range(f"autobatch micro-batch of {samples}")
 
     def reset_peak(self) -> None:
         """There is no peak."""

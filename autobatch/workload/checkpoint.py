@@ -22,11 +22,21 @@ class Checkpoint:
 
     Buffers are kept by value: running statistics are written without a change of ``_version``, so nothing cheaper tells
     whether they moved. A buffer whose elements overlap (``expand``) is not copied: torch refuses to write into it.
+
+    Attributes:
+        random: The generators.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        """Remember both as they are now; ``modules`` is ``[*model.modules()]``, walked once for many checkpoints."""
-        self._random = RandomState.capture(device)
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, begun: Checkpoint | None = None) -> None:
+        """Remember both as they are now.
+
+        Args:
+            modules: ``[*model.modules()]``, walked once for many checkpoints.
+            device: Whose own generator is meant.
+            begun: An earlier one, whose word is taken for Python's and NumPy's generators; see ``holds``.
+        """
+        self.random: RandomState = RandomState.capture(device, None if begun is None else begun.random.host)
+        self._is_whole = begun is None
         self._standing = [(module, dict(module._buffers)) for module in modules if module._buffers]
         self._values = [
             (buffer, buffer.detach().clone())
@@ -35,10 +45,14 @@ class Checkpoint:
             if buffer is not None and not _overlaps(buffer)
         ]
 
+    def holds(self) -> bool:
+        """Whether ``restore`` leads back here: not if an earlier one's word was taken and those have moved since."""
+        return self._is_whole or self.random.host.is_current()
+
     @torch.no_grad()
     def restore(self) -> None:
         """Put both back bit for bit, in place; allocates nothing."""
-        self._random.restore()
+        self.random.restore()
         for module, buffers in self._standing:
             module._buffers.clear()
             module._buffers.update(buffers)

@@ -53,8 +53,10 @@ class Workload:
             _check_parameter(name, parameter)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The model's and the optimizer's parameters, each once."""
-        found = {id(parameter): parameter for parameter in self.model.parameters()}
+        """The model's and the optimizer's parameters, each once, in the order of ``model.parameters()``."""
+        # That call makes up each one's name as well, and this is asked in every step.
+        tables = (module._parameters for module in self.model.modules())  # noqa: SLF001 - no public twin without names
+        found = {id(p): p for table in tables for p in table.values() if p is not None}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             found.update((id(parameter), parameter) for parameter in group["params"])
         return list(found.values())
