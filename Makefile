@@ -8,12 +8,13 @@ PYTHON ?= python3
 VENV := .venv
 PYTHON_ENV ?= $(VENV)/bin/python
 INSTALLED := $(if $(filter $(VENV)/bin/python,$(PYTHON_ENV)),$(VENV)/.installed)
+BENCH_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-bench)
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu proof mutants lint check clean
+.PHONY: help install demo bench test test-gpu proof mutants lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -27,8 +28,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples]"
 	touch $@
 
+# By itself: nothing but the benchmarks needs those that they compare with.
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[bench]"
+	touch $@
+
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
 	$(PYTHON_ENV) examples/digits.py
+
+bench: $(BENCH_INSTALLED) ## time, memory, retries and search beside others, some minutes; writes benchmarks/RESULTS.md
+	PYTHONPATH=. $(PYTHON_ENV) benchmarks/results.py
 
 test: $(INSTALLED) ## run all tests, the slow ones too
 	$(PYTHON_ENV) -m pytest

@@ -1,0 +1,108 @@
+"""Runs all benchmarks and writes what they found, goals beside results, as one page.
+
+    make bench
+    python benchmarks/results.py [--output benchmarks/RESULTS.md]
+
+Covers the page: when, where, with which versions, how to repeat it. Does not cover how a number is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import peers
+import recomputed
+import runner
+import search
+import torch
+from tables import Table, show_goals
+
+import autobatch
+
+__all__ = ["describe_machine", "measure_all", "write_page"]
+
+_PAGE = Path(__file__).resolve().with_name("RESULTS.md")
+
+
+_HOW = (
+    "Times are compared within this run only: both sides run in turn in one process, every other pair in the opposite "
+    "order, and the ratio is taken pair by pair. A goal is met or missed by the median of these ratios; *within the "
+    "noise* says that the 95 % interval of that median reaches over the goal."
+)
+_PARTS: tuple[Callable[[], Table], ...] = (
+    runner.measure_times,
+    runner.measure_peaks,
+    recomputed.measure,
+    search.measure,
+)
+
+
+def measure_all(parts: Sequence[Callable[[], Table]] = _PARTS) -> list[tuple[Table, float]]:
+    """Every benchmark, at its full size, with its seconds; one after the other: they would slow each other down."""
+    measured = []
+    for measure in parts:
+        started = time.perf_counter()
+        table = measure()
+        measured.append((table, time.perf_counter() - started))
+        print(f"{measured[-1][1]:5.0f} s  {table.title}", flush=True)
+    return measured
+
+
+def write_page(measured: Sequence[tuple[Table, float]]) -> str:
+    """The page as Markdown.
+
+    Args:
+        measured: What was found in this run, each with the seconds that it took.
+    """
+    tables = [table for table, _ in measured]
+    seconds = " + ".join(f"{seconds:.0f}" for _, seconds in measured)
+    versions = {"torch": torch.__version__, "torch-autobatch": autobatch.__version__, **peers.describe_peers()}
+    lines = [
+        "# Results",
+        f"Measured by `make bench` on {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC in {seconds} s, part by part.",
+        f"Machine: {describe_machine()}.",
+        f"Versions: Python {platform.python_version()}, {', '.join(f'{k} {v}' for k, v in versions.items())}.",
+        "To repeat it: `make bench` in a checkout, with nothing else running; one part: `python benchmarks/runner.py`.",
+        _HOW,
+        f"## Goals\n\n{show_goals(tables)}",
+        *(str(table).rstrip() for table in tables),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def describe_machine() -> str:
+    """Processor, cores this process may use, threads of torch, load of everybody, system."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    load = f", load {os.getloadavg()[0]:.1f} at the end" if hasattr(os, "getloadavg") else ""
+    return (
+        f"{_read_processor()}, {usable} cores, torch on {torch.get_num_threads()} thread(s){load}, {platform.system()}"
+    )
+
+
+def _read_processor() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main() -> None:
+    """Measure, write, and show the goals."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--output", type=Path, default=_PAGE)
+    output = arguments.parse_args().output
+    torch.set_num_threads(1)  # more threads only add noise where something else runs
+    measured = measure_all()
+    output.write_text(write_page(measured), encoding="utf-8")
+    print(show_goals([table for table, _ in measured]))
+    print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()
