@@ -200,12 +200,20 @@ def tenant(byte_count: int | str, device: Device | torch.device | str = "cpu") -
 
     Args:
         byte_count: An int or a text such as ``"32MiB"``. Really allocated, so it counts against every budget.
-        device: Where.
+        device: Where; on a ``FakeDevice`` nothing is allocated, another process is said to hold it.
 
     Raises:
         InvalidArgument: It is no size.
     """
     memory = device_for(torch.device(device)) if isinstance(device, (str, torch.device)) else device
+    if isinstance(memory, FakeDevice):
+        others = memory.tenants
+        memory.tenants = (*others, Tenant(pid=0, used_bytes=parse_bytes("byte_count", byte_count), name="tenant"))
+        try:
+            yield
+        finally:
+            memory.tenants = others
+        return
     held = torch.empty(parse_bytes("byte_count", byte_count), dtype=torch.uint8, device=memory.torch_device)
     memory.watch([held])
     try:

@@ -52,6 +52,10 @@ CASES: dict[str, tuple[Any, int, set[str]]] = {
     "images and masks": ((images(5, 6, 7), images(5, 6, 7)), 3, {"batch[0]", "batch[1]"}),
     "three images beside three labels": ({"image": images(5, 6, 7), "label": ROWS(3)}, 3, {'batch["image"]'}),
     "sample dicts with images": ([{"image": image, "id": 1} for image in images(*HEIGHTS)], 8, {"batch"}),
+    "what a dataset gives: images and labels": ([(ROWS(3, 6, 6), n % 4) for n in range(40)], 40, {"batch"}),
+    "what a dataset gives: dicts of one length": ([{"tokens": ROWS(12), "id": n} for n in range(40)], 40, {"batch"}),
+    "what a dataset gives: dicts of tensors": ([{"tokens": ROWS(12), "mask": ROWS(12)}] * 40, 40, {"batch"}),
+    "texts and tensors": ([(ROWS(12), "name")] * 5, 5, {"batch"}),
     "sequences of differing length": ([ROWS(length, 16) for length in HEIGHTS], 8, {"batch"}),
     "uncollated dicts": ([{"ids": ROWS(5)}, {"ids": ROWS(7)}], 2, {"batch"}),
     "names": ({"x": EIGHT, "names": NAMES}, 8, {'batch["names"]'}),
@@ -99,7 +103,9 @@ def test_an_earlier_reading_settles_coincidences(batch: Any, reading: Any) -> No
     assert read(batch, {'batch["pair"]': reading}) == (len(batch["x"]), {'batch["pair"]': reading})
 
 
-@pytest.mark.parametrize("batch", [[ROWS(9)] * 11, {"tokens": [ROWS(9)] * 4}, [[1, 2], [ROWS(3, 2)] * 5]])
+@pytest.mark.parametrize(
+    "batch", [[ROWS(9)] * 11, [(ROWS(9), ROWS(9))] * 4, {"tokens": [ROWS(9)] * 4}, [[1, 2], [ROWS(3, 2)] * 5]]
+)
 def test_many_tensors_of_one_length_are_a_riddle(batch: Any) -> None:
     """Length-bucketed samples look like fields: split along time they would train on, wrong and silent."""
     with pytest.raises(InvalidBatch, match="nothing tells which of the two is the number of samples"):

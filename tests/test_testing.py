@@ -135,6 +135,16 @@ def test_a_tenant_takes_its_bytes_as_text():
         assert device.usage().allocated == before + 32 * 1024
 
 
+def test_a_tenant_of_a_fake_device_leaves_less_there():
+    """No memory is taken for it, and a step that needs more than is left runs out."""
+    gpu = FakeDevice(lambda samples: 1000 + 50 * samples, total_bytes=4000)
+    with tenant(3900, device=gpu):
+        assert gpu.available_bytes() == 100
+        with pytest.raises(torch.OutOfMemoryError), gpu.micro_batch(1):
+            pass
+    assert gpu.available_bytes() == 4000
+
+
 @pytest.mark.parametrize("byte_count", [-1, "many", None])
 def test_a_tenant_without_a_size_is_refused(byte_count):
     """In the words of the argument, not of the allocator."""

@@ -13,10 +13,11 @@ How a batch is read:
      else fields. If there are that many and every tensor inside has that many rows too: one a sample if the entries are
      mappings, else it can be counted, not split.
   3. Alike entries and nothing else to go by: fields if all leading dimensions agree, else one a sample. But four or
-  more
-     tensors of one length are an error, unless each is a batch of images: they may be either. Two more exceptions.
-     Images ``[1 or 3, height, width]`` of differing sizes are one a sample though their channels agree. And a batch
-     that is itself a list of fewer than four tensors is always fields: ``x, y, weight``.
+     more tensors of one length are an error, unless each is a batch of images: they may be either. So are four or more
+     lists or tuples of such tensors; with a number or text in each, as in ``(image, label)``, they are one a sample,
+     and so are four or more mappings. Two more exceptions. Images ``[1 or 3, height, width]`` of differing sizes are
+     one a sample though their channels agree. And a batch that is itself a list of fewer than four tensors is always
+     fields: ``x, y, weight``.
 
 - Everything else is shared by all samples: numbers, strings, scalar tensors, any other object, and lists of those that
   are longer or shorter than the number of samples. Without any tensor, lists of strings tell that number.
@@ -75,7 +76,10 @@ def read(batch: Any, earlier: Mapping[str, ListReading]) -> tuple[int, dict[str,
     unsettled = [entry for entry in found if isinstance(entry, _OpenList)]
     rows = [part for entry in unsettled for part in _rows_beneath(entry.entries, entry.path)]
     fields_agree = not certain and len({part.size for part in rows}) == 1 and not any(map(_are_images, unsettled))
-    if fields_agree:
+    if fields_agree and (records := [entry for entry in unsettled if _are_records(entry)]):
+        certain, fields_agree = [_Part(entry.path, len(entry.entries)) for entry in records], False
+        lists |= dict.fromkeys((entry.path for entry in records), "samples")
+    elif fields_agree:
         _refuse_riddles(unsettled)
     count = _agreed(certain or (rows if fields_agree else _counted(unsettled, rows)))
     return _agreed(list(_settle(batch, ROOT, count, lists, fields_agree=fields_agree))), lists
@@ -144,14 +148,27 @@ def _counted(unsettled: Sequence[_OpenList], rows: Sequence[_Part]) -> Sequence[
 def _refuse_riddles(unsettled: Sequence[_OpenList]) -> None:
     """Many tensors of one length are rather samples than fields, and to read them wrong would be silent."""
     for found in unsettled:
-        rows = {count_rows(entry) for entry in found.entries}
-        batched_images = all(getattr(entry, "ndim", 0) >= 4 for entry in found.entries)
-        if len(found.entries) >= _FEW and len(rows) == 1 and None not in rows and not batched_images:
+        rows = {part.size for part in _rows_beneath(found.entries, found.path)}
+        batched_images = all(getattr(leaf, "ndim", 0) >= 4 for leaf in leaves_of(found.entries))
+        if len(found.entries) >= _FEW and len(rows) == 1 and not batched_images:
+            what = "tensors" if count_rows(found.entries[0]) is not None else "entries with tensors"
             raise InvalidBatch(
-                f"{found.path} has {len(found.entries)} tensors of {rows.pop()} rows each, and nothing tells which of "
-                f"the "
-                f"two is the number of samples: stack samples into one tensor, or pass fields as a dict"
+                f"{found.path} has {len(found.entries)} {what} of {rows.pop()} rows each, and nothing tells which of "
+                f"the two is the number of samples: stack samples into one tensor, or pass fields as a dict"
             )
+
+
+def _are_records(found: _OpenList) -> bool:
+    """Many entries that are what a dataset gives for a sample: a mapping, or tensors with a number or text beside."""
+    if len(found.entries) < _FEW:
+        return False
+    return all(isinstance(entry, Mapping) or (is_sequence(entry) and _has_label(entry)) for entry in found.entries)
+
+
+def _has_label(entry: Sequence[Any]) -> bool:
+    leaves = [*leaves_of(entry)]
+    is_label = [isinstance(leaf, (str, int, float)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves]
+    return any(is_label) and not all(is_label)
 
 
 def _agreed(parts: Sequence[_Part]) -> int:
@@ -182,7 +199,7 @@ def _rows_beneath(node: Any, path: str) -> Iterator[_Part]:
 def _are_alike(entries: Sequence[Any], path: str) -> bool:
     """Whether all entries are the same kind of thing, as samples are; a missing one (``None``) is like any other."""
     kinds = {_kind(entry) for entry in entries if entry is not None}
-    return len(kinds) == 1 and not (path == ROOT and kinds == {"list"})
+    return len(kinds) == 1 and not (path == ROOT and kinds == {"list"} and len(entries) < _FEW)
 
 
 def _kind(entry: Any) -> object:
