@@ -1,8 +1,7 @@
 """``fit``: from a model and a target batch to a plan, leaving no trace.
 
 Covers the way from arguments to a plan: example batch, budget, trials, choice, warnings. Does not cover how a trial is
-    run
-(``probe``), which sizes are tried (``planning.search``), nor what a plan is applied with (``runner``).
+run (``probe``), which sizes are tried (``planning.search``), nor what a plan is applied with (``runner``).
 """
 
 from __future__ import annotations
@@ -56,8 +55,9 @@ def fit(
     """Find how to split a target batch so that one optimizer step fits the device.
 
     A few sizes are run for real: two micro-batches with gradients and optimizer state resident, then the optimizer's
-    step, inside the budget. Afterwards everything is bit for bit as before: parameters, buffers, ``.grad``, optimizer
-    state, random generators, train/eval flags, hooks, and the device's memory.
+    step, inside the budget. Sizes are tried in train mode; exactness is checked with each module in the mode, train or
+    eval, in which you left it, as ``verify`` does. Afterwards everything is bit for bit as before: parameters, buffers,
+    ``.grad``, optimizer state, random generators, train/eval flags, hooks, and the device's memory.
 
     Args:
         model: The model, on its device.
@@ -118,8 +118,9 @@ def fit(
         found = search.run(batch)
         verdict = None
         if check is not None and found.size < target_batch:
+            # Rewound after the last trial: the modules are in the user's modes.
             with memory.limit(allowance.limit_bytes):
-                verdict = check_split(workload, found.example, memory)
+                verdict = check_split(workload, found.example, memory, found.size)
     memory.reclaim()
     told = _explain_inexactness(found, verdict, target_batch)
     if check == "raise" and told:

@@ -1,9 +1,8 @@
 """Trials: one micro-batch size run for real, under the conditions of training.
 
 Covers one measured attempt: gradients resident, optimizer state resident, two micro-batches accumulated by the code
-    that
-trains (``accumulation``), then the optimizer's own step. Does not cover which sizes are tried (``planning.search``) nor
-the restoration after the last trial (``workload.training_state``, held by ``fitting``).
+that trains (``accumulation``), then the optimizer's own step. Does not cover which sizes are tried
+(``planning.search``) nor the restoration after the last trial (``workload.training_state``, held by ``fitting``).
 
 The optimizer's step is a real one on the user's own tensors, put back from a copy in host memory. A shadow of the
 parameters would need as many bytes again on the device, which moves the very limit that is measured; a fake trace does
@@ -98,6 +97,8 @@ class Probe:
         """Run one part of a trial from the user's own state; returns None, or why memory ended."""
         # Outside the limit: putting values back must not count, nor may a copy of them.
         self.state.rewind()
+        if not self.workload.model.training:  # what was put back; a model in train mode may have layers that are not
+            self.workload.model.train()
         reason, handled = None, sys.exc_info()[1]
         try:
             with self.device.limit(self.limit_bytes):

@@ -45,7 +45,7 @@ class Found:
         fingerprint: Identifies what was measured.
         batch_lists: How the lists of the example were read, by path.
         state_bytes: What the optimizer's state took.
-        batch_norms: Names of layers that normalise by their micro-batch.
+        batch_norms: Names of layers that normalise by their micro-batch, in the mode in which the user left them.
         warnings: What the user should know, a sentence each.
     """
 
@@ -95,19 +95,18 @@ class SizeSearch:
         model = self.workload.model
         example = find_example(model, batch, self.target)
         warnings = [*self.allowance.warnings, *example.warnings]
+        batch_norms = tuple(batch_norms_in_train_mode(model))
         if not model.training:
             warnings.append("the model was in eval mode: sizes were tried in train mode, which needs more memory")
             model.train()
-        batch_norms = tuple(batch_norms_in_train_mode(model))
         layout = self._hold_whole_batch(example.layout, warnings)
-        self.workload.weights_of(
-            example.layout.batch, example.layout.count
-        )  # a weigh() that cannot count is told first
+        # A weigh() that cannot count is told first.
+        self.workload.weights_of(example.layout.batch, example.layout.count)
         question = Question(
             bound=self.bound,
             limit_bytes=self.allowance.limit_bytes,
             measures=self.memory.measures,
-            smallest_probe=min(2 if batch_norms else 1, self.bound),
+            smallest_probe=min(2 if batch_norms_in_train_mode(model) else 1, self.bound),
             candidates=useful_sizes(self.target, self.bound),
         )
         probe = Probe(self.workload, layout, self.memory, self.allowance.limit_bytes, self.state, self.in_float32)
@@ -157,8 +156,7 @@ class SizeSearch:
         if self.allowance.limit_bytes and whole > self.allowance.limit_bytes // 2:
             warnings.append(
                 f"the whole batch of {self.target} would take {format_bytes(whole)} of {self.memory.describe().name} "
-                f"by "
-                f"itself, and was left out of the trials: hand it over in parts with runner.step_over()"
+                f"by itself, and was left out of the trials: hand it over in parts with runner.step_over()"
             )
             return layout
         return layout.grown(self.target)

@@ -54,4 +54,4 @@ def test_the_warning_names_layers_and_sizes(names, shown):
     text = warn_of_batch_norms(names, 43, 256)
     assert f"BatchNorm in train mode {shown}" in text
     assert "each micro-batch of 43 by itself, not the 256 together" in text
-    assert "GroupNorm, or BatchNorm in eval mode, would be exact" in text
+    assert "GroupNorm, or BatchNorm in eval mode, is exact" in text

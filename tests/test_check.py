@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_verification import RIGHT, WRONG
+from test_verification import NOT_STILL, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
+from torch import nn
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
 import autobatch
@@ -71,11 +72,149 @@ def test_batch_norm_is_named_even_where_nothing_could_be_compared():
     assert "BatchNorm in train mode (norm)" in warning
 
 
+@pytest.mark.parametrize("name", NOT_STILL)
+def test_what_cannot_be_held_still_does_not_end_fit(name):
+    """The trials have run the step: the plan is good, and its story tells why there is no verdict."""
+    plan = fit_case(NOT_STILL[name], check="raise")
+    assert plan.verdict.unchecked in plan.explain()
+    assert NOT_STILL[name][-1] in plan.verdict.unchecked
+
+
+def guarded(model, batch):
+    """Trains on what is drawn, and returns a constant where that is nothing: held still it always is."""
+    chosen = torch.rand(len(batch[0])) < 0.4
+    return mean_step(model, (batch[0][chosen], batch[1][chosen])) if chosen.any() else torch.zeros(())
+
+
+def test_a_loss_that_is_none_only_when_held_still_does_not_end_fit():
+    """What the trials have accepted is not refused afterwards."""
+    torch.manual_seed(0)
+    plan = fit_case((RIGHT["plain"][0], guarded, None, make_batch(16)), check="raise")
+    assert "without a graph" in plan.verdict.unchecked
+
+
+def test_noise_from_outside_torch_is_not_refused():
+    """``check="raise"`` is for what is known to be inexact."""
+    import random
+
+    plan = fit_case(
+        (
+            RIGHT["plain"][0],
+            lambda model, batch: mean_step(model, (batch[0].flip(1) if random.random() < 0.5 else batch[0], batch[1])),
+            None,
+            make_batch(16),
+        ),
+        check="raise",
+    )
+    assert not plan.verdict.causes
+
+
+def test_a_model_that_squeezes_its_batch_is_checked():
+    """Sizes from two samples on run, and so does the check."""
+    assert fit_case((Squeezes, mean_step, None, make_batch(16))).verdict.exact
+
+
 def test_the_check_stays_within_the_limit():
-    """Where 16 samples do not fit, fewer are compared."""
+    """No more samples than are known to fit are compared."""
     model = RIGHT["plain"][0]()
     device = FakeDevice(lambda n: 100 + 10 * n, total_bytes=150)
     plan = autobatch.fit(model, 64, batch=make_batch(16), step=mean_step, device=device, headroom=0)
     assert plan.micro_batch_size == 5
     assert plan.verdict.exact
-    assert plan.verdict.samples == 4
+    assert plan.verdict.samples == 5
+    assert max(device.ran_sizes[device.ran_sizes.index(5) :]) <= 6
+
+
+def parameter_bytes(model):
+    """Of all parameters."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("factor", [1.5, 2.5])
+def test_a_model_that_has_no_room_to_be_widened_is_fitted_all_the_same(factor):
+    """A frozen base in bfloat16 trains beside its small head in little more than itself."""
+    base = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).requires_grad_(False)
+    model = nn.Sequential(base, nn.Linear(256, 4)).bfloat16()
+    inputs, labels = torch.randn(16, 256, dtype=torch.bfloat16), torch.arange(16) % 4
+    plan = autobatch.fit(
+        model,
+        64,
+        batch=(inputs, labels),
+        step=mean_step,
+        optimizer=torch.optim.SGD(model[1].parameters()),
+        max_micro_batch=16,
+        budget=int(factor * parameter_bytes(model)),
+        check="raise",
+    )
+    assert "no room for the model in float32" in plan.verdict.unchecked
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("middle", [nn.ReLU, lambda: nn.BatchNorm1d(2048)], ids=["exact", "BatchNorm"])
+def test_the_check_takes_little_more_than_training_does(middle):
+    """One gradient beside the running one: 4.5 times the parameters are enough for all samples."""
+    model = nn.Sequential(nn.Linear(512, 2048), middle(), nn.Linear(2048, 512))
+    batch = torch.randn(16, 512), torch.randn(16, 512)
+    plan = autobatch.fit(
+        model,
+        64,
+        batch=batch,
+        step=lambda model, part: nn.functional.mse_loss(model(part[0]), part[1]),
+        max_micro_batch=16,
+        budget=int(4.5 * parameter_bytes(model)),
+        headroom=0,
+    )
+    assert not plan.verdict.unchecked
+    assert plan.verdict.samples == 16
+
+
+def samples_run(**options):
+    """How many samples a fit runs through a model with BatchNorm, and its plan."""
+    seen = []
+
+    def step(model, batch):
+        seen.append(len(batch[0]))
+        return mean_step(model, batch)
+
+    return autobatch.fit(with_batch_norm(), 64, batch=make_batch(16), step=step, max_micro_batch=16, **options), seen
+
+
+def test_batch_norm_is_found_quickly():
+    """One division, and the same with fixed statistics: four passes, and one sample that BatchNorm refuses."""
+    plan, seen = samples_run()
+    _, without = samples_run(check=None)
+    assert sum(seen) - sum(without) == 4 * 16 + 1
+    assert "BatchNorm in train mode (1)" in plan.verdict.causes[0]
+    assert len(plan.verdict.partitions) == 1
+
+
+def test_batch_norm_does_not_hide_another_cause():
+    """Where it does not explain the first division alone, all causes are looked for."""
+    plan = fit_case((with_batch_norm, sum_loss, None, make_batch(16)))
+    assert "BatchNorm in train mode (1)" in plan.verdict.causes[0]
+    assert "autobatch.Sum" in plan.verdict.causes[1]
+
+
+def test_sizes_are_tried_in_train_mode_and_checked_in_the_users():
+    """A model in eval mode needs more memory to train, and splits exactly if that is how it is trained."""
+    modes = []
+
+    def step(model, batch):
+        modes.append((model.training, model[1].training))
+        return mean_step(model, batch)
+
+    model = with_batch_norm().eval()
+    checked = autobatch.fit(model, 64, batch=make_batch(16), step=step, max_micro_batch=16)
+    tried = autobatch.fit(model, 64, batch=make_batch(16), step=mean_step, max_micro_batch=16, check=None)
+    trials = len(modes) - modes.count((False, False))
+    assert modes == [(True, True)] * trials + [(False, False)] * (len(modes) - trials)
+    assert trials >= len(tried.trials) * 2
+    assert checked.verdict.exact
+    assert not model.training
+
+
+def test_batch_norm_in_eval_mode_is_not_warned_of_where_nothing_was_compared():
+    """Its name is taken in the user's mode."""
+    plan = autobatch.fit(Everything().eval(), 64, batch=make_batch(1), step=mean_step, max_micro_batch=16)
+    assert plan.verdict.unchecked
+    assert not [warning for warning in plan.warnings if "exact" in warning]

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.exactness.measurement import Gradients, distance, partitions_of
+from autobatch.exactness.gradients import Gradients, distance
+from autobatch.exactness.measurement import partitions_of
 from autobatch.exactness.units import units_of
 
 

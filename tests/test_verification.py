@@ -101,6 +101,19 @@ def mixup(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(0.7 * batch[0] + 0.3 * batch[0][order]), batch[1])
 
 
+class Complex(nn.Module):
+    """A complex weight, whose imaginary part has a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6,), 1 + 1j, dtype=torch.complex64))
+
+
+def half_wrong(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A mean for the real part and a sum for the imaginary part."""
+    return (batch[0] @ model.weight.real).square().mean() + (batch[0] @ model.weight.imag).square().sum()
+
+
 def regulariser(model: nn.Module) -> torch.Tensor:
     """It does not depend on the samples."""
     return sum(parameter.square().sum() for parameter in model.parameters())
@@ -145,6 +158,7 @@ WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
         make_batch(16),
         "return it as autobatch.PerStep",
     ),
+    "a complex weight's imaginary part": (Complex, half_wrong, None, make_batch(16), "depends on the others"),
     "a mean stated with count 1": (
         small,
         lambda model, batch: Mean(mean_step(model, batch), over=1),
@@ -230,6 +244,37 @@ def cast_by_hand(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(batch[0].to(torch.bfloat16)).float(), batch[1])
 
 
+def at_its_optimum() -> nn.Module:
+    """Where the gradient of the whole is nothing, and that of its parts is not."""
+    inputs, labels = make_batch(16, torch.float64)
+    solution = torch.linalg.lstsq(torch.cat([inputs, torch.ones(16, 1)], 1), labels.double().unsqueeze(1)).solution
+    model = nn.Linear(6, 1)
+    with torch.no_grad():
+        model.weight.copy_(solution[:6].T)
+        model.bias.copy_(solution[6])
+    return model
+
+
+def squared_error(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Least squares."""
+    return F.mse_loss(model(batch[0]).squeeze(1), batch[1].float())
+
+
+def flat(model: nn.Module, batch: Any) -> torch.Tensor:
+    """The length of what has length 1."""
+    return F.normalize(model(batch[0]), dim=1).square().sum(1).mean()
+
+
+def amplify(body, inputs):
+    """The last bits of float32 become visible, as behind the kinks of a quantised network."""
+    return torch.sin(1e6 * body(inputs))
+
+
+def state_of_zeros(body, inputs):
+    """A state that begins with zeros of the default dtype, amplified too."""
+    return torch.sin(1e6 * body(inputs) + torch.addmm(torch.zeros(4), inputs[:, :4], torch.eye(4)))
+
+
 RIGHT: dict[str, tuple[Any, Any, Any, Any]] = {
     "plain": (small, mean_step, None, make_batch(16)),
     "float64": (Plain, mean_step, None, make_batch(16, torch.float64)),
@@ -269,6 +314,16 @@ RIGHT: dict[str, tuple[Any, Any, Any, Any]] = {
         None,
         make_batch(16),
     ),
+    "complex": (
+        Complex,
+        lambda model, batch: (batch[0] @ model.weight.real).square().mean() + (batch[0] @ model.weight.imag).mean(),
+        None,
+        make_batch(16),
+    ),
+    "at its optimum": (at_its_optimum, squared_error, None, make_batch(16)),
+    "flat in its parameters": (small, flat, None, make_batch(16)),
+    "amplified rounding": (lambda: Path(amplify), mean_step, None, make_batch(16)),
+    "amplified rounding and new tensors": (lambda: Path(state_of_zeros), mean_step, None, make_batch(16)),
     "ragged": (small, mean_step, None, make_batch(7)),
     "two samples": (small, mean_step, None, make_batch(2)),
 }
@@ -338,16 +393,114 @@ def test_memory_that_ends_with_many_samples_leaves_fewer():
     assert "memory ended" in verify(small(), make_batch(16), limited(1)).unchecked
 
 
-def test_numbers_from_python_are_named():
-    """What draws from Python's own generator cannot be held still, and that is said."""
+@pytest.mark.parametrize("layers", [small, with_batch_norm], ids=["plain", "BatchNorm"])
+@pytest.mark.parametrize("package", ["Python's random", "numpy.random"])
+def test_what_draws_outside_torch_gives_no_verdict(package, layers):
+    """Noise that cannot be held still explains any difference, so no cause is made up for it."""
     import random
 
-    def step(model, batch):
-        return mean_step(model, batch) * random.random()
+    import numpy as np
 
-    verdict = verify(small(), make_batch(16), step)
+    def step(model, batch):
+        return mean_step(model, batch) * (random.random() if package == "Python's random" else np.random.rand())
+
+    verdict = verify(layers(), make_batch(16), step)
     assert not verdict.exact
-    assert "Python's random" in verdict.causes[0]
+    assert verdict.causes == ()
+    assert f"draws from {package}, which cannot be held still" in verdict.unchecked
+
+
+def test_what_is_drawn_and_does_not_matter_does_no_harm():
+    """A generator may move where the gradient does not depend on it."""
+    import random
+
+    verdict = verify(small(), make_batch(16), lambda model, batch: (mean_step(model, batch), random.random())[0])
+    assert verdict.exact
+
+
+def test_an_error_of_the_steps_own_comes_out():
+    """What is wrong without being held still as well is the user's, unchanged."""
+
+    def step(model, batch):
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column"):
+        verify(small(), make_batch(16), step)
+
+
+HALF = small().bfloat16()
+
+
+def with_half_teacher(model: nn.Module, batch: Any) -> torch.Tensor:
+    """A frozen model in half precision, which is not the one that is trained."""
+    with torch.no_grad():
+        target = HALF(batch[0].bfloat16()).float()
+    return F.mse_loss(model(batch[0]), target)
+
+
+def insists_on_half(model: nn.Module, batch: Any) -> torch.Tensor:
+    """As a kernel of another package does."""
+    hidden = model(batch[0].bfloat16())
+    assert hidden.dtype == torch.bfloat16
+    return F.cross_entropy(hidden.float(), batch[1])
+
+
+NOT_STILL: dict[str, tuple[Any, Any, Any, Any, str]] = {
+    "half teacher": (small, with_half_teacher, None, make_batch(16), "same dtype"),
+    "insists on half": (lambda: small().bfloat16(), insists_on_half, None, make_batch(16), "AssertionError"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_STILL)
+def test_a_step_that_runs_and_cannot_be_held_still_gives_no_verdict(name):
+    """It is not the step's fault, so nothing is raised, and the error is told."""
+    make_model, step, weigh, batch, reason = NOT_STILL[name]
+    verdict = verify(make_model(), batch, step, weigh)
+    assert "the step does not run held still" in verdict.unchecked
+    assert reason in verdict.unchecked
+
+
+class Squeezes(nn.Module):
+    """Does not know what to do with one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 8, 3), nn.AdaptiveAvgPool1d(1))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, inputs):
+        return self.head(self.body(inputs).squeeze())
+
+
+def test_a_step_that_cannot_run_one_sample_is_divided_otherwise():
+    """Parts of two samples are compared then."""
+    verdict = verify(Squeezes(), make_batch(16), mean_step)
+    assert verdict.exact, str(verdict)
+    assert verdict.partitions[0] == (2, 14)
+
+
+class Opaque:
+    """Says of each number whether it is equal, as data frames do."""
+
+    def __init__(self, start: int) -> None:
+        self.values = torch.arange(3) + start
+
+    def __eq__(self, other):
+        return self.values == other.values
+
+    __hash__ = None
+
+
+def test_samples_that_cannot_be_compared_count_as_different():
+    """No error comes of asking whether they are alike."""
+    batch = (torch.ones(16, 6), [Opaque(index) for index in range(16)], torch.zeros(16, dtype=torch.long))
+    assert verify(small(), batch, lambda model, part: F.cross_entropy(model(part[0]), part[2])).exact
+
+
+def test_the_modes_are_the_users():
+    """BatchNorm couples samples in train mode only, and the mode is not changed for the check."""
+    assert verify(with_batch_norm().eval(), make_batch(16), mean_step).exact
+    assert not verify(with_batch_norm(), make_batch(16), mean_step).exact
 
 
 def test_a_part_without_labels_is_not_exact():
@@ -369,4 +522,4 @@ def test_two_causes_are_both_named():
 def test_a_verdict_is_one_line():
     """Whatever it says, it fits a log."""
     verdict = Verdict(exact=True, relative_error=1e-7, samples=16, partitions=((1, 15),))
-    assert str(verdict) == "splitting is exact: 16 samples in 1 divisions, relative error 1.0e-07"
+    assert str(verdict) == "splitting is exact: 16 samples in 1 division, relative error 1.0e-07"

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = ["ConstantDraws"]
 
 _Arguments = dict[str, Any]
+_OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
 class ConstantDraws(TorchDispatchMode):
@@ -41,8 +42,24 @@ class ConstantDraws(TorchDispatchMode):
         constant = _CONSTANTS.get(schema.name)
         if constant is None:
             return func(*args, **(kwargs or {}))
-        names = (argument.name for argument in schema.arguments)
-        return constant({**dict(zip(names, args, strict=False)), **(kwargs or {})})
+        given = _read_arguments(schema.arguments, args, kwargs or {})
+        result, out = constant(given), given.get("out")
+        return result if out is None else out.resize_(result.shape).copy_(result)
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether in this thread; torch's threads for backward passes take it over from the one that waits for them."""
+        return any(isinstance(mode, ConstantDraws) for mode in _get_current_dispatch_mode_stack())
+
+
+def _read_arguments(schema: Any, args: tuple[Any, ...], kwargs: _Arguments) -> _Arguments:
+    """All by name. What equals its default is not handed over: ``bernoulli_(0.5)`` comes without its 0.5."""
+    given = {
+        argument.name: argument.default_value
+        for argument in schema
+        if argument.has_default_value() and argument.name not in _OPTIONS  # a dtype's default is torch's number of it
+    }
+    return {**given, **{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
 
 
 def _write(tensor: torch.Tensor, value: Any) -> torch.Tensor:
@@ -50,8 +67,7 @@ def _write(tensor: torch.Tensor, value: Any) -> torch.Tensor:
 
 
 def _options(given: _Arguments) -> _Arguments:
-    names = ("dtype", "layout", "device", "pin_memory", "memory_format")
-    return {name: given[name] for name in names if given.get(name) is not None}
+    return {name: given[name] for name in _OPTIONS if given.get(name) is not None}
 
 
 def _in_place(value: Callable[[_Arguments], Any]) -> Callable[[_Arguments], torch.Tensor]:
@@ -155,4 +171,5 @@ _CONSTANTS: dict[str, Callable[[_Arguments], Any]] = {
     "aten::native_dropout": _dropout,
     "aten::_fused_dropout": _fused_dropout,
     "aten::rrelu_with_noise": _rrelu,
+    "aten::rrelu_with_noise_": _in_place(_rrelu),
 }

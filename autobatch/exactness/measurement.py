@@ -6,7 +6,6 @@ differ (``diagnosis``) nor what makes a step repeatable (``stillness``).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -17,18 +16,16 @@ import torch
 from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.errors import DoesNotFit
+from autobatch.exactness.gradients import Gradients, distance, distance_between, relate, size_of, take_gradients
 from autobatch.memory.device import Device
 from autobatch.planning.planner import balance
 from autobatch.workload.batches import Layout
 from autobatch.workload.checkpoint import Checkpoint
 from autobatch.workload.step import Workload
 
-__all__ = ["Gradients", "Measurement", "Sizes", "distance", "partitions_of", "ranges_of", "size_of"]
+__all__ = ["Measurement", "Sizes", "partitions_of", "ranges_of"]
 
 Sizes = tuple[int, ...]
-
-_COORDINATES = 2**18
-"""How many numbers of a gradient a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all."""
 
 
 def partitions_of(samples: int, smallest: int) -> list[Sizes]:
@@ -49,70 +46,23 @@ def ranges_of(sizes: Sizes) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, eq=False)
-class Gradients:
-    """One gradient of every parameter, ``None`` where there is none."""
+class _Division:
+    """What is kept of the gradient of one division."""
 
-    tensors: tuple[torch.Tensor | None, ...]
-
-    def numbers(self, like: Gradients) -> torch.Tensor:
-        """At most 2**18 of its numbers, float64 on the host; ``like`` says where, so that all come from one place."""
-        size = sum(tensor.numel() for tensor in like.tensors if tensor is not None)
-        stride = max(1, -(-size // _COORDINATES))
-        parts = [
-            torch.zeros(-(-other.numel() // stride), dtype=torch.float64) if own is None else _spaced(own, stride)
-            for own, other in zip(self.tensors, like.tensors, strict=True)
-            if other is not None
-        ]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-
-
-def _spaced(tensor: torch.Tensor, stride: int) -> torch.Tensor:
-    return tensor.reshape(-1)[::stride].to("cpu", torch.float64)
-
-
-def size_of(gradients: Gradients) -> float:
-    """The Euclidean norm over all parameters, in float64; nan where any number is."""
-    return math.sqrt(sum(_square(tensor) for tensor in gradients.tensors if tensor is not None))
-
-
-def distance(found: Gradients, expected: Gradients) -> float:
-    """``|found - expected| / |expected|`` over all parameters, in float64; infinite where that is no number."""
-    apart = 0.0
-    for one, other in zip(found.tensors, expected.tensors, strict=True):
-        if one is not None or other is not None:
-            apart += _square(_subtract(one, other))
-    if apart == 0:
-        return 0.0
-    norm = size_of(expected)
-    error = math.sqrt(apart) / norm if norm else math.inf
-    return error if math.isfinite(error) else math.inf
-
-
-def _subtract(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor:
-    if one is None or other is None:
-        present = one if other is None else other
-        assert present is not None  # noqa: S101 - the caller leaves out what has neither
-        return present
-    return _double(one) - _double(other)
-
-
-def _square(tensor: torch.Tensor) -> float:
-    return float(_double(tensor).square().sum())
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.device.type == "mps" else tensor.double()  # MPS knows no float64
+    apart: float
+    numbers: torch.Tensor | None
 
 
 @dataclass(eq=False)
 class Measurement:
-    """Runs of one still workload on the same samples, each from the same state.
+    """Runs of one still workload on the same samples, each from the same state. Only the whole gradient is kept whole.
 
     Attributes:
         workload: What is run; its gradients are overwritten.
         device: Where.
         layout: The samples.
         checkpoint: Buffers and generators at the start of each run.
+        diagnoses: Whether numbers of each division are kept, to be looked at.
         renews: Whether both are put back before each part of a run too, not only before the run.
     """
 
@@ -120,28 +70,64 @@ class Measurement:
     device: Device
     layout: Layout
     checkpoint: Checkpoint
+    diagnoses: bool = False
     renews: bool = False
+    _whole: Gradients | None = None
+    _size: float | None = None
     _alone: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
-    _divided: dict[Sizes, Gradients] = field(default_factory=dict)
+    _divisions: dict[Sizes, _Division] = field(default_factory=dict)
 
     def whole(self) -> Gradients:
-        """All samples at once."""
-        return self.divided((self.layout.count,))
-
-    def divided(self, sizes: Sizes) -> Gradients:
-        """Consecutive parts of these sizes, accumulated as a training step would; no gradients where nothing counts.
+        """All samples at once; no gradients where nothing counts.
 
         Raises:
-            DoesNotFit: Memory ended.
+            DoesNotFit: Memory ended, here and in all that follow.
         """
-        if sizes not in self._divided:
-            found = self._run([self.part(start, stop) for start, stop in ranges_of(sizes)])
-            self._divided[sizes] = found or Gradients((None,) * len(self.workload.parameters()))
-        return self._divided[sizes]
+        if self._whole is None:
+            self._whole = self._run([self.layout]) or self._nothing()
+        return self._whole
 
-    def again(self) -> Gradients:
-        """All samples at once, run anew."""
-        return self._run([self.layout]) or self.whole()
+    def size(self) -> float:
+        """The Euclidean norm of the whole gradient."""
+        if self._size is None:
+            self._size = size_of(self.whole())
+        return self._size
+
+    def release(self) -> None:
+        """Keep the whole gradient no longer; where it is asked for it is run anew."""
+        self._whole = None
+
+    def error(self, sizes: Sizes, scale: float = 0.0) -> float:
+        """The relative error of consecutive parts of these sizes, accumulated as a training step would.
+
+        Args:
+            sizes: A division of the samples.
+            scale: Relative to this, where it is more than the size of the whole gradient.
+        """
+        apart = self.apart(sizes)
+        return relate(apart, max(self.size(), scale))
+
+    def errors(self, partitions: Sequence[Sizes]) -> list[float]:
+        """The relative error of each division against the whole."""
+        return [self.error(sizes) for sizes in partitions]
+
+    def apart(self, sizes: Sizes) -> float:
+        """How far this division's gradient is from the whole's: the Euclidean norm."""
+        return self._divide(sizes).apart
+
+    def repeat_error(self) -> float:
+        """The relative error of all samples at once, run anew."""
+        return distance(self._run([self.layout]) or self._nothing(), self.whole())
+
+    def numbers(self, sizes: Sizes) -> torch.Tensor:
+        """Numbers of one division's gradient."""
+        numbers = self._divide(sizes).numbers
+        assert numbers is not None  # noqa: S101 - only a diagnosis asks
+        return numbers
+
+    def whole_numbers(self) -> torch.Tensor:
+        """Numbers of the whole gradient."""
+        return self.whole().numbers(self.whole())
 
     def alone(self, start: int, stop: int) -> torch.Tensor | None:
         """Numbers of one part's own gradient, as if it were the whole batch; ``None`` where it counts for nothing."""
@@ -156,16 +142,23 @@ class Measurement:
 
     def renewed(self) -> Measurement:
         """The same with buffers put back before every part."""
-        return Measurement(self.workload, self.device, self.layout, self.checkpoint, renews=True)
+        return replace(self, renews=True, _whole=None, _size=None, _alone={}, _divisions={})
 
     def anew(self) -> Measurement:
         """The same, to be measured again because something in the model was changed."""
         checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
-        return Measurement(self.workload, self.device, self.layout, checkpoint, self.renews)
+        return replace(self, checkpoint=checkpoint, _whole=None, _size=None, _alone={}, _divisions={})
 
-    def errors(self, partitions: Sequence[Sizes]) -> list[float]:
-        """The relative error of each division against the whole."""
-        return [distance(self.divided(sizes), self.whole()) for sizes in partitions]
+    def _divide(self, sizes: Sizes) -> _Division:
+        if sizes not in self._divisions:
+            whole = self.whole()
+            found = self._run([self.part(start, stop) for start, stop in ranges_of(sizes)]) or self._nothing()
+            numbers = found.numbers(whole) if self.diagnoses else None
+            self._divisions[sizes] = _Division(distance_between(found, whole), numbers)
+        return self._divisions[sizes]
+
+    def _nothing(self) -> Gradients:
+        return Gradients((None,) * len(self.workload.parameters()))
 
     def _run(self, parts: list[Layout]) -> Gradients | None:
         parameters = self.workload.parameters()
@@ -175,7 +168,7 @@ class Measurement:
         done = Accumulation(self._step_workload(), self.device, _end).run(parts, self.layout.count)
         if done is None:
             return None
-        return Gradients(tuple(_take(parameter) for parameter in parameters))
+        return take_gradients(parameters)
 
     def _step_workload(self) -> Workload:
         if not self.renews:
@@ -191,10 +184,3 @@ class Measurement:
 
 def _end(shortage: Shortage) -> NoReturn:
     raise DoesNotFit(shortage.reason)
-
-
-def _take(parameter: torch.Tensor) -> torch.Tensor | None:
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is None:
-        return None
-    return gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach()

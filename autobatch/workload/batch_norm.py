@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["batch_norms_in_train_mode", "warn_of_batch_norms"]
+__all__ = ["batch_norms_in_train_mode", "blame_batch_norms", "warn_of_batch_norms"]
 
 
 def batch_norms_in_train_mode(model: nn.Module) -> list[str]:
@@ -23,11 +23,16 @@ def batch_norms_in_train_mode(model: nn.Module) -> list[str]:
     ]
 
 
-def warn_of_batch_norms(names: Sequence[str], micro_batch_size: int, total: int) -> str:
-    """The warning for a plan that splits a model with such layers."""
+def blame_batch_norms(names: Sequence[str], size: str = "", together: str = "") -> str:
+    """Why such layers make a split inexact, with sizes where they are known, and what would be exact."""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"splitting is not exact here: BatchNorm in train mode ({shown}) normalises each micro-batch of "
-        f"{micro_batch_size} by itself, "
-        f"not the {total} together; GroupNorm, or BatchNorm in eval mode, would be exact"
+        f"BatchNorm in train mode ({shown}) normalises each micro-batch{size} by itself{together}; GroupNorm, or "
+        f"BatchNorm in eval mode, is exact"
     )
+
+
+def warn_of_batch_norms(names: Sequence[str], micro_batch_size: int, total: int) -> str:
+    """The warning for a plan that splits a model with such layers."""
+    blame = blame_batch_norms(names, f" of {micro_batch_size}", f", not the {total} together")
+    return f"splitting is not exact here: {blame}"

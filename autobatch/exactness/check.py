@@ -1,0 +1,246 @@
+"""One check of a split: a few samples whole against divided, by the code that trains, on a step that is held still.
+
+Covers the order of things: float32 first; where that says inexact, float64, and then the causes. And what becomes of
+errors and of memory that ends. Does not cover measuring (``measurement``) nor telling causes apart (``diagnosis``).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from autobatch.errors import AutobatchError, DoesNotFit
+from autobatch.exactness.diagnosis import TOLERANCE, find_causes, find_unruly_generators, fixed_statistics
+from autobatch.exactness.measurement import Measurement, Sizes, partitions_of
+from autobatch.exactness.stillness import still, widen
+from autobatch.memory.device import Device
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.records import Verdict
+from autobatch.workload.batch_norm import blame_batch_norms
+from autobatch.workload.batches import Layout, map_tensors
+from autobatch.workload.checkpoint import Checkpoint
+from autobatch.workload.nests import is_array, leaves_of
+from autobatch.workload.step import Workload
+
+__all__ = ["Check"]
+
+
+class _NoRoomError(Exception):
+    """Memory ended before a sample was run, so fewer of them do not help."""
+
+
+@dataclass(frozen=True)
+class _Doubt:
+    """A verdict of float32 that a split is not exact, and what is to be looked at again."""
+
+    verdict: Verdict
+    size: float
+    apart: dict[Sizes, float]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Compares samples of one workload whole against split. Whoever runs it puts the model back.
+
+    Attributes:
+        workload: What is run, in the mode in which its model is.
+        layout: Samples of which the first are taken.
+        device: Where.
+        most: How many are taken; fewer where memory ends.
+        after_trials: Whether the step is known to run as it is: then what it raises here comes from being held still or
+            divided, and is a reason for no verdict. And then it is quick: where BatchNorm explains why the first
+            division is not exact, nothing else is looked for.
+    """
+
+    workload: Workload
+    layout: Layout
+    device: Device
+    most: int
+    after_trials: bool = False
+
+    def run(self) -> Verdict:
+        """The verdict, with its seconds.
+
+        Raises:
+            AutobatchError: The step or ``weigh`` is used wrongly. Not after trials, nor does the step's own error come
+                out then.
+        """
+        started = time.perf_counter()
+        for parameter in self.workload.parameters():
+            parameter.grad = None
+        with torch.enable_grad():
+            verdict = self._try_samples()
+        return verdict.model_copy(update={"seconds": time.perf_counter() - started})
+
+    def _try_samples(self) -> Verdict:
+        samples, reason = min(self.layout.count, self.most), ""
+        while samples >= 2:
+            verdict, reason = self._try(samples)
+            if verdict is not None:
+                return verdict
+            self.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
+            samples //= 2
+        if reason:
+            return _unchecked(f"memory ended with two samples at once ({reason})")
+        return _unchecked("the batch has one sample, and one cannot be split")
+
+    def _try(self, samples: int) -> tuple[Verdict | None, str]:
+        handled = sys.exc_info()[1]
+        try:
+            return self._judge(samples), ""
+        except _NoRoomError as ended:
+            return _unchecked(str(ended)), ""
+        except DoesNotFit as ended:
+            return None, str(ended)
+        except Exception as error:
+            reason = describe_error(error, handled=handled)
+            if is_oom(error, handled=handled):
+                return None, reason
+            if isinstance(error, AutobatchError):
+                if self.after_trials:
+                    return _unchecked(reason), ""
+                raise
+        if not self.after_trials:
+            self._run_as_it_is(samples)
+        return _unchecked(f"the step does not run held still ({reason})"), ""
+
+    def _judge(self, samples: int) -> Verdict:
+        if not _differ(self.layout, samples):
+            return _unchecked(f"the first {samples} samples are all alike: pass a batch of samples that differ")
+        with self._hold_still(torch.float32):
+            measured = self._measure(samples, torch.float32)
+            obstacle = _find_obstacle(measured)
+            found = self._compare(measured) if obstacle is None else _unchecked(obstacle)
+        return found if isinstance(found, Verdict) else self._look_again(found)
+
+    def _compare(self, measured: Measurement) -> Verdict | _Doubt:
+        partitions = _divide(measured)
+        if not partitions:
+            samples = measured.layout.count
+            return _unchecked(
+                f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
+            )
+        if self.after_trials and (blamed := _blame_batch_norm(measured, partitions[0])) is not None:
+            return blamed
+        verdict = _conclude(measured, partitions)
+        if verdict.exact:
+            return verdict
+        unruly = find_unruly_generators(measured)
+        if unruly is not None:
+            return _unchecked(unruly)
+        return _Doubt(verdict, measured.size(), {sizes: measured.apart(sizes) for sizes in partitions})
+
+    def _look_again(self, doubt: _Doubt) -> Verdict:
+        """In float64: a difference that shrinks with the rounding was rounding. float32's word stands if that fails."""
+        samples = doubt.verdict.samples
+        with suppress(Exception), self._hold_still(torch.float64):
+            return _confirm(doubt, self._measure(samples, torch.float64, diagnoses=True))
+        self.device.reclaim()
+        with self._hold_still(torch.float32):
+            return _confirm(doubt, self._measure(samples, torch.float32, diagnoses=True))
+
+    @contextmanager
+    def _hold_still(self, dtype: torch.dtype) -> Iterator[None]:
+        handled = sys.exc_info()[1]
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(still(self.workload.model, self.workload.parameters(), dtype))
+            except Exception as error:
+                if not is_oom(error, handled=handled):
+                    raise
+                reason = describe_error(error, handled=handled)
+                raise _NoRoomError(f"there is no room for the model in float32 ({reason})") from None
+            yield
+
+    def _measure(self, samples: int, dtype: torch.dtype, *, diagnoses: bool = False) -> Measurement:
+        batch = map_tensors(self.layout.take(0, samples), lambda tensor: widen(tensor, dtype))
+        layout = Layout(batch, samples, self.layout.lists)
+        checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
+        return Measurement(self.workload, self.device, layout, checkpoint, diagnoses)
+
+    def _run_as_it_is(self, samples: int) -> None:
+        """Let what the step raises out, where it raises without being held still as well."""
+        batch = map_tensors(self.layout.take(0, samples), torch.clone)
+        layout = Layout(batch, samples, self.layout.lists)
+        checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
+        Measurement(self.workload, self.device, layout, checkpoint).whole()
+
+
+def _find_obstacle(measured: Measurement) -> str | None:
+    """Why there is nothing to compare with."""
+    samples = measured.layout.count
+    if all(tensor is None for tensor in measured.whole().tensors):
+        return f"the first {samples} samples count for nothing: no gradient to compare"
+    if not math.isfinite(measured.size()):
+        return f"the gradient of the first {samples} samples at once is not finite"
+    return None
+
+
+def _divide(measured: Measurement) -> list[Sizes]:
+    """Divisions that run: BatchNorm refuses a single sample, and so does what squeezes its batch."""
+    partitions = partitions_of(measured.layout.count, 1)
+    handled = sys.exc_info()[1]
+    try:
+        measured.apart(partitions[0])
+    except Exception as error:
+        if isinstance(error, AutobatchError) or is_oom(error, handled=handled):
+            raise
+        return partitions_of(measured.layout.count, 2)
+    return partitions
+
+
+def _blame_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
+    error = measured.error(sizes)
+    if error <= TOLERANCE:
+        return None
+    with fixed_statistics(measured) as (names, fixed):
+        if not names or fixed.error(sizes) > TOLERANCE:
+            return None
+    cause = blame_batch_norms(names)
+    samples = measured.layout.count
+    return Verdict(exact=False, relative_error=error, causes=(cause,), samples=samples, partitions=(sizes,))
+
+
+def _conclude(measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
+    error, samples = max(measured.errors(partitions)), measured.layout.count
+    exact = error <= TOLERANCE
+    return Verdict(exact=exact, relative_error=error, samples=samples, partitions=tuple(partitions))
+
+
+def _confirm(doubt: _Doubt, measured: Measurement) -> Verdict:
+    """Relative to what was there in float32: where the whole gradient is next to nothing, so is its rounding."""
+    verdict, errors = doubt.verdict, []
+    for sizes in sorted(verdict.partitions, key=doubt.apart.__getitem__, reverse=True):
+        scale = max(size for size in (doubt.size, doubt.apart[sizes]) if math.isfinite(size))
+        errors.append(measured.error(sizes, scale))
+        if errors[-1] > TOLERANCE:
+            return verdict.model_copy(update={"causes": find_causes(measured, verdict.partitions)})
+    return verdict.model_copy(update={"exact": True, "relative_error": max(errors)})
+
+
+def _differ(layout: Layout, samples: int) -> bool:
+    rows = [[*leaves_of(layout.take(index, index + 1))] for index in range(samples)]
+    return any(not all(map(_same, first, second)) for first, second in pairwise(rows))
+
+
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return first.shape == second.shape and torch.equal(first, second)
+    if is_array(first) and is_array(second):
+        return first.shape == second.shape and bool((first == second).all())
+    try:
+        return bool(first is second or type(first) is not type(second) or first == second)
+    except (TypeError, ValueError, RuntimeError):  # objects that compare their arrays number by number
+        return False
+
+
+def _unchecked(reason: str) -> Verdict:
+    return Verdict(exact=False, relative_error=0.0, unchecked=reason)
