@@ -117,14 +117,16 @@ def fit(
         )
         found = search.run(batch)
         verdict = None
-        if check is not None and found.size < target_batch:
+        if check is not None and target_batch > 1:
             # Rewound after the last trial: the modules are in the user's modes.
             with memory.limit(allowance.limit_bytes):
                 verdict = check_split(workload, found.example, memory, found.size)
     memory.reclaim()
-    told = _explain_inexactness(found, verdict, target_batch)
+    told = _explain_inexactness(found, verdict, target_batch) if found.size < target_batch else ()
     if check == "raise" and told:
         raise InexactSplit(told[0])
+    if check == "raise" and verdict is not None and verdict.unchecked:
+        told = (str(verdict),)
     seconds = time.perf_counter() - started
     plan = _make_plan(
         workload,

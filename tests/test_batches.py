@@ -244,6 +244,28 @@ def test_leaves_that_share_memory() -> None:
     assert (part["x"].tolist(), part["again"].tolist(), part["turned"].tolist()) == ([1, 2], [1, 2], [2, 1])
 
 
+@given(samples=st.integers(1, 40), wanted=st.integers(1, 40))
+def test_spread_takes_evenly_from_first_to_last(samples: int, wanted: int) -> None:
+    """In order, each at most once, none far from its neighbours; the original is not written through."""
+    batch = {"x": torch.arange(samples), "names": [str(row) for row in range(samples)]}
+    layout = describe(batch)
+    if wanted > samples:
+        with pytest.raises(InvalidArgument, match=f"{wanted} samples of a batch of {samples}"):
+            layout.spread(wanted)
+        return
+    part = layout.spread(wanted)
+    rows = part.batch["x"].tolist()
+    assert part.batch["names"] == [str(row) for row in rows]
+    assert part.count == len(rows) == wanted
+    assert rows == sorted({*rows})
+    assert (
+        max(after - before for before, after in zip([-1, *rows], [*rows, samples], strict=True))
+        <= samples // wanted + 1
+    )
+    part.batch["x"].zero_()
+    assert batch["x"].tolist() == list(range(samples))
+
+
 @pytest.mark.parametrize("sizes", [[], [4], [9], [4, 4, 0], [5, -1, 4]])
 def test_sizes_must_divide(sizes: list[int]) -> None:
     """Sizes that are not positive or have another sum are refused with both numbers."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_verification import NOT_STILL, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
 from torch import nn
-from workloads import Everything, bits_of, differences, make_batch, mean_step
+from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
 
 import autobatch
 from autobatch.errors import InexactSplit
@@ -48,13 +48,56 @@ def test_a_wrong_split_is_refused_where_that_is_asked_for():
     assert differences(bits_of(model), before) == []
 
 
-@pytest.mark.parametrize("options", [{"check": None}, {"max_micro_batch": None}], ids=["not asked", "not split"])
-def test_what_needs_no_check_is_not_checked(options):
-    """Nothing is run for it where nobody asks, or where the whole batch is one micro-batch."""
-    model = Everything()
-    plan = autobatch.fit(model, 64, **{"batch": make_batch(8), "step": mean_step, "max_micro_batch": 16, **options})
+def test_nothing_is_checked_where_nobody_asks():
+    """No verdict, no warning, not even of BatchNorm."""
+    plan = autobatch.fit(Everything(), 64, batch=make_batch(8), step=mean_step, max_micro_batch=16, check=None)
     assert plan.verdict is None
     assert not [warning for warning in plan.warnings if "exact" in warning]
+
+
+def test_a_plan_that_does_not_split_is_checked_and_not_warned_of():
+    """A retry may split it one day, and is to say then what that means."""
+    plan = autobatch.fit(Everything(), 64, batch=make_batch(8), step=mean_step, check="raise")
+    assert plan.micro_batch_sizes == (64,)
+    assert not plan.verdict.exact
+    assert "BatchNorm" in plan.explain()
+    assert not [warning for warning in plan.warnings if "exact" in warning]
+
+
+@pytest.mark.parametrize("name", ["class weights", "a token mean by rows"])
+def test_a_sorted_batch_is_looked_at_from_first_to_last(name):
+    """The first samples of a sorted batch are alike in what matters."""
+    make_model, step, weigh, batch, cause = WRONG[name]
+    torch.manual_seed(0)
+    repeated = {key: value.repeat_interleave(8, 0) for key, value in batch.items()} if isinstance(batch, dict) else None
+    if repeated is None:
+        inputs, labels = (part.repeat_interleave(8, 0) for part in batch)
+        order = labels.argsort()
+        repeated = (inputs[order], labels[order])
+    plan = autobatch.fit(make_model(), 64, batch=repeated, step=step, weigh=weigh, max_micro_batch=16)
+    assert not plan.verdict.exact
+    assert cause in str(plan.verdict)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"), [(lambda loss: loss * float("nan"), "not finite"), (lambda loss: loss * 0, "count for nothing")]
+)
+def test_what_could_not_be_checked_is_told_where_exactness_is_asked_for(wrong, told):
+    """``check="raise"`` warns where there is no verdict; without it the story tells."""
+    asked, not_asked = (
+        autobatch.fit(
+            Plain(torch.float32),
+            64,
+            batch=make_batch(16),
+            step=lambda m, b: wrong(mean_step(m, b)),
+            max_micro_batch=16,
+            check=check,
+        )
+        for check in ("raise", "warn")
+    )
+    assert [warning for warning in asked.warnings if told in warning]
+    assert not [warning for warning in not_asked.warnings if told in warning]
+    assert told in not_asked.explain()
 
 
 def test_the_check_is_part_of_the_plans_seconds():

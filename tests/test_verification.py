@@ -226,6 +226,17 @@ def convolutional() -> nn.Module:
     )
 
 
+class Recomputed(nn.Module):
+    """A transformer layer whose dropouts run again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.TransformerEncoderLayer(6, 2, 8, 0.3, batch_first=True), nn.Linear(6, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.layer, inputs[:, None], use_reentrant=False)[:, 0])
+
+
 def tied() -> nn.Module:
     """One weight used twice."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 4))
@@ -302,6 +313,7 @@ RIGHT: dict[str, tuple[Any, Any, Any, Any]] = {
         None,
         make_batch(16),
     ),
+    "dropout that is recomputed": (Recomputed, mean_step, None, make_batch(16)),
     "tied weights": (tied, mean_step, None, make_batch(16)),
     "GroupNorm": (convolutional, mean_step, None, make_batch(16)),
     "bfloat16 autocast": (small, in_bfloat16, None, make_batch(16)),

@@ -52,7 +52,7 @@ class Check:
 
     Attributes:
         workload: What is run, in the mode in which its model is.
-        layout: Samples of which the first are taken.
+        layout: Samples of which some are taken, evenly from first to last.
         device: Where.
         most: How many are taken; fewer where memory ends.
         after_trials: Whether the step is known to run as it is: then what it raises here comes from being held still or
@@ -113,8 +113,8 @@ class Check:
         return _unchecked(f"the step does not run held still ({reason})"), ""
 
     def _judge(self, samples: int) -> Verdict:
-        if not _differ(self.layout, samples):
-            return _unchecked(f"the first {samples} samples are all alike: pass a batch of samples that differ")
+        if not _differ(self.layout.spread(samples)):
+            return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
         with self._hold_still(torch.float32):
             measured = self._measure(samples, torch.float32)
             obstacle = _find_obstacle(measured)
@@ -161,14 +161,14 @@ class Check:
             yield
 
     def _measure(self, samples: int, dtype: torch.dtype, *, diagnoses: bool = False) -> Measurement:
-        batch = map_tensors(self.layout.take(0, samples), lambda tensor: widen(tensor, dtype))
+        batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
         return Measurement(self.workload, self.device, layout, checkpoint, diagnoses)
 
     def _run_as_it_is(self, samples: int) -> None:
         """Let what the step raises out, where it raises without being held still as well."""
-        batch = map_tensors(self.layout.take(0, samples), torch.clone)
+        batch = self.layout.spread(samples).batch
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
         Measurement(self.workload, self.device, layout, checkpoint).whole()
@@ -177,10 +177,10 @@ class Check:
 def _find_obstacle(measured: Measurement) -> str | None:
     """Why there is nothing to compare with."""
     samples = measured.layout.count
-    if all(tensor is None for tensor in measured.whole().tensors):
-        return f"the first {samples} samples count for nothing: no gradient to compare"
+    if all(tensor is None for tensor in measured.whole().tensors) or measured.size() == 0:
+        return f"{samples} samples of the batch count for nothing: no gradient to compare"
     if not math.isfinite(measured.size()):
-        return f"the gradient of the first {samples} samples at once is not finite"
+        return f"the gradient of {samples} samples of the batch at once is not finite"
     return None
 
 
@@ -226,8 +226,8 @@ def _confirm(doubt: _Doubt, measured: Measurement) -> Verdict:
     return verdict.model_copy(update={"exact": True, "relative_error": max(errors)})
 
 
-def _differ(layout: Layout, samples: int) -> bool:
-    rows = [[*leaves_of(layout.take(index, index + 1))] for index in range(samples)]
+def _differ(layout: Layout) -> bool:
+    rows = [[*leaves_of(layout.take(index, index + 1))] for index in range(layout.count)]
     return any(not all(map(_same, first, second)) for first, second in pairwise(rows))
 
 

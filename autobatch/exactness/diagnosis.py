@@ -32,7 +32,7 @@ _EXPLAINS = 1e-3
 _COUPLED = (
     "the loss of a sample depends on the others in its micro-batch (in-batch negatives, a statistic over the batch, "
     "samples shuffled among themselves), which no weighing makes exact; or it has several terms with counts of "
-    "their own: return a dict of autobatch.Mean(loss, over=count)"
+    "their own: return a dict of losses, and a dict of their counts by the same names from weigh="
 )
 
 

@@ -34,8 +34,13 @@ _FLOAT64 = {
     torch.complex64: torch.complex128,
 }
 _WIDER = {torch.float32: _FLOAT32, torch.float64: _FLOAT64}
-# These hand their rate to a fused kernel (cuDNN's recurrent layers) or past the function mode below.
-_LAYERS_WITH_RATES = (nn.RNNBase, nn.MultiheadAttention)
+# These hand their rate to a fused kernel (cuDNN's recurrent layers) or past the function mode below; and what a
+# checkpoint recomputes in the backward pass, it recomputes without that mode.
+_LAYERS_WITH_RATES: dict[type[nn.Module], str] = {
+    nn.RNNBase: "dropout",
+    nn.MultiheadAttention: "dropout",
+    nn.modules.dropout._DropoutNd: "p",  # noqa: SLF001 - the base of all dropout layers has no public name
+}
 _DROPOUTS: dict[Callable[..., Any], tuple[str, int]] = {
     F.dropout: ("p", 1),
     F.dropout1d: ("p", 1),
@@ -100,8 +105,9 @@ def still(model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dty
             stack.enter_context(_hold(owner, name, value))
         stack.enter_context(_full_matmul_precision())
         for module in model.modules():
-            if isinstance(module, _LAYERS_WITH_RATES):
-                stack.enter_context(_hold(module, "dropout", 0.0))
+            for layer, rate in _LAYERS_WITH_RATES.items():
+                if isinstance(module, layer):
+                    stack.enter_context(_hold(module, rate, 0.0))
         for tensor in (*parameters, *model.buffers()):
             if tensor.dtype in wider:
                 stack.enter_context(_hold(tensor, "data", tensor.data.to(wider[tensor.dtype])))

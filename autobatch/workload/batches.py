@@ -70,6 +70,18 @@ class Layout:
             return self.batch
         return self._replace(self.batch, ROOT, lambda part: _take_entries(part, start, stop))
 
+    def spread(self, n: int) -> Layout:
+        """``n`` of its samples, evenly from first to last, as new tensors: a batch may be sorted.
+
+        Raises:
+            InvalidArgument: There are not so many.
+            InvalidBatch: A list can be read both as samples and as fields.
+        """
+        if not 1 <= n <= self.count:
+            raise InvalidArgument(f"{n} samples of a batch of {self.count}: no such part")
+        rows = [index * self.count // n for index in range(n)]
+        return Layout(self._replace(self.batch, ROOT, lambda part: _pick_entries(part, rows)), n, self.lists)
+
     def grown(self, n: int) -> Layout:
         """The layout of ``grow(n)``, with its lists read as here."""
         return Layout(self.grow(n), n, self.lists)
@@ -156,6 +168,12 @@ def _take_entries(part: Any, start: int, stop: int) -> Any:
     if isinstance(part, torch.Tensor):
         return part.narrow(0, start, stop - start)
     return with_items(part, part[start:stop]) if is_sequence(part) else part[start:stop]
+
+
+def _pick_entries(part: Any, rows: Sequence[int]) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.detach()[rows].requires_grad_(part.requires_grad)
+    return with_items(part, [part[row] for row in rows]) if is_sequence(part) else part[rows]
 
 
 def _repeat_entries(part: Any, n: int) -> Any:
