@@ -155,7 +155,9 @@ class Probe:
     def _accumulate(self, batches: list[Layout], size: int) -> Accumulated:
         # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
         workload = replace(self.workload, step=self._run_step, weigh=None)
-        accumulation = Accumulation(workload, self.device, shrink=_end_trial, in_float32=self.in_float32)
+        accumulation = Accumulation(
+            workload, self.device, shrink=_end_trial, in_float32=self.in_float32, leaves_are_known=self._warm
+        )
         accumulated = accumulation.run(batches, size)
         assert accumulated is not None  # noqa: S101 - all samples count here
         self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))

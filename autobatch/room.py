@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
+from autobatch.storages import bytes_of
 from autobatch.wording import format_bytes
 from autobatch.workload.step import Workload
 
@@ -64,5 +65,5 @@ class Room:
         to_be_made = 0 if self._state_is_made else max(self.plan.state_bytes - self.workload.state_bytes(), 0)
         self._state_is_made = to_be_made == 0  # from the first update on; reading it is the dearest part
         resident = max(trial.resident_bytes for trial in self.plan.trials) - to_be_made
-        gradients: int = sum(p.grad.nbytes for p in self.workload.parameters() if p.grad is not None)
+        gradients = sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
         return max(self.device.usage().allocated - resident - gradients, 0)

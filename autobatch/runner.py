@@ -8,7 +8,7 @@ ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autobatch.accumulation.progress import Accumulated, Shortage
-from autobatch.accumulation.transaction import Accumulation
+from autobatch.accumulation.transaction import Accumulation, TakesGradient
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import BatchDiffers, GradientsFound, Hook, Retried, SizeChanged, StepFinished, StepSkipped, emit
@@ -169,9 +169,8 @@ class Runner:
         started = time.perf_counter()
         layouts = self._describe(batches)
         self._tell_size(layouts)
-        parameters = self._workload.parameters()
         if update:
-            self._tell_earlier_gradients(parameters)
+            self._tell_earlier_gradients()
         limited = self._needs_limit(layouts)
         if limited:
             self._device.watch(self._workload.resident_tensors())
@@ -180,11 +179,9 @@ class Runner:
                 self._change_pace(self._pace.before_step(self._room.there(), self._room.left()), self.steps)
             self._device.reset_peak()
             alloc_retries = self._device.usage().alloc_retries
-            accumulated = self._accumulate(layouts, self._update if update else None)
+            accumulated = self._accumulate(layouts, self._apply_update if update else None)
             if accumulated is None:
                 return self._skip(layouts, started)
-            if update:
-                self._apply_update(parameters)
             usage = self._device.usage()
             self._peak_bytes = usage.peak_allocated if limited else self._peak_bytes
         result = StepResult(
@@ -228,10 +225,10 @@ class Runner:
         loss = torch.full((), torch.nan, device=self._device.torch_device)
         return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
 
-    def _accumulate(self, batches: Sequence[Layout], update: Update | None) -> Accumulated | None:
+    def _accumulate(self, batches: Sequence[Layout], update: TakesGradient | None) -> Accumulated | None:
         pace_before = self._pace
         try:
-            return self._accumulation.run(batches, pace_before.size, None if update is None else update.prepare)
+            return self._accumulation.run(batches, pace_before.size, update)
         except BaseException:
             self._pace = pace_before  # a step that did not happen has taught nothing
             raise
@@ -262,26 +259,24 @@ class Runner:
         )
         return self.micro_batch_size
 
-    def _apply_update(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _apply_update(self, begin: Callable[[], None]) -> None:
         assert self._update is not None  # noqa: S101 - narrows for mypy: step_over() has refused a Runner without one
-        self._update.apply(
+        self._update.run(
+            begin,
             f"so step {self.steps} was not retried; load your last checkpoint and give fit() the optimizer and more "
-            f"headroom= than {format_bytes(self.plan.headroom_bytes)}"
+            f"headroom= than {format_bytes(self.plan.headroom_bytes)}",
         )
-        for parameter in parameters:
-            parameter.grad = None
 
     def _explain_shortage(self, shortage: Shortage) -> str:
         usage = self._device.usage()
         return (
             f"step {self.steps} ran out of memory at a micro-batch of one sample; {format_bytes(usage.allocated)} of a "
             f"budget of {format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is "
-            f"as "
-            f"before the step: free memory or give fit() a larger budget="
+            f"as before the step: free memory or give fit() a larger budget="
         )
 
-    def _tell_earlier_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        if not self._told_gradients and any(parameter.grad is not None for parameter in parameters):
+    def _tell_earlier_gradients(self) -> None:
+        if not self._told_gradients and any(p.grad is not None for p in self._workload.parameters()):
             self._told_gradients = True
             emit(GradientsFound(step=self.steps), self._hooks)
 

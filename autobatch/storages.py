@@ -7,11 +7,12 @@ Covers dense, sparse and wrapped tensors on every device. Does not cover what is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["storages_of"]
+__all__ = ["bytes_of", "place_of", "storages_of"]
 
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -20,6 +21,23 @@ _SPARSE_PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's values: of a view what it shows, of a sparse one its indices and values.
+
+    ``nbytes`` is not defined for sparse tensors (``aten/src/ATen/core/TensorBase.h``).
+    """
+    if tensor.layout in _SPARSE_PARTS:
+        return sum(storage.nbytes() for storage in storages_of(tensor))
+    return int(tensor.nbytes)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells whether a tensor still points to the same memory, and reads it the same way; no values."""
+    storages = [storage._cdata for storage in storages_of(tensor)]
+    strides = (tensor.storage_offset(), tensor.stride()) if tensor.layout is torch.strided else None
+    return storages, tensor.dtype, tensor.shape, strides
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:

@@ -39,44 +39,34 @@ class Update:
     max_grad_norm: float | None = None
     scheduler: Any | None = None
 
-    def prepare(self) -> None:
-        """All that comes before the optimizer's own step; on any error it has not happened, but for ``.grad``.
+    def run(self, begin: Callable[[], None], advice: str) -> None:
+        """Prepare, then step the optimizer, then scaler and scheduler.
+
+        Args:
+            begin: Called right before the optimizer's own step. What is raised before it has not happened, but for
+                ``.grad``.
+            advice: The end of the message where memory runs out after it.
 
         Raises:
             DoesNotFit: There is no room for the step.
+            CannotRetry: Memory ended in it.
         """
+        begun, reason, handled = False, None, sys.exc_info()[1]
         entry = _read_entry(self.scaler, self.optimizer)
         made: list[torch.Tensor] = []
         try:
             self.check_room()
             made = make_state(self.optimizer)
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            if self.max_grad_norm is not None:
-                # The optimizer's own parameters: unscale_() has divided these alone.
-                parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-                nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        except BaseException:
-            forget_state(self.optimizer, made)
-            _write_entry(self.scaler, self.optimizer, entry)
-            raise
-
-    def apply(self, advice: str) -> None:
-        """Step the optimizer, then scaler and scheduler.
-
-        Args:
-            advice: The end of the message where memory runs out.
-
-        Raises:
-            CannotRetry: Memory ended in it.
-        """
-        reason, handled = None, sys.exc_info()[1]
-        try:
-            self._step()
+            scale = self._prepare()
+            begin()
+            begun = True
+            self._step(scale)
         except BaseException as error:
+            if not begun:
+                forget_state(self.optimizer, made)
             # Whoever loads a checkpoint and goes on must not be told that unscale_() was called already.
-            _write_entry(self.scaler, self.optimizer, None)
-            if not isinstance(error, Exception) or not is_oom(error, handled=handled):
+            _write_entry(self.scaler, self.optimizer, None if begun else entry)
+            if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
         if reason is not None:
@@ -84,19 +74,33 @@ class Update:
                 f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {advice}"
             )
 
-    def _step(self) -> None:
+    def _prepare(self) -> float:
+        """Unscale and clip; returns the scale of the losses."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.max_grad_norm is not None:
+            # The optimizer's own parameters: unscale_() has divided these alone.
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        # Reading the scale waits for the device: only where somebody wants to know whether the optimizer stepped.
+        return self.scaler.get_scale() if self.scaler is not None and self.scheduler is not None else 0.0
+
+    def _step(self, scale: float) -> None:
+        try:
+            self._step_optimizer()
+        finally:
+            # Around a whole training loop autocast keeps the casts of weights that have moved.
+            torch.clear_autocast_cache()
+        # The scale only falls when infinities made the scaler skip the step.
+        if self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale):
+            self.scheduler.step()
+
+    def _step_optimizer(self) -> None:
         if self.scaler is None:
             self.optimizer.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
             return
-        # Reading the scale waits for the device: only where somebody wants to know whether the optimizer stepped.
-        scale = self.scaler.get_scale() if self.scheduler is not None else 0.0
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # It only falls when infinities made it skip the step.
-        if self.scheduler is not None and self.scaler.get_scale() >= scale:
-            self.scheduler.step()
 
 
 def _read_entry(scaler: Any, optimizer: Any) -> dict[str, Any] | None:

@@ -62,7 +62,7 @@ MUTANTS = (
         "a piece is kept that drew from NumPy", CHECKPOINT, "self._is_whole or self.random.host.is_current()", "True"
     ),
     Mutant("generators are not restored", CHECKPOINT, "        self.random.restore()\n", ""),
-    Mutant("buffers are not restored", CHECKPOINT, "            buffer.copy_(value)\n", "            pass\n"),
+    Mutant("buffers are not restored", CHECKPOINT, "                buffer.copy_(value)\n", "                pass\n"),
     Mutant(
         "NumPy's generator is forgotten",
         RANDOM,
@@ -87,7 +87,10 @@ MUTANTS = (
     Mutant("a piece that counts for nothing is run", TRANSACTION, "        if not piece.counts:", "        if False:"),
     Mutant("earlier gradients are lost", TRANSACTION, "            aside.add()\n", ""),
     Mutant(
-        "earlier gradients are not put back", GRADIENTS, "            parameter.grad = gradient\n", "            pass\n"
+        "earlier gradients are not put back",
+        GRADIENTS,
+        "            parameter.grad = gradient\n",
+        "            pass\n",
     ),
     Mutant(
         "a batch may be written into",
@@ -118,7 +121,7 @@ MUTANTS = (
     Mutant(
         "the scheduler steps when the optimizer did not",
         UPDATE,
-        "self.scheduler is not None and self.scaler.get_scale() >= scale",
+        "self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale)",
         "self.scheduler is not None",
         RUNNER_TESTS,
     ),
@@ -144,10 +147,52 @@ MUTANTS = (
         RUNNER_TESTS,
     ),
     Mutant(
+        "a term of the step counts by samples",
+        SHARES,
+        "term.multiply(self._part_of(piece))",
+        "term.multiply(piece.size / self.samples)",
+        ("tests/test_shares.py",),
+    ),
+    Mutant(
+        "a buffer stays where it was put",
+        CHECKPOINT,
+        "                buffer.data = alias\n",
+        "                pass\n",
+        ("tests/test_checkpoint.py", *ACCUMULATION_TESTS),
+    ),
+    Mutant(
+        "an update's gradients come back after it",
+        GRADIENTS,
+        "self._gradients, self._is_spent, self.is_final = without, True, True",
+        "self._is_spent, self.is_final = True, True",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "an update is never past the turn",
+        TRANSACTION,
+        "            aside.spend()\n",
+        "",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "parameters that nobody knows are trained",
+        TRANSACTION,
+        "                self.workload.check_leaves(share.loss)\n",
+        "",
+    ),
+    Mutant("a batch's graph is cut in silence", TRANSACTION, "            refuse_graphs(tensors)\n", ""),
+    Mutant(
+        "autocast keeps old weights",
+        UPDATE,
+        "            torch.clear_autocast_cache()\n",
+        "            pass\n",
+        RUNNER_TESTS,
+    ),
+    Mutant(
         "state made for an undone update stays",
         UPDATE,
-        "            forget_state(self.optimizer, made)\n",
-        "",
+        "                forget_state(self.optimizer, made)\n",
+        "                pass\n",
         FAULT_TESTS,
     ),
 )

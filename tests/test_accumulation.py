@@ -32,6 +32,7 @@ from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at
 from autobatch.workload.batches import describe
+from autobatch.workload.losses import Mean
 from autobatch.workload.step import Workload
 
 
@@ -331,6 +332,8 @@ def test_aux_comes_back_once_a_committed_micro_batch_detached():
         (lambda loss: loss.detach(), "without a graph"),
         (lambda loss: loss.expand(3), r"shape \(3,\)"),
         (lambda loss: None, "returned NoneType"),
+        (lambda loss: (loss, loss * 2), "second loss"),
+        (lambda loss: (loss, (loss * 2).reshape(())), "second loss"),
     ],
 )
 def test_a_step_without_a_gradient_is_refused(returned, message):
@@ -406,6 +409,88 @@ def test_a_batch_that_wants_gradients_collects_none():
     assert inputs.grad is None
 
 
+@pytest.mark.parametrize(
+    "cut", [lambda x: x, lambda x: x[:], lambda x: x.view(-1, 3, 2)], ids=["whole", "part", "view"]
+)
+def test_a_batch_that_carries_a_graph_is_refused(cut):
+    """Micro-batches are cut off from it, so whatever made it would get no gradient, in silence."""
+    encoder, (inputs, labels) = nn.Linear(6, 6).double(), make_batch(8, torch.float64)
+    batch = {"more": [{"inputs": cut(encoder(inputs))}], "labels": labels}
+    model, before = Plain(), torch.get_rng_state()
+    with pytest.raises(InvalidBatch, match="carries a graph"):
+        Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_part_of_a_batch_that_wants_gradients_is_a_batch():
+    """A view of a leaf carries no graph that could be lost but its own."""
+    model, (inputs, labels) = Plain(), make_batch(8, torch.float64)
+    inputs.requires_grad_(True)
+    expected = full_batch_gradient(model, mean_step, (inputs, labels))
+    parts = [describe(part) for part in zip(inputs.split(5), labels.split(5), strict=True)]
+    Accumulation(Workload(model, mean_step), CpuDevice(), halve).run(parts, 3)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+def penalise_gradient(model, part):
+    """A leaf that the step makes for itself, as gradient penalties do."""
+    inputs = part[0].detach().clone().requires_grad_(True)
+    [gradient] = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    return gradient.square().sum(1).mean() + F.mse_loss(inputs, part[0])
+
+
+@pytest.mark.parametrize("position", [12, 30, 10**9])
+def test_a_parameter_outside_model_and_optimizer_is_refused(position):
+    """Nobody would take its gradient back for a retry: seen in the first micro-batch, before it has one."""
+    model, head = Plain(), nn.Linear(4, 4).double()
+
+    def step(model, part):
+        return F.cross_entropy(head(model(part[0])), part[1])
+
+    accumulation = Accumulation(Workload(model, step), CpuDevice(), halve)
+    with oom_at(position), pytest.raises(InvalidStep, match="in neither the model nor the"):
+        accumulation.run([describe(make_batch(8, torch.float64))], 4)
+    assert head.weight.grad is None
+    assert all(gradient is None for gradient in gradients_of(model).values())
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "in the optimizer"])
+def test_a_parameter_outside_the_model_is_fine_where_it_is_known_or_frozen(frozen):
+    """A loss head in the optimizer, or one that is not trained."""
+    model, head = Plain(), nn.Linear(4, 4).double().requires_grad_(not frozen)
+    optimizer = None if frozen else torch.optim.SGD([*model.parameters(), *head.parameters()])
+
+    def step(model, part):
+        return F.cross_entropy(head(model(part[0])), part[1])
+
+    batch = make_batch(8, torch.float64)
+    expected = full_batch_gradient(model, step, batch)
+    head.zero_grad()
+    with oom_at(20):
+        Accumulation(Workload(model, step, None, optimizer), CpuDevice(), halve).run([describe(batch)], 4)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+def test_a_leaf_of_the_steps_own_is_no_parameter():
+    """What the step makes anew each time is its own matter, and so is a batch that wants gradients."""
+    model, (inputs, labels) = Plain(), make_batch(8, torch.float64)
+    inputs.requires_grad_(True)
+    expected = full_batch_gradient(model, penalise_gradient, (inputs.detach(), labels))
+    workload = Workload(model, penalise_gradient)
+    Accumulation(workload, CpuDevice(), halve).run([describe((inputs, labels))], 3)
+    assert relative_error(gradients_of(model), expected) <= 1e-12
+
+
+def test_the_graph_is_looked_through_once(monkeypatch):
+    """In the first micro-batch that counts, then never again."""
+    looks, check = [], Workload.check_leaves
+    monkeypatch.setattr(Workload, "check_leaves", lambda *given: looks.append(1) or check(*given))
+    accumulation = Accumulation(Workload(Plain(), mean_step), CpuDevice(), halve)
+    for _ in range(3):
+        accumulation.run([describe(make_batch(8, torch.float64))], 2)
+    assert len(looks) == 1
+
+
 def test_the_sizes_sum_to_the_batch_also_where_a_weight_is_zero():
     """A micro-batch that was not run is in the sizes, and its place in aux is None."""
     model, batch = Plain(), make_tokens([0, 0, 3, 5])
@@ -436,7 +521,7 @@ def test_what_preparing_the_update_raises_undoes_the_step():
     mean_step(model, make_batch(5)).backward()
     before = bits_of(model)
 
-    def refuse():
+    def refuse(begin):
         raise DoesNotFit("no room for the update")
 
     accumulation = Accumulation(Workload(model, mean_step), CpuDevice(), halve)
@@ -444,6 +529,74 @@ def test_what_preparing_the_update_raises_undoes_the_step():
         accumulation.run([describe(make_batch(12))], 4, refuse)
     model.calls -= 3
     assert not differences(bits_of(model), before)
+
+
+@pytest.mark.parametrize("step", [lambda m, b: Mean(mean_step(m, b), over=len(b[0])), mean_step], ids=["stated", "not"])
+def test_memory_that_ends_after_the_last_backward_pass_undoes_the_step(step):
+    """Also in the division by a total that is known last: DoesNotFit, and gradients from before are back."""
+    undone, batch = 0, make_batch(10)
+    for position in range(1, 200):
+        torch.manual_seed(7)
+        model = Plain(torch.float32)
+        mean_step(model, make_batch(5)).backward()
+        before = bits_of(model)
+        with oom_at(position) as planned:
+            try:
+                done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 5)
+            except DoesNotFit:
+                undone += 1
+                assert not differences(bits_of(model), before)
+                continue
+        assert torch.isfinite(done.loss)
+        if not planned.raised:
+            break
+    assert not planned.raised
+    assert undone >= 2
+
+
+class Grows(Plain):
+    """A table of positions that grows with the batch, through ``.data``."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(length, dtype=torch.float64))
+
+    def forward(self, inputs):
+        if len(self.positions) < len(inputs) + 8:
+            self.positions.data = torch.arange(len(inputs) + 8, dtype=torch.float64)
+        return super().forward(inputs) + self.positions[:4]
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_a_retry_sees_a_buffer_as_it_was_before_it_grew(length):
+    """Its memory is put back, not only its values: gradient and table are those of an undisturbed run."""
+    batch, outcomes = make_batch(8, torch.float64), []
+    for positions in ((), (9,)):
+        torch.manual_seed(3)
+        model = Grows(length)
+        with oom_at(*positions or (10**9,)):
+            done = Accumulation(Workload(model, mean_step), CpuDevice(), lambda _: 4).run([describe(batch)], 8)
+        outcomes.append((done.retries, gradients_of(model)))
+        assert len(model.positions) == (12 if positions else 16)
+    assert [retries for retries, _ in outcomes] == [0, 1]
+    assert relative_error(outcomes[1][1], outcomes[0][1]) <= 1e-12
+
+
+def test_earlier_gradients_come_back_even_where_a_generator_does_not(monkeypatch):
+    """One failure in putting back must not keep the rest from it."""
+    model = Plain()
+    model.head.weight.grad = earlier = torch.ones_like(model.head.weight)
+
+    def step(model, part):
+        monkeypatch.setattr(np.random, "set_state", lambda state: refuse())
+        raise ValueError("the user's own")
+
+    def refuse():
+        raise RuntimeError("no way back")
+
+    with pytest.raises(RuntimeError, match="no way back"):
+        Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
+    assert model.head.weight.grad is earlier
 
 
 def test_an_error_inside_the_users_handling_of_an_oom_is_still_an_error():
@@ -500,3 +653,17 @@ NESTS = {
         lambda b: (b[0], torch.tensor([entry["label"] for entry in b[1]]), b[2]),
     ),
 }
+
+
+def test_a_piece_that_fails_in_its_last_operation_is_counted_once():
+    """Kept though no parameter's gradient changed: its samples must not stand twice in the sizes."""
+    model, prompt = nn.Linear(6, 4).requires_grad_(False), torch.zeros(4, requires_grad=True)
+
+    def step(model, part):
+        return F.cross_entropy(model(part[0]) + prompt, part[1])
+
+    batch = describe(make_batch(16))
+    for position in range(1, 40):
+        with oom_at(position):
+            done = Accumulation(Workload(model, step), CpuDevice(), halve).run([batch], 4)
+        assert sum(done.micro_batch_sizes) == 16

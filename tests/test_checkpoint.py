@@ -123,3 +123,41 @@ def test_restoring_does_not_enter_a_graph():
     checkpoint.restore()
     assert model.state.is_leaf
     assert not model.state.requires_grad
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda buffer: setattr(buffer, "data", torch.arange(16.0)),
+        lambda buffer: setattr(buffer, "data", torch.tensor([7.0])),
+        lambda buffer: setattr(buffer, "data", buffer.data.bfloat16()),
+        lambda buffer: setattr(buffer, "data", buffer.data.clone().zero_()),
+        lambda buffer: buffer.resize_(9),
+        lambda buffer: buffer.resize_(1).zero_(),
+        lambda buffer: buffer.t_(),
+    ],
+    ids=["grown", "shrunk", "other dtype", "other memory", "resized up", "resized down", "transposed"],
+)
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 3)], ids=str)
+def test_a_buffer_whose_memory_was_replaced_points_to_its_own_again(change, shape):
+    """A table that grows through ``.data``: the same object, memory, shape, dtype and values as before."""
+    model = nn.Module()
+    model.register_buffer("table", torch.rand(shape))
+    kept, storage, before = model.table, model.table.untyped_storage()._cdata, bits_of(model)
+    checkpoint = Checkpoint([*model.modules()], CPU)
+    change(model.table)
+    checkpoint.restore()
+    assert model.table is kept
+    assert not differences(bits_of(model), before)
+    assert kept.stride() == torch.empty(shape).stride()
+    assert kept.untyped_storage()._cdata == storage
+
+
+def test_an_overlapping_buffer_whose_memory_was_replaced_comes_back():
+    """It is not copied, yet it can be pointed elsewhere."""
+    model = nn.Module()
+    model.register_buffer("positions", torch.arange(4).expand(3, 4))
+    checkpoint = Checkpoint([*model.modules()], CPU)
+    model.positions.data = torch.arange(8).expand(3, 8)
+    checkpoint.restore()
+    assert model.positions.tolist() == [[0, 1, 2, 3]] * 3

@@ -59,7 +59,7 @@ def test_the_proof(case, second, capsys, total):
     """Wherever memory ends: bitwise the committed micro-batches' step, or bitwise nothing, or CannotRetry says so."""
     tally = prove(case, earlier_steps=int(second), earlier_gradients=second)
     tell(capsys, f"{case.name}, {'second' if second else 'first'} step", tally, total)
-    assert tally.outcomes["kept"] >= 10
+    assert tally.outcomes["kept"] >= 10 or (case.draws_on_host and not second)
     assert tally.outcomes["restarted"] >= 10
 
 
@@ -85,10 +85,8 @@ def test_memory_that_never_comes_back(case, capsys, total):
     judge, tally = Judge(case, earlier_steps=1, earlier_gradients=True), Tally()
     for first in fitting[:: len(fitting) // 5]:
         outcome = judge.outcome(oom_at(*range(first, first + 5000)))
-        allowed = ("raised", "undone") if case.weigh else ("undone",)  # weigh is asked again when dividing anew
-        tally.add(
-            places[first - 1], outcome if outcome in allowed or outcome not in OUTCOMES else f"{outcome} at {first}"
-        )
+        right = outcome == "undone" or outcome not in OUTCOMES
+        tally.add(places[first - 1], outcome if right else f"{outcome} at {first}")
     tell(capsys, f"{case.name}, for good", tally, total)
 
 

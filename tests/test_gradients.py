@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -113,13 +115,39 @@ def test_gradients_are_set_aside_without_a_copy_and_put_back():
     gradient = parameters[0].grad
     version = gradient._version
     aside = GradientsAside(parameters)
+    aside.take()
     assert [parameter.grad for parameter in parameters] == [None] * 3
     run_backward(parameters)
-    aside.put_back()
+    aside.end()
     assert parameters[0].grad is gradient
     assert gradient._version == version
     assert gradient.tolist() == [5, 5, 5]
     assert parameters[1].grad is None
+
+
+def test_nothing_is_moved_before_it_is_taken():
+    """Whatever comes between remembering and taking leaves all gradients where they are."""
+    parameters = make_parameters()
+    gradient = parameters[0].grad
+    aside = GradientsAside(parameters)
+    assert parameters[0].grad is gradient
+    aside.end()
+    assert parameters[0].grad is gradient
+
+
+def test_gradients_that_an_update_took_are_gone_at_the_end():
+    """Neither the sum nor the earlier ones come back, and their memory is not held meanwhile."""
+    parameters = make_parameters()
+    earlier = weakref.ref(parameters[0].grad)
+    aside = GradientsAside(parameters)
+    aside.take()
+    run_backward(parameters)
+    assert not aside.is_final
+    aside.spend()
+    assert aside.is_final
+    assert earlier() is None
+    aside.end()
+    assert [parameter.grad for parameter in parameters] == [None] * 3
 
 
 def test_earlier_gradients_are_added_and_stay_as_they_were_until_settled():
@@ -127,12 +155,16 @@ def test_earlier_gradients_are_added_and_stay_as_they_were_until_settled():
     parameters = make_parameters()
     gradient = parameters[0].grad
     aside = GradientsAside(parameters)
+    aside.take()
     run_backward(parameters)
     new = parameters[1].grad
     aside.add()
     assert parameters[0].grad.tolist() == [7, 7, 7]
     assert gradient.tolist() == [5, 5, 5]
+    assert not aside.is_final
     aside.settle()
+    assert aside.is_final
+    aside.end()
     assert parameters[0].grad is gradient
     assert gradient.tolist() == [7, 7, 7]
     assert parameters[1].grad is new
@@ -146,6 +178,7 @@ def test_an_interrupt_while_settling_still_settles():
         parameter.grad = torch.full((2,), 5.0)
     earlier = [parameter.grad for parameter in parameters]
     aside = GradientsAside(parameters)
+    aside.take()
     sum(parameter.sum() for parameter in parameters).backward()
     aside.add()
 
@@ -215,6 +248,7 @@ def test_an_earlier_gradient_without_a_new_one_stays():
     parameters = make_parameters()
     gradient = parameters[0].grad
     aside = GradientsAside(parameters)
+    aside.take()
     parameters[1].sum().backward()
     aside.add()
     assert parameters[0].grad is not gradient
@@ -232,6 +266,22 @@ def test_sparse_and_dense_gradients_add_up(earlier, new):
     expected = first + second
     weight.grad = first.to_sparse() if earlier else first
     aside = GradientsAside([weight])
+    aside.take()
     weight.grad = second.to_sparse() if new else second
     aside.add()
     assert torch.equal(weight.grad.to_dense() if weight.grad.is_sparse else weight.grad, expected)
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, None], ids=str)
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
+def test_a_parameter_that_states_its_gradients_dtype_gets_it(grad_dtype):
+    """A bfloat16 weight with float32 gradients needs no sum beside them, and a sum is rounded to what is stated."""
+    parameter, sums = nn.Parameter(torch.ones(3, dtype=torch.bfloat16)), Float32Sums()
+    parameter.grad_dtype = grad_dtype
+    sums.begin([parameter])
+    for _ in range(512):
+        parameter.sum().backward()
+    sums.write()
+    sums.end()
+    assert parameter.grad.dtype is (grad_dtype or torch.bfloat16)
+    assert parameter.grad.tolist() == [512] * 3

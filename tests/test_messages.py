@@ -99,6 +99,16 @@ def weigh_other_terms():
     return lambda batch: {f"term {next(calls)}": 1.0}
 
 
+def count_without_room(batch):
+    """Memory ends in the count itself."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+def step_through(head):
+    """A step with a layer that neither the model nor the optimizer knows."""
+    return lambda model, batch: F.cross_entropy(head(model(batch[0])), batch[1])
+
+
 def write_into_batch(model, batch):
     """Normalise in place."""
     batch[0].mul_(2)
@@ -309,6 +319,46 @@ TABLE = [
         "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only",
     ),
     (
+        lambda: make_runner(step=lambda m, b: (mean_step(m, b), mean_step(m, b))).step(make_batch(16)),
+        "InvalidStep",
+        (
+            "step() returned a second loss, of which no gradient would be taken: return both by name, as "
+            '{"left": loss, "right": other}, or (loss, other.detach())'
+        ),
+    ),
+    (
+        lambda: fit(step=step_through(nn.Linear(4, 4))),
+        "InvalidStep",
+        (
+            "step() trains a parameter of shape (4, 4) that is in neither the model nor the optimizer, so a retry "
+            "could not take its gradient back: put it into one of them, or freeze it with requires_grad_(False)"
+        ),
+    ),
+    (
+        lambda: make_runner(step=step_through(nn.Linear(4, 4))).accumulate(make_batch(16)),
+        "InvalidStep",
+        (
+            "step() trains a parameter of shape (4, 4) that is in neither the model nor the optimizer, so a retry "
+            "could not take its gradient back: put it into one of them, or freeze it with requires_grad_(False)"
+        ),
+    ),
+    (
+        lambda: make_runner().step((nn.Linear(6, 6)(make_batch(16)[0]), make_batch(16)[1])),
+        "InvalidBatch",
+        (
+            "a tensor of shape (16, 6) in the batch carries a graph, from which micro-batches are cut off: compute it "
+            "inside step(), or detach() it"
+        ),
+    ),
+    (
+        lambda: make_runner(weigh=count_without_room).step(make_batch(16)),
+        "DoesNotFit",
+        (
+            "there is no room to count with weigh() (OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 "
+            "MiB); everything is as before the step"
+        ),
+    ),
+    (
         lambda: fit_with(optimizer=torch.optim.LBFGS),
         "InvalidArgument",
         "LBFGS calls a closure several times a step, which cannot be split exactly; use another",
@@ -371,10 +421,8 @@ TABLE = [
         "DoesNotFit",
         (
             "step 0 ran out of memory at a micro-batch of one sample; 101 bytes of a budget of 100 bytes were held "
-            "before "
-            "it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 sample in 100 bytes; "
-            "everything "
-            "is as before the step: free memory or give fit() a larger budget="
+            "before it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 sample in 100 "
+            "bytes; everything is as before the step: free memory or give fit() a larger budget="
         ),
     ),
     (
@@ -382,14 +430,10 @@ TABLE = [
         "DoesNotFit",
         (
             "a micro-batch of 1 sample does not fit on fake device: 50 bytes were held when memory ended, 50 bytes of "
-            "that "
-            "before the first sample, and the limit is 100 bytes of a budget of 100 bytes; OutOfMemoryError: fake "
-            "device out "
-            "of memory. Tried to hold 110 bytes for 1 sample in 100 bytes; no other process is known to hold memory "
-            "there; "
-            "what would help: a larger budget= or smaller headroom=, activation checkpointing, bfloat16 autocast, "
-            "smaller "
-            "inputs, or an optimizer with less state"
+            "that before the first sample, and the limit is 100 bytes of a budget of 100 bytes; OutOfMemoryError: fake "
+            "device out of memory. Tried to hold 110 bytes for 1 sample in 100 bytes; no other process is known to "
+            "hold memory there; what would help: a larger budget= or smaller headroom=, activation checkpointing, "
+            "bfloat16 autocast, smaller inputs, or an optimizer with less state"
         ),
     ),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 
 import pytest
 import torch
@@ -199,6 +200,25 @@ def test_thrash_in_two_steps_running_shrinks_the_next_one():
     assert [event.reason for event in events if isinstance(event, SizeChanged)] == ["thrash"]
 
 
+@pytest.mark.parametrize("update", [True, False], ids=["step", "accumulate"])
+def test_sparse_gradients_are_counted_where_memory_is_measured(update):
+    """An embedding's sparse gradient, sparse optimizer state and sparse aux: bytes are asked of all of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(2000, 16, sparse=True), nn.Flatten(), nn.Linear(128, 4))
+    batch = (torch.randint(2000, (64, 8)), torch.randint(4, (64,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(model, part):
+        return mean_step(model, part), {"table": torch.eye(3).to_sparse()}
+
+    budget = CpuDevice().usage().allocated + 2**20
+    plan = autobatch.fit(model, 64, batch=batch, step=step, optimizer=optimizer, budget=budget, max_micro_batch=16)
+    runner = autobatch.Runner(plan, model, step, optimizer)
+    for _ in range(2):
+        result = runner.step(batch) if update else runner.accumulate(batch)
+        assert 0 < result.peak_bytes <= budget
+
+
 def test_a_batch_with_nothing_to_count_is_skipped_and_said(caplog):
     """No update, no scheduler step, no change: a result that says so and one warning."""
     model, optimizer, _ = make_runner(8, 4)
@@ -259,6 +279,22 @@ def test_an_oom_before_the_optimizers_step_undoes_the_step(scaled):
 def forget_objects(bits):
     """Without the identity of gradients, which another model of the same seed does not share."""
     return {key: value for key, value in bits.items() if not key.startswith("gradient object")}
+
+
+def test_a_loop_inside_autocast_trains_as_one_that_enters_it_each_step():
+    """Autocast keeps the weights' casts to the end of its block: after an update they are those of old weights."""
+    losses = []
+    for around in ("loop", "step"):
+        torch.manual_seed(0)
+        model = Plain(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        runner = autobatch.Runner(make_plan(model, 8, 4, optimizer=optimizer), model, mean_step, optimizer)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around == "loop"):
+            for _ in range(4):
+                with torch.autocast("cpu", torch.bfloat16):
+                    losses.append(float(runner.step(make_batch(8)).loss))
+    assert losses[:4] == losses[4:]
+    assert losses[3] < losses[0]
 
 
 def test_the_target_is_never_changed_in_silence(caplog):
@@ -343,6 +379,116 @@ def test_an_oom_inside_the_update_says_that_parameters_may_have_moved():
     with pytest.raises(CannotRetry, match="parameters may have moved"):
         runner.step(make_batch(8, torch.float64))
     assert EndsInStep.calls == 1
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("where", ["optimizer", "scheduler"])
+def test_a_gradient_that_was_in_an_update_is_in_no_other(where, scaled):
+    """Whatever the update raises once it has begun: the step after it is that of its own batch alone."""
+    torch.manual_seed(0)
+    model = Plain(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
+    plan = make_plan(model, 8, 4, optimizer=optimizer)
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, scheduler=scheduler, scaler=scaler)
+    batch, kept = make_batch(8), {name: value.clone() for name, value in model.state_dict().items()}
+    runner.step(batch)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    broken, error = {"optimizer": (optimizer, torch.OutOfMemoryError), "scheduler": (scheduler, ValueError)}[where]
+    model.load_state_dict(kept)
+    broken.step = fail_with(error("planned"))
+    with pytest.raises(CannotRetry if where == "optimizer" else ValueError, match="planned"):
+        runner.step(batch)
+    del broken.step
+    assert all(gradient is None for gradient in gradients_of(model).values())
+    model.load_state_dict(kept)
+    runner.step(batch)
+    assert not differences(dict(model.state_dict()), expected)
+
+
+def fail_with(error):
+    """A function that raises, whatever it is given."""
+
+    def fail(*arguments, **options):
+        raise error
+
+    return fail
+
+
+class InterruptedLine:
+    """The user presses Ctrl-C at the n-th line of the code that runs a step and undoes it."""
+
+    FILES = ("accumulation/", "gradients.py", "update.py", "runner.py", "checkpoint.py", "optimizer_state.py")
+
+    def __init__(self, position):
+        self.position, self.lines, self.where = position, 0, ""
+
+    def __enter__(self):
+        self.outer = sys.gettrace()
+        sys.settrace(self.call)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(self.outer)
+
+    def call(self, frame, event, argument):
+        name = frame.f_code.co_filename.replace("\\", "/")
+        return self.line if "/autobatch/" in name and any(part in name for part in self.FILES) else None
+
+    def line(self, frame, event, argument):
+        self.lines += event == "line"
+        if event == "line" and self.lines == self.position:
+            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            sys.settrace(self.outer)
+            raise KeyboardInterrupt
+        return self.line
+
+
+def run_interrupted(way, position, plan):
+    """One step with an interrupt in it: where, what changed, what is left in ``.grad``, whether it stepped."""
+    model, optimizer, runner = make_update(scaled=way == "scaled step", plan=plan)
+    stepped = []
+    optimizer.register_step_pre_hook(lambda *_: stepped.append(True))
+    before = bits_of(model, optimizer)
+    run = runner.accumulate if way == "accumulate" else runner.step
+    with InterruptedLine(position) as interrupt:
+        try:
+            run(make_batch(8))
+        except KeyboardInterrupt:
+            model.calls = before["calls "]
+            torch.set_grad_enabled(True)  # a `with` that is interrupted where it ends is not left: Python's own gap
+    gradients = [gradient.clone() for gradient in gradients_of(model).values() if gradient is not None]
+    found = bits_of(model, optimizer)
+    changed = [key for key in before if (found[key] is None) != (before[key] is None)] or differences(found, before)
+    if not changed:
+        run(make_batch(8))  # a scaler that took this for unscaled would raise
+    return interrupt, changed, gradients, bool(stepped)
+
+
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["step", "scaled step", "accumulate"])
+def test_an_interrupt_at_any_line_undoes_the_step_or_leaves_no_gradient_of_it(way, stride):
+    """Before the optimizer's own step all is as before; from there on no gradient of it is left for the next one."""
+    plan = make_update(scaled=False)[2].plan
+    whole, _, total, _ = run_interrupted(way, -1, plan)
+    undone, after, turning, left = 0, 0, [], []
+    for position in range(1, whole.lines + 1, stride):
+        interrupt, changed, gradients, stepped = run_interrupted(way, position, plan)
+        assert interrupt.where, "as many lines as in the run before"
+        if not changed:
+            undone += 1
+        elif way == "accumulate":  # once sums move into the earlier gradients there is no way back: it is all done
+            assert not differences(dict(enumerate(gradients)), dict(enumerate(total))), interrupt.where
+            after += 1
+        else:
+            after += stepped
+            turning += [] if stepped else [interrupt.where]
+            left += [interrupt.where] if gradients else []
+    assert undone >= 650 // stride
+    assert after >= 40 // stride
+    assert len(turning) <= 10, turning  # it has been said that the optimizer steps, and it has not yet
+    assert len(left) <= 4, left  # it has stepped, and the clean-up itself is interrupted as it begins
 
 
 def test_clipping_is_of_the_whole_gradient():

@@ -153,6 +153,35 @@ def test_a_retry_keeps_the_gradient_exact(name):
     assert retries >= 3
 
 
+def few_labels(rows: tuple[int, ...]):
+    """A batch of 8 of which only these rows have a label."""
+    inputs, labels = make_batch(8, torch.float64)
+    kept = torch.full_like(labels, -100)
+    kept[list(rows)] = labels[list(rows)]
+    return inputs, kept
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (0, 7), (3,), (2, 3, 4, 5, 6)])
+@pytest.mark.parametrize("weigh", [count, lambda b: {"ce": count(b)}], ids=["one count", "counts by name"])
+def test_a_term_of_the_step_counts_once_also_when_a_retry_leaves_parts_out(weigh, rows):
+    """Divided anew, some parts hold no label and are not run: the others' shares of a ``PerStep`` still make 1."""
+
+    def step(model, part):
+        return {"ce": ce(model, part), "l2": PerStep(penalise(model))}
+
+    batch = few_labels(rows)
+    expected = full_batch_gradient(make_model(), lambda m, b: ce(m, b) + penalise(m), batch)
+    retries = 0
+    for positions in ((4,), (4, 12), (20,), (30, 45)):
+        model = make_model()
+        with oom_at(*positions):
+            done = Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 8)
+        retries += done.retries
+        assert relative_error(gradients_of(model), expected) <= 1e-12
+        assert float(done.loss) == pytest.approx((ce(model, batch) + penalise(model)).item(), rel=1e-12)
+    assert retries >= 4
+
+
 def make_model() -> Plain:
     """The same weights each time."""
     torch.manual_seed(5)
@@ -196,6 +225,54 @@ def test_many_bfloat16_micro_batches_keep_their_gradient():
         assert model.weight.grad.dtype is torch.bfloat16
     assert errors[True] < 0.01
     assert errors[False] > 5 * errors[True]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")], ids=repr
+)
+@pytest.mark.parametrize("times", [1, 2, 10**9])
+@pytest.mark.parametrize("divided_anew", [False, True])
+def test_memory_that_ends_while_counting(error, times, divided_anew):
+    """Once it is asked again with caches given back; for good it is DoesNotFit, and everything is as before."""
+    model, batch, calls = make_model(), make_tasks(8), []
+
+    def weigh(part):
+        calls.append(1)
+        first = 5 if divided_anew else 1  # the whole, its two halves, then those of a half
+        if first <= len(calls) < first + times:
+            raise error
+        return count(part)
+
+    workload = Workload(model, plain, weigh)
+    expected = full_batch_gradient(model, plain, batch)
+    with oom_at(30 if divided_anew else 10**9):
+        if times == 1:
+            Accumulation(workload, CpuDevice(), halve).run([describe(batch)], 4)
+            assert relative_error(gradients_of(model), expected) <= 1e-12
+        else:
+            with pytest.raises(DoesNotFit, match=r"no room to count with weigh\(\) \(.*out of memory"):
+                Accumulation(workload, CpuDevice(), halve).run([describe(batch)], 4)
+            assert all(parameter.grad is None for parameter in model.parameters())
+    assert len(calls) > 5 if divided_anew else calls
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weigh", [None, lambda b: len(b[0])], ids=["samples", "weighed"])
+@pytest.mark.parametrize(
+    "wrap", [lambda loss, n: loss, lambda loss, n: {"a": loss, "b": PerStep(loss * 0)}], ids=["one", "two"]
+)
+def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
+    """A third is no bfloat16: neither the loss nor each gradient is off by what it is rounded to."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+
+    def step(model, part):
+        return wrap(model(part[0]).mean().to(dtype), len(part[0]))
+
+    batch = (torch.ones(9, 1),)
+    done = Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 3)
+    assert float(done.loss) == pytest.approx(1, rel=1e-6)
+    assert model.weight.grad.item() == pytest.approx(1, rel=1e-6)
 
 
 REFUSED = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autobatch.storages import storages_of
+from autobatch.storages import bytes_of, storages_of
 
 quietly = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta", "ignore:.*prototype stage")
 
@@ -56,3 +56,24 @@ def test_a_wrapper_has_the_storages_of_what_is_inside():
 def test_what_holds_no_values_has_no_storage(make):
     """Meta and fake tensors have none, opaque ones do not show theirs."""
     assert list(storages_of(make())) == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.ones(3, 4), 48),
+        (torch.ones(100, 4)[:3], 48),
+        (torch.ones(1, 4).expand(3, 4), 48),
+        (torch.ones(3, 4, dtype=torch.complex64), 96),
+        (torch.eye(3).to_sparse(), 3 * (2 * 8 + 4)),
+        (
+            torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 5), (9, 5), check_invariants=True),
+            2 * (8 + 20),
+        ),
+        (torch.ones(3).to_mkldnn(), 12),
+        (torch.empty(0), 0),
+    ],
+)
+def test_bytes_are_those_of_the_values_and_of_a_sparse_ones_parts(tensor, expected):
+    """A view counts what it shows, not what lies behind it; a sparse tensor its indices and values."""
+    assert bytes_of(tensor) == expected

@@ -1,7 +1,7 @@
 """Pieces of batches: consecutive samples that will be one micro-batch, and what they count for.
 
-Covers dividing, joining what has to be divided anew, and whether weights add up. Does not cover running a piece
-(``transaction``) nor what its losses are divided by (``shares``).
+Covers which batches can be divided, dividing, joining what has to be divided anew, and whether weights add up. Does not
+cover running a piece (``transaction``) nor what its losses are divided by (``shares``).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from autobatch.errors import InvalidBatch
 from autobatch.planning.planner import balance
 from autobatch.workload.batches import Layout
 from autobatch.workload.step import Workload
 
-__all__ = ["Piece", "check_additive", "cut", "join", "sum_weights"]
+__all__ = ["Piece", "check_additive", "cut", "join", "refuse_graphs", "sum_weights"]
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,21 @@ def check_additive(pieces: Sequence[Piece], smaller: Sequence[Piece]) -> None:
                 f"weigh() is not additive: it gave {whole[name]:g} for {[p.size for p in pieces]} samples and "
                 f"{parts.get(name, math.nan):g} for the same samples as {[p.size for p in smaller]}; it must count "
                 f"something, such as tokens, that adds up"
+            )
+
+
+def refuse_graphs(tensors: Iterable[torch.Tensor]) -> None:
+    """No micro-batch can hand its gradient back to what made the batch: each is cut off, and run when it is its turn.
+
+    Raises:
+        InvalidBatch: A tensor was computed from something that wants a gradient. A view of a leaf is none.
+    """
+    for tensor in tensors:
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - no public twin
+        if base.grad_fn is not None:
+            raise InvalidBatch(
+                f"a tensor of shape {tuple(tensor.shape)} in the batch carries a graph, from which micro-batches are "
+                f"cut off: compute it inside step(), or detach() it"
             )
 
 

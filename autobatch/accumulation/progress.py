@@ -55,8 +55,8 @@ class Progress:
         sizes: Samples of each finished piece.
         aux: What each finished piece gave beside its loss.
         loss: The running sum of all shares.
-        counted: What the step itself has counted so far.
-        unit: What shares are divided by until the total is known; ``None`` where it is.
+        counted: What shares that were divided by a unit have counted for so far.
+        unit: What shares are divided by instead of the total, until the end; ``None`` where it is the total.
         retries: How often memory ended.
     """
 
@@ -75,10 +75,13 @@ class Progress:
         Raises:
             InvalidStep: The step counts for one piece and not for another.
         """
+        if share is not None:
+            self._add(share)
+        # Last: where memory ends in the addition, the piece is not done, and comes again.
         self.sizes.append(size)
         self.aux.append(aux)
-        if share is None:
-            return
+
+    def _add(self, share: Share) -> None:
         if self.loss is not None and (self.unit is None) != (share.unit is None):
             raise InvalidStep(
                 "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
@@ -93,8 +96,15 @@ class Progress:
         self.todo, self.sizes, self.aux = pieces, [], []
         self.loss, self.counted, self.unit = None, 0.0, None
 
-    def sum_up(self) -> Accumulated:
-        """The result, where some piece has counted."""
-        assert self.loss is not None  # noqa: S101 - some micro-batch has counted, else nothing is summed up
-        loss = self.loss if self.unit is None else self.loss * (self.unit / self.counted)
-        return Accumulated(loss, tuple(self.sizes), tuple(self.aux), self.retries)
+    def correct(self) -> float:
+        """Divide the loss by the true total, where that was not known before; returns the gradients' factor."""
+        factor = 1.0 if self.unit is None else self.unit / self.counted
+        if factor != 1 and self.loss is not None:
+            self.loss = self.loss * factor
+        return factor
+
+    def sum_up(self) -> Accumulated | None:
+        """The result, corrected; ``None`` where no piece has counted. Nothing here can run out of memory."""
+        if self.loss is None:
+            return None
+        return Accumulated(self.loss, tuple(self.sizes), tuple(self.aux), self.retries)

@@ -8,6 +8,8 @@ term has its own. Where only the step's own ``Mean`` or ``Sum`` states them, the
 micro-batch: then losses are divided by a power of two near it, which rounds nothing, and the gradients are multiplied
 by power / total once, before the update. That works for one denominator only, since gradients of different terms cannot
 be told apart once they are added.
+
+The same is done where losses are bfloat16 or float16 and have one denominator: their gradients would round the factor.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Share:
 
     Attributes:
         loss: 0-dim, with a graph.
-        count: What the step stated it counts for; 0 where the totals were known.
-        unit: What the losses were divided by where the totals are not known yet.
+        count: What it counts for where the losses were divided by a unit, else 0.
+        unit: What the losses were divided by instead of the total.
     """
 
     loss: torch.Tensor
@@ -47,21 +49,18 @@ class Totals:
     Attributes:
         weights: The total of each term; the name ``""`` stands for every term.
         samples: Samples of all pieces.
-        running: Samples of the pieces that count and so will be run.
         weighed: Whether ``weigh`` said so; else the weights are numbers of samples.
     """
 
     weights: Mapping[str, float]
     samples: int
-    running: int
     weighed: bool
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], *, weighed: bool) -> Totals:
         """Of the pieces that a step's batches were divided into."""
         samples = sum(piece.size for piece in pieces)
-        running = sum(piece.size for piece in pieces if piece.counts)
-        return cls(sum_weights(pieces), samples, running, weighed)
+        return cls(sum_weights(pieces), samples, weighed)
 
     def share(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
         """The part of the step's loss that these terms of a piece are.
@@ -78,7 +77,11 @@ class Totals:
             InvalidStep: The step's counts or terms do not go with ``weigh``'s, or need one that is not there.
         """
         if not self.weighed and any(term.count is not None for term in terms):
-            return self._share_of_unknown(piece, terms, unit)
+            return self._share_by_unit(piece, terms, _common_count(piece, terms), unit)
+        if any(term.is_narrow for term in terms) and "" in piece.weights:
+            for term in terms:
+                _check_count(term, piece.weights[""])
+            return self._share_by_unit(piece, terms, piece.weights[""], unit)
         return self._share_of_known(piece, terms)
 
     def _share_of_known(self, piece: Piece, terms: Sequence[Term]) -> Share:
@@ -86,7 +89,7 @@ class Totals:
         parts = []
         for term in terms:
             if term.kind == "per step":
-                parts.append(term.loss * (piece.size / self.running))
+                parts.append(term.multiply(self._part_of(piece)))
                 continue
             name = term.name if term.name in piece.weights else ""
             _check_count(term, piece.weights[name])
@@ -94,12 +97,18 @@ class Totals:
                 parts.append(term.divide(piece.weights[name], self.weights[name]))
         return Share(_add(parts))
 
-    def _share_of_unknown(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
-        count = _common_count(piece, terms)
+    def _part_of(self, piece: Piece) -> float:
+        """How much of the step a piece is: 0 where it counts for nothing, and 1 over all, however they are divided."""
+        parts = [piece.weights[name] / total for name, total in self.weights.items() if total > 0]
+        return math.fsum(parts) / len(parts)
+
+    def _share_by_unit(self, piece: Piece, terms: Sequence[Term], count: float, unit: float | None) -> Share | None:
         if count == 0:
             return None
-        unit = unit or _power_of_two_near(count * self.samples / piece.size)
-        parts = [term.loss * (count / unit) if term.kind == "per step" else term.divide(count, unit) for term in terms]
+        if unit is None:
+            # A lone piece is the whole: nothing is left to correct.
+            unit = count if piece.size == self.samples else _power_of_two_near(count * self.samples / piece.size)
+        parts = [term.multiply(count / unit) if term.kind == "per step" else term.divide(count, unit) for term in terms]
         return Share(_add(parts), count, unit)
 
 

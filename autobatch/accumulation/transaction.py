@@ -14,11 +14,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from autobatch.accumulation.pieces import Piece, check_additive, cut, join
+from autobatch.accumulation.pieces import Piece, check_additive, cut, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
 from autobatch.accumulation.shares import Totals
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
@@ -30,7 +31,12 @@ from autobatch.workload.gradients import Float32Sums, GradientsAside, GradientSt
 from autobatch.workload.nests import with_fresh_containers
 from autobatch.workload.step import Workload
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "TakesGradient"]
+
+TakesGradient = Callable[[Callable[[], None]], None]
+"""Takes a gradient: prepares, then calls what it was given, then begins what cannot be undone."""
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -43,6 +49,7 @@ class Accumulation:
         shrink: Called after each shortage; returns the new largest micro-batch, smaller than the failed one, or raises.
         scale: Applied to each share of the loss before its backward pass: a ``GradScaler``'s ``scale``.
         in_float32: Whether gradients in bfloat16 and float16 are added up in float32 when there are several pieces.
+        leaves_are_known: Whether the first micro-batch need not be looked through for parameters that nobody knows.
     """
 
     workload: Workload
@@ -50,52 +57,49 @@ class Accumulation:
     shrink: Callable[[Shortage], int]
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     in_float32: bool = True
+    leaves_are_known: bool = False
     _is_additive: bool = False
     _draws_on_host: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
 
-    def run(
-        self, batches: Sequence[Layout], largest: int, prepare_update: Callable[[], None] | None = None
-    ) -> Accumulated | None:
+    def run(self, batches: Sequence[Layout], largest: int, update: TakesGradient | None = None) -> Accumulated | None:
         """Accumulate the gradient of the mean over all samples of ``batches`` into ``.grad``.
 
         Args:
             batches: One batch or several that belong together, described; each is divided by itself.
             largest: The most samples a micro-batch may have.
-            prepare_update: Called last, when ``.grad`` holds the sum: what it raises undoes everything. Without it the
-                gradients are the result, and stand in the tensors in which earlier ones stood.
+            update: Called last, when ``.grad`` holds the sum, with a function that it must call right before it begins
+                what cannot be undone. What it raises before that undoes everything; from there on nothing is put back,
+                and no gradient is left for another update. Without it the gradients are the result, and stand in the
+                tensors in which earlier ones stood.
 
         Returns:
             The loss and the committed sizes. Gradients that were there before are added, as ``backward`` would.
             ``None`` where there is nothing to take a mean over, all weights being 0: then nothing has happened.
 
         Raises:
-            InvalidBatch: ``weigh`` does not count.
-            InvalidStep: The step wrote into its batch or into gradients, or its losses or counts are none.
-            DoesNotFit: There is no room for a copy of the model's buffers, or for what comes after the last backward
-                pass. Whatever ``shrink`` raises comes out too.
+            InvalidBatch: ``weigh`` does not count, or a batch carries a graph.
+            InvalidStep: The step wrote into its batch or into gradients, trains what is in neither model nor optimizer,
+                or its losses or counts are none.
+            DoesNotFit: There is no room for a copy of the model's buffers, for counting, or for what comes after the
+                last backward pass. Whatever ``shrink`` and ``update`` raise comes out too.
         """
         modules, parameters = [*self.workload.model.modules()], self.workload.parameters()
-        before = self._remember(modules)
-        aside = GradientsAside(parameters)
+        before, aside = self._remember(modules), GradientsAside(parameters)
         try:
+            aside.take()
             progress = self._begin(batches, largest)
             self._advance(progress, before, modules, parameters)
-            reason = self._complete(progress, aside, prepare_update)
-        except BaseException:
-            before.restore()
-            aside.put_back()
-            raise
+            reason = self._complete(progress, before, aside, update)
         finally:
-            self._sums.end()
-        if reason is None and progress.loss is not None:
-            if prepare_update is None:
-                aside.settle()
-            return progress.sum_up()
-        before.restore()
-        aside.put_back()
+            try:
+                if not aside.is_final:
+                    before.restore()
+            finally:
+                aside.end()
+                self._sums.end()
         if reason is None:
-            return None
+            return progress.sum_up()
         self.device.reclaim()
         raise DoesNotFit(
             f"memory ended after the last backward pass, before the update ({reason}); everything is as before the "
@@ -103,19 +107,23 @@ class Accumulation:
         )
 
     def _complete(
-        self, progress: Progress, aside: GradientsAside, prepare_update: Callable[[], None] | None
+        self, progress: Progress, before: Checkpoint, aside: GradientsAside, update: TakesGradient | None
     ) -> str | None:
-        """Make ``.grad`` the whole gradient and prepare its update; returns None, or why memory ended."""
+        """Make ``.grad`` the whole gradient and hand it over; returns None, or why memory ended before that."""
         if progress.loss is None:
             return None
+
+        def begin() -> None:
+            aside.spend()
+            before.forget()  # the trials' optimizer steps had no such copy beside them
+
         handled = sys.exc_info()[1]
         try:
             self._correct(progress)
             aside.add()
-            if prepare_update is not None:
-                prepare_update()
+            aside.settle() if update is None else update(begin)
         except Exception as error:
-            if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
+            if aside.is_final or isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 raise
             return describe_error(error, handled=handled)
         return None
@@ -181,6 +189,9 @@ class Accumulation:
             )
         share = progress.totals.share(piece, output.terms, progress.unit)
         if share is not None:
+            if not self.leaves_are_known:
+                self.workload.check_leaves(share.loss)
+                self.leaves_are_known = True  # once: going through the graph takes as long as a small forward pass
             (share.loss if self.scale is None else self.scale(share.loss)).backward()
         if [tensor._version for tensor in tensors] != versions:  # a view counts with its base
             raise InvalidStep(
@@ -191,8 +202,8 @@ class Accumulation:
 
     def _correct(self, progress: Progress) -> None:
         """Divide by the true total, where it was not known before; then round what was summed in float32."""
-        if progress.unit is not None and progress.unit != progress.counted:
-            factor = progress.unit / progress.counted
+        factor = progress.correct()
+        if factor != 1:
             self._sums.multiply(factor)
             for parameter in self.workload.parameters():
                 if parameter.grad is not None:
@@ -210,42 +221,50 @@ class Accumulation:
         return False
 
     def _remember(self, modules: Sequence[nn.Module], begun: Checkpoint | None = None) -> Checkpoint:
-        """A checkpoint; where memory ends even for that, another try with all caches given back."""
+        host = None if self._draws_on_host else begun
+        return self._try_twice(
+            lambda: Checkpoint(modules, self.device.torch_device, host), "for a copy of the model's buffers"
+        )
+
+    def _try_twice(self, action: Callable[[], _T], purpose: str) -> _T:
+        """What takes little memory; where that ends even here, another try with all caches given back."""
         handled = sys.exc_info()[1]
         for _ in range(2):
             try:
-                return Checkpoint(modules, self.device.torch_device, None if self._draws_on_host else begun)
+                return action()
             except Exception as error:
                 if not is_oom(error, handled=handled):
                     raise
                 reason = describe_error(error, handled=handled)
             self.device.reclaim()
-        raise DoesNotFit(
-            f"there is no room for a copy of the model's buffers ({reason}); everything is as before the step"
-        )
+        raise DoesNotFit(f"there is no room {purpose} ({reason}); everything is as before the step")
 
     def _begin(self, batches: Sequence[Layout], largest: int) -> Progress:
-        pieces: list[Piece] = []
         for layout in batches:
-            self.device.watch(tensors_of(layout.batch))
-            pieces += cut(self.workload, layout, 0, layout.count, largest)
+            tensors = [*tensors_of(layout.batch)]
+            refuse_graphs(tensors)
+            self.device.watch(tensors)
+        pieces = self._cut([(layout, 0, layout.count) for layout in batches], largest)
         weighed = self.workload.weigh is not None
         if weighed and not self._is_additive:
-            check_additive(
-                [part for layout in batches for part in cut(self.workload, layout, 0, layout.count, layout.count)],
-                pieces,
-            )
+            check_additive(self._cut([(layout, 0, layout.count) for layout in batches], None), pieces)
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
         return Progress(pieces, Totals.of(pieces, weighed=weighed))
+
+    def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[Piece]:
+        return self._try_twice(
+            lambda: [
+                piece
+                for layout, start, stop in ranges
+                for piece in cut(self.workload, layout, start, stop, largest or layout.count)
+            ],
+            "to count with weigh()",
+        )
 
     def _divide_anew(self, progress: Progress, failed_size: int, reason: str) -> list[Piece]:
         kept = sum(progress.sizes)
         redone = sum(piece.size for piece in progress.todo)
         largest = self.shrink(Shortage(failed_size, kept, redone, reason))
-        smaller = [
-            part
-            for layout, start, stop in join(progress.todo)
-            for part in cut(self.workload, layout, start, stop, largest)
-        ]
+        smaller = self._cut(join(progress.todo), largest)
         check_additive(progress.todo, smaller)
         return smaller

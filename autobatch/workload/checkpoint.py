@@ -7,11 +7,12 @@ parameters, which no forward or backward pass may change.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
+from autobatch.storages import place_of
 from autobatch.workload.random_state import RandomState
 
 __all__ = ["Checkpoint"]
@@ -38,12 +39,9 @@ class Checkpoint:
         self.random: RandomState = RandomState.capture(device, None if begun is None else begun.random.host)
         self._is_whole = begun is None
         self._standing = [(module, dict(module._buffers)) for module in modules if module._buffers]
-        self._values = [
-            (buffer, buffer.detach().clone())
-            for _, buffers in self._standing
-            for buffer in buffers.values()
-            if buffer is not None and not _overlaps(buffer)
-        ]
+        # The alias stands for the memory: whoever assigns to ``.data`` gives the same buffer another.
+        aliases = [(buffer, buffer.detach()) for _, buffers in self._standing for buffer in _present(buffers)]
+        self._values = [(buffer, alias, None if _overlaps(alias) else alias.clone()) for buffer, alias in aliases]
 
     def holds(self) -> bool:
         """Whether ``restore`` leads back here: not if an earlier one's word was taken and those have moved since."""
@@ -56,8 +54,19 @@ class Checkpoint:
         for module, buffers in self._standing:
             module._buffers.clear()
             module._buffers.update(buffers)
-        for buffer, value in self._values:
-            buffer.copy_(value)
+        for buffer, alias, value in self._values:
+            if place_of(buffer) != place_of(alias):
+                buffer.data = alias
+            if value is not None:
+                buffer.copy_(value)
+
+    def forget(self) -> None:
+        """Let go of the copies; from here on ``restore`` puts back no values."""
+        self._values = []
+
+
+def _present(buffers: Mapping[str, torch.Tensor | None]) -> list[torch.Tensor]:
+    return [buffer for buffer in buffers.values() if buffer is not None]
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -10,24 +10,50 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["Float32Sums", "GradientStamps", "GradientsAside"]
+__all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside"]
 
-_NARROW = (torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
+"""What loses small numbers beside large ones."""
 
 
 class GradientsAside:
-    """Gradients from before a step: references moved out of the way, so that the step begins with none."""
+    """Gradients from before a step: references moved out of the way, so that the step begins with none.
+
+    Attributes:
+        is_final: Whether the step can no longer be undone: gradients from before do not come back.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take every ``.grad`` away and remember it."""
+        """Remember every ``.grad``; nothing is moved yet."""
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
+        self._is_spent = False
+        self.is_final = False
+
+    def take(self) -> None:
+        """Take them away."""
+        for parameter, _ in self._gradients:
             parameter.grad = None
 
-    def put_back(self) -> None:
-        """As it was, whatever stands there now."""
+    def end(self) -> None:
+        """As it was, whatever stands there now; after ``settle`` the sums, after ``spend`` nothing."""
+        if self.is_final and not self._is_spent:
+            return
+        try:
+            self._put_back()
+        except BaseException:
+            self._put_back()  # interrupted: half of it would be neither before nor after
+            raise
+
+    def _put_back(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+
+    def spend(self) -> None:
+        """From here on what stands in ``.grad`` is an update's: it is gone at the end, and so are the earlier ones."""
+        without: list[tuple[torch.Tensor, torch.Tensor | None]] = [
+            (parameter, None) for parameter, _ in self._gradients
+        ]
+        self._gradients, self._is_spent, self.is_final = without, True, True
 
     @torch.no_grad()
     def add(self) -> None:
@@ -50,6 +76,7 @@ class GradientsAside:
         An earlier sparse gradient cannot take a dense sum: there the new tensor stays, as after ``backward``.
         """
         sums = [(parameter, earlier, parameter.grad) for parameter, earlier in self._gradients if earlier is not None]
+        self.is_final = True
         try:
             _move(sums)
         except BaseException:
@@ -85,7 +112,7 @@ class Float32Sums:
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """From here on the narrow ones' gradients go into the sums; a second call before ``end`` does nothing."""
         if not self._hooks:
-            narrow = (p for p in parameters if p.dtype in _NARROW and p.is_leaf and p.requires_grad)
+            narrow = (p for p in parameters if _gradient_dtype(p) in NARROW and p.is_leaf and p.requires_grad)
             self._hooks = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in narrow]
 
     @torch.no_grad()
@@ -116,7 +143,7 @@ class Float32Sums:
         """Each sum becomes its parameter's ``.grad``, rounded once; one after the other, so that both need not fit."""
         while self._sums:
             parameter, total = self._sums.popitem()
-            parameter.grad = total.to(parameter.dtype)
+            parameter.grad = total.to(_gradient_dtype(parameter))
 
     def end(self) -> None:
         """Remove the hooks and drop what was not written."""
@@ -124,6 +151,11 @@ class Float32Sums:
             hook.remove()
         self._hooks = []
         self._sums.clear()
+
+
+def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    # torch 2.8 has no such attribute; None means that any dtype may stand there.
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 class GradientStamps:

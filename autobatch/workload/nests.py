@@ -18,6 +18,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch.errors import InvalidBatch
+from autobatch.storages import bytes_of
 
 __all__ = [
     "count_bytes",
@@ -139,7 +140,7 @@ def count_elements(batch: Any) -> int:
 
 def count_bytes(batch: Any) -> int:
     """Bytes of all tensors and NumPy arrays together; those that share memory count each."""
-    return sum(int(leaf.nbytes) for leaf in _arrays_of(batch))
+    return sum(bytes_of(leaf) if isinstance(leaf, torch.Tensor) else int(leaf.nbytes) for leaf in _arrays_of(batch))
 
 
 def _arrays_of(batch: Any) -> Iterator[Any]:

@@ -35,10 +35,10 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
         with torch.no_grad():
             for group in optimizer.param_groups:
                 optimizer._init_group(group, *([] for _ in range(lists)))  # noqa: SLF001 - no public twin
+        return new
     except BaseException:
         forget_state(optimizer, new)
         raise
-    return new
 
 
 def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.storages import bytes_of
 from autobatch.workload.batches import map_tensors, tensors_of
-from autobatch.workload.losses import Term, read_terms
+from autobatch.workload.losses import Term, read_number, read_terms
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload"]
 
@@ -72,7 +73,7 @@ class Workload:
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state as it is now: none before its first step."""
-        return sum(tensor.nbytes for tensor in self._state_tensors())
+        return sum(bytes_of(tensor) for tensor in self._state_tensors())
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
@@ -100,22 +101,56 @@ class Workload:
         """Call the user's step and check that a gradient can come from what it returned.
 
         Raises:
-            InvalidStep: A loss is no tensor, has more than one element, or has no graph.
+            InvalidStep: A loss is no tensor, has more than one element, or has no graph; or a second one stands beside
+                it.
         """
         returned = self.step(self.model, micro_batch)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        return StepOutput(read_terms(loss), map_tensors(aux, torch.Tensor.detach))
+        terms = read_terms(loss)
+        if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
+            raise InvalidStep(
+                "step() returned a second loss, of which no gradient would be taken: return both by name, as "
+                '{"left": loss, "right": other}, or (loss, other.detach())'
+            )
+        return StepOutput(terms, map_tensors(aux, torch.Tensor.detach))
+
+    def check_leaves(self, loss: torch.Tensor) -> None:
+        """Refuse what would get a gradient that nobody clears, adds up in float32, or takes back for a retry.
+
+        Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
+
+        Raises:
+            InvalidStep: A parameter that the loss depends on is in neither the model nor the optimizer.
+        """
+        known = {id(parameter) for parameter in self.parameters()}
+        for leaf in _leaves_of_graph(loss):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+                raise InvalidStep(
+                    f"step() trains a parameter of shape {tuple(leaf.shape)} that is in neither the model nor the "
+                    f"optimizer, so a retry could not take its gradient back: put it into one of them, or freeze it "
+                    f"with requires_grad_(False)"
+                )
+
+
+def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors in which a backward pass from here adds up gradients, once each."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":  # torch/csrc/autograd/functions/accumulate_grad.h
+            yield node.variable  # type: ignore[attr-defined]
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _read_weight(value: Any, what: str, samples: int) -> float:
-    try:
-        weight = float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, ValueError, RuntimeError):
+    weight = read_number(value)
+    if weight is None:
         raise InvalidBatch(
             f"weigh() returned {type(value).__name__}{what}; it must return one number, or a dict of them by term"
-        ) from None
+        )
     if not math.isfinite(weight) or weight < 0:
         raise InvalidBatch(
             f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a finite number >= 0"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autobatch.storages import storages_of
+from autobatch.storages import place_of
 from autobatch.workload.random_state import RandomState
 from autobatch.workload.storage_copy import StorageCopies
 
@@ -126,7 +126,7 @@ class _Standing:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._alias = tensor.detach()
-        self._place = _place_of(tensor)
+        self._place = place_of(tensor)
         self._is_leaf = tensor.is_leaf
         self._gradient = tensor.grad if tensor.is_leaf else None
         self._requires_grad = tensor.requires_grad
@@ -139,7 +139,7 @@ class _Standing:
         # A buffer that was updated in place with part of a graph. torch cannot take a view out of one.
         if not tensor.is_leaf and not tensor._is_view():  # noqa: SLF001 - no public twin
             tensor.detach_()
-        if _place_of(tensor) != self._place:
+        if place_of(tensor) != self._place:
             tensor.data = self._alias
         if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
             tensor.requires_grad_(self._requires_grad)
@@ -153,12 +153,6 @@ class _Standing:
     def drop_gradient(self) -> None:
         if self._is_leaf:
             self.tensor.grad = None
-
-
-def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    storages = [storage._cdata for storage in storages_of(tensor)]
-    strides = (tensor.storage_offset(), tensor.stride()) if tensor.layout is torch.strided else None
-    return storages, tensor.dtype, tensor.shape, strides
 
 
 def _members(container: _Container) -> tuple[list[Any], list[Any]]:
