@@ -89,6 +89,7 @@ class Retried(Event):
         used_bytes: Held on the device after the clean-up.
         budget_bytes: What the process may hold.
         reason: The first line of the error.
+        inexact: Why splitting this step is not exact, where the plan's check has found so; empty otherwise.
     """
 
     step: int
@@ -99,6 +100,7 @@ class Retried(Event):
     used_bytes: int
     budget_bytes: int
     reason: str
+    inexact: str = ""
 
     @property
     def level(self) -> int:
@@ -111,7 +113,7 @@ class Retried(Event):
             f"autobatch: step {self.step} ran out of memory at {plural(self.failed_size, 'sample')}; "
             f"goes on with at most {self.new_size} ({self.samples_kept} kept, {self.samples_redone} redone); "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "
-            f"held by others and us after clean-up; {self.reason}"
+            f"held by others and us after clean-up; {self.reason}{_warn_of_inexactness(self.inexact)}"
         )
 
 
@@ -123,12 +125,14 @@ class SizeChanged(Event):
         old_size: The most samples in a micro-batch before.
         new_size: The most from here on.
         reason: ``"thrash"``, ``"less is free"`` or ``"grown back"``.
+        inexact: As in ``Retried``.
     """
 
     step: int
     old_size: int
     new_size: int
     reason: str
+    inexact: str = ""
 
     @property
     def level(self) -> int:
@@ -139,8 +143,12 @@ class SizeChanged(Event):
         """One line: sizes and reason."""
         return (
             f"autobatch: from step {self.step} on at most {plural(self.new_size, 'sample')} in a micro-batch, before "
-            f"{self.old_size}: {_CAUSES.get(self.reason, self.reason)}"
+            f"{self.old_size}: {_CAUSES.get(self.reason, self.reason)}{_warn_of_inexactness(self.inexact)}"
         )
+
+
+def _warn_of_inexactness(why: str) -> str:
+    return f"; THE GRADIENT IS NOT EXACT: {why}" if why else ""
 
 
 _CAUSES = {

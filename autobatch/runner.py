@@ -235,9 +235,19 @@ class Runner:
 
     def _change_pace(self, pace: Pace, step: int) -> None:
         if pace.size != self._pace.size:
-            change = SizeChanged(step=step, old_size=self._pace.size, new_size=pace.size, reason=str(pace.reason))
+            change = SizeChanged(
+                step=step,
+                old_size=self._pace.size,
+                new_size=pace.size,
+                reason=str(pace.reason),
+                inexact=self._inexact() if pace.size < self._pace.size else "",
+            )
             emit(change, self._hooks)
         self._pace = pace
+
+    def _inexact(self) -> str:
+        verdict = self.plan.verdict
+        return "" if verdict is None else "; ".join(verdict.causes)
 
     def _shrink(self, shortage: Shortage) -> int:
         if shortage.failed_size == 1:
@@ -254,6 +264,7 @@ class Runner:
                 used_bytes=self._device.usage().allocated,
                 budget_bytes=self.plan.budget_bytes,
                 reason=shortage.reason,
+                inexact=self._inexact(),
             ),
             self._hooks,
         )

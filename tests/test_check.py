@@ -10,7 +10,7 @@ from workloads import Everything, Plain, bits_of, differences, make_batch, mean_
 
 import autobatch
 from autobatch.errors import InexactSplit
-from autobatch.testing import FakeDevice
+from autobatch.testing import FakeDevice, oom_at
 
 
 def fit_case(case, **options):
@@ -261,3 +261,15 @@ def test_batch_norm_in_eval_mode_is_not_warned_of_where_nothing_was_compared():
     plan = autobatch.fit(Everything().eval(), 64, batch=make_batch(1), step=mean_step, max_micro_batch=16)
     assert plan.verdict.unchecked
     assert not [warning for warning in plan.warnings if "exact" in warning]
+
+
+def test_a_retry_says_where_it_makes_the_gradient_inexact(caplog):
+    """A plan that did not split was not warned of; the retry that splits it is the moment."""
+    model = Everything()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    plan = autobatch.fit(model, 16, batch=make_batch(16), step=mean_step, optimizer=optimizer)
+    runner = autobatch.Runner(plan, model, mean_step, optimizer)
+    with caplog.at_level("WARNING", logger="autobatch"), oom_at(20):
+        runner.step(make_batch(16))
+    [line] = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
+    assert "THE GRADIENT IS NOT EXACT: BatchNorm in train mode (norm)" in line

@@ -396,6 +396,14 @@ TABLE = [
         "step_over() takes several batches, such as a list of them; for one batch call step()",
     ),
     (
+        lambda: fit(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters())),
+        "InvalidArgument",
+        (
+            "SGD holds none of the parameters of Plain: nothing would be trained; make the optimizer from "
+            "model.parameters(), after the model was moved or converted"
+        ),
+    ),
+    (
         lambda: make_runner(max_grad_norm=0.0),
         "InvalidArgument",
         "max_grad_norm=0.0 must be greater than 0, or None for no clipping",

@@ -46,9 +46,10 @@ def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: i
         "a larger budget= or smaller headroom=, activation checkpointing, bfloat16 autocast, smaller inputs, or an "
         "optimizer with less state"
     )
+    held_bytes = max(trial.peak_reserved, trial.resident_bytes)  # memory may end before the first reading
     return (
         f"a micro-batch of {plural(trial.micro_batch_size, 'sample')} does not fit on {device.name}: "
-        f"{format_bytes(trial.peak_reserved)} were held when memory ended, {format_bytes(trial.resident_bytes)} of "
+        f"{format_bytes(held_bytes)} were held when memory ended, {format_bytes(trial.resident_bytes)} of "
         f"that before the first sample, and the limit is {format_bytes(limit_bytes)} of a budget of "
         f"{format_bytes(budget_bytes)}; {reason}; {held}; what would help: {advice}"
     )

@@ -50,6 +50,8 @@ class Workload:
                 or is updated inside the backward pass.
         """
         _check_kinds(self.model, self.step, self.weigh, self.optimizer)
+        if self.optimizer is not None:
+            _check_optimizer(self.model, self.optimizer)
         for name, parameter in self.model.named_parameters():
             _check_parameter(name, parameter)
 
@@ -172,6 +174,15 @@ def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgument("LBFGS calls a closure several times a step, which cannot be split exactly; use another")
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held and not any(id(parameter) in held for parameter in model.parameters()):
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} holds none of the parameters of {type(model).__name__}: nothing would be "
+            f"trained; make the optimizer from model.parameters(), after the model was moved or converted"
+        )
 
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
