@@ -7,16 +7,15 @@ model itself, the batch and the step.
 from __future__ import annotations
 
 import numbers
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for
+from autobatch.quantities import read_bytes
 from autobatch.records import Record
 from autobatch.wording import format_bytes
 
@@ -34,9 +33,6 @@ __all__ = [
 DEFAULT_HEADROOM = 0.05
 """Fraction of the budget left free: room for a longer batch and for fragmentation."""
 
-_BYTES = TypeAdapter(ByteSize)
-# pydantic reads the beginning and ignores the rest: "5%" would be five bytes, "1.2.3KiB" one.
-_WHOLE_TEXT = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 _SIZES = "pass bytes as an int, or a text such as '8GiB' or '512MiB'"
 
 
@@ -129,21 +125,10 @@ def parse_bytes(name: str, value: Any) -> int:
     Raises:
         InvalidArgument: It is neither, or not positive.
     """
-    size = _read_bytes(value)
+    size = read_bytes(value)
     if size is None:
         raise InvalidArgument(f"{name}={value!r} is no size: {_SIZES}")
     return size
-
-
-def _read_bytes(value: Any) -> int | None:
-    half_read = isinstance(value, str) and not _WHOLE_TEXT.fullmatch(value)
-    if half_read or isinstance(value, bool):
-        return None
-    try:
-        size = int(_BYTES.validate_python(value))
-    except ValidationError:
-        return None
-    return size if size > 0 else None
 
 
 def parse_headroom(value: Any, budget_bytes: int) -> int:
@@ -163,7 +148,7 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
             )
         return int(budget_bytes * fraction)
     is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
-    size = 0 if is_zero else _read_bytes(value)
+    size = 0 if is_zero else read_bytes(value)
     if size is None:
         raise InvalidArgument(f"headroom={value!r} is no size: {_SIZES}; a fraction is a float such as 0.1")
     if budget_bytes and size >= budget_bytes:

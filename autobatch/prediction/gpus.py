@@ -1,0 +1,81 @@
+"""Which card is meant: by name, by the driver's name, or by its memory alone.
+
+Covers texts and ints. Does not cover the card of this machine, which only torch can tell.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from autobatch.errors import InvalidArgument
+from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
+from autobatch.quantities import read_bytes
+from autobatch.wording import format_bytes
+
+__all__ = ["find_gpu"]
+
+_BRANDS = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[^a-z0-9]")
+_LEAST_BYTES = 2**30
+_MOST_NAMES = 8
+
+
+def _simplify(name: str) -> str:
+    return _BRANDS.sub("", name.lower())
+
+
+_BY_NAME = {_simplify(name): gpu for gpu in GPUS for name in (gpu.name, *gpu.aliases)}
+
+
+def find_gpu(gpu: Any) -> Gpu:
+    """The card that is meant.
+
+    A name is read in any case, with any separators, with its brand or without: ``"A100-80GB-SXM"``, ``"NVIDIA
+    A100-SXM4-80GB"``, ``"rtx4090"``, ``"4090"``. A name with its memory but without its socket
+    (``"H100-80GB"``) is the one of those cards that reports less; they differ by a few hundredths of a percent. A name
+    that could be cards of different memory (``"A100"``) is refused, because the prediction would be for a card that
+    nobody asked for.
+
+    Args:
+        gpu: A name; or the card's memory, as CUDA reports it, as a text with a unit (``"24GiB"``) or an int of bytes.
+
+    Raises:
+        InvalidArgument: It is no name of a card that is known, or of several; or no memory that a card could have.
+    """
+    if isinstance(gpu, str) and (known := _BY_NAME.get(_simplify(gpu))):
+        return known
+    size = _read_size(gpu)
+    if size is not None:
+        return _make_generic(gpu, size)
+    if isinstance(gpu, str):
+        raise InvalidArgument(f"gpu={gpu!r} {_tell_others(_simplify(gpu))}")
+    raise InvalidArgument(f"gpu={gpu!r} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'")
+
+
+def _read_size(value: Any) -> int | None:
+    # A text needs a unit here: "4090" is a card.
+    return None if isinstance(value, str) and not value.strip()[-1:].isalpha() else read_bytes(value)
+
+
+def _make_generic(gpu: Any, size: int) -> Gpu:
+    if size < _LEAST_BYTES:
+        raise InvalidArgument(
+            f"gpu={gpu!r} is {format_bytes(size)}, less than CUDA may take for itself; pass all of the card's memory, "
+            f"in bytes or as a text such as '24GiB'"
+        )
+    return make_gpu(f"{format_bytes(size)} card", size, source="given by the user", measured=False)
+
+
+def _tell_others(simple: str) -> str:
+    alike = [gpu.name for gpu in GPUS if simple and _simplify(gpu.name).startswith(simple)]
+    if len(alike) > 1:
+        return f"could be {_join(alike[:_MOST_NAMES])}; pass one of them, or its memory, such as '24GiB'"
+    close = [_BY_NAME[name].name for name in difflib.get_close_matches(simple, _BY_NAME)]
+    question = f"did you mean {_join([*dict.fromkeys(close)])}? For" if close else "for"
+    return f"is not known; {question} any other card pass its memory, such as '24GiB'"
+
+
+def _join(names: list[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
