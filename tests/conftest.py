@@ -18,6 +18,8 @@ import torch
 from hypothesis import settings
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from autobatch.prediction.isolation import run_apart
+
 # A deadline measures the machine, not the code. In CI the same examples run each time, so that a change is judged by
 # what it changed; at a desk new ones are drawn.
 settings.register_profile("desk", deadline=None)
@@ -44,6 +46,17 @@ def _collects_only_what_is_new() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test marked ``apart`` in a child: what it registers with torch would stay for all tests after it."""
+    if not pyfuncitem.get_closest_marker("apart"):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    run_apart(lambda: pyfuncitem.obj(**arguments) and None)
+    return True
 
 
 def _global_state() -> dict[str, object]:

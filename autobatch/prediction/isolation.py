@@ -1,0 +1,111 @@
+"""A function run in a child of this process, so that nothing it does can harm the parent.
+
+Covers tracing, which registers a device with torch for the life of a process and goes through C++ that aborts where an
+error finds it unprepared. The child is a fork: it sees the user's model without a copy, whatever it does to it ends
+with it, and only its result comes back. Where a process cannot fork (Windows) or must not (macOS, whose system
+libraries forbid it), the function runs here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from autobatch.errors import CannotPredict
+
+__all__ = ["MOST_SECONDS", "run_apart"]
+
+MOST_SECONDS = 300.0
+"""A trace takes seconds; what takes longer hangs."""
+
+_FORKS = sys.platform.startswith("linux")
+_Result = TypeVar("_Result")
+
+
+def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECONDS) -> _Result:
+    """The function's result, from a child process where there can be one; results and errors are pickled.
+
+    Args:
+        function: Takes nothing; it and all it holds are seen by the child as they are now.
+        most_seconds: After these the child is killed.
+
+    Raises:
+        CannotPredict: The child was killed, by itself or by the clock. What the function raises comes out as it is.
+    """
+    if not _FORKS:
+        return function()
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads. The child uses one thread and none of their locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _answer(function, writing)
+    os.close(writing)
+    try:
+        answer = _read(reading, time.monotonic() + most_seconds)
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(reading)
+        _, status = os.waitpid(child, 0)
+    if not answer:
+        raise CannotPredict(
+            f"the trace ended the process that it ran in ({_describe(status)}), and nothing else; run fit() on a GPU"
+        )
+    has_failed, result = pickle.loads(answer)  # noqa: S301 - our own child wrote it
+    if has_failed:
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+def _answer(function: Callable[[], Any], writing: int) -> None:
+    """In the child: send what comes of the function, and end without the parent's clean-up."""
+    status = 1
+    try:
+        torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
+        answer = _pack(function)
+        with os.fdopen(writing, "wb") as pipe:
+            pipe.write(answer)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _pack(function: Callable[[], Any]) -> bytes:
+    try:
+        return pickle.dumps((False, function()))
+    except Exception as error:  # noqa: BLE001 - raised again in the parent
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301 - some errors only fail on the way back
+            return pickle.dumps((True, error))
+        except Exception:  # noqa: BLE001 - an error of the user's own that does not travel
+            return pickle.dumps((True, CannotPredict(f"{type(error).__name__}: {error}")))
+
+
+def _read(pipe: int, deadline: float) -> bytes:
+    parts: list[bytes] = []
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+            raise CannotPredict("the trace did not come to an end in time; run fit() on a GPU")
+        part = os.read(pipe, 2**20)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+
+
+def _describe(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

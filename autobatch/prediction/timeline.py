@@ -1,0 +1,148 @@
+"""What a training step allocates and frees, in order, at any number of samples.
+
+Covers the record of one traced step, the alignment of two into sizes that are affine in the samples, and what is done
+where they do not align. Does not cover tracing (``trace``) nor what an allocator makes of it. Nothing here imports
+torch.
+
+Two traces at 2 and 3 samples tell all sizes: a block's bytes are a product of dimensions, of which one is the samples',
+so they are affine in it as long as the step runs the same operators. One sample is another program, since views of size
+1 skip copies, so it is never traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from autobatch.records import Record
+
+__all__ = ["Block", "Kind", "Phase", "Replay", "Timeline", "TracedStep", "align", "combine"]
+
+Phase = Literal["before", "forward", "backward", "optimizer"]
+Kind = Literal["parameter", "buffer", "gradient", "optimizer state", "activation", "temporary", "workspace", "input"]
+
+
+class Block(Record):
+    """What is known of one allocation besides its size.
+
+    Attributes:
+        phase: When it was made.
+        kind: What it is for.
+        module: The qualified name of the submodule that made it, or whose parameter it belongs to; "" outside of all.
+    """
+
+    phase: Phase
+    kind: Kind
+    module: str = ""
+
+
+class TracedStep(Record):
+    """One traced run of a step.
+
+    Attributes:
+        samples: Samples in each micro-batch.
+        order: ``k + 1`` where block ``k`` is allocated, ``-(k + 1)`` where it is freed.
+        sizes: Bytes of each block as they were asked for, before any rounding.
+        blocks: What each block is.
+    """
+
+    samples: int
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+
+class Replay(Record):
+    """A step at one number of samples.
+
+    Attributes:
+        order: As ``TracedStep.order``.
+        sizes: Bytes of each block.
+        blocks: What each block is.
+    """
+
+    order: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blocks: tuple[Block, ...]
+
+    def peak(self) -> int:
+        """The most bytes alive at once, unrounded."""
+        live = most = 0
+        for event in self.order:
+            live += self.sizes[event - 1] if event > 0 else -self.sizes[-event - 1]
+            most = max(most, live)
+        return most
+
+
+class Timeline(Record):
+    """What a step allocates and frees, at any number of samples.
+
+    Attributes:
+        order: As ``TracedStep.order``; of the last trace where interpolated.
+        fixed: Bytes of each block at 0 samples.
+        per_sample: Bytes that each sample adds to each block.
+        blocks: What each block is.
+        interpolated: Whether the traces ran different operators, so that sizes in between are estimates.
+        traced: The traces themselves, where interpolated.
+    """
+
+    order: tuple[int, ...]
+    fixed: tuple[int, ...]
+    per_sample: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    interpolated: bool = False
+    traced: tuple[TracedStep, ...] = ()
+
+    def bytes_at(self, n: int) -> list[int]:
+        """Bytes of each block of ``order`` at ``n`` samples."""
+        return [fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True)]
+
+    def at(self, n: int) -> Replay:
+        """The step at ``n`` samples: exact where the traces aligned, else the next larger one that was traced.
+
+        Beyond the largest trace that one. ``measure`` interpolates between them.
+        """
+        if not self.interpolated:
+            return Replay(order=self.order, sizes=tuple(self.bytes_at(n)), blocks=self.blocks)
+        step = next((step for step in self.traced if step.samples >= n), self.traced[-1])
+        return Replay(order=step.order, sizes=step.sizes, blocks=step.blocks)
+
+    def measure(self, n: int, quantity: Callable[[Replay], int]) -> int:
+        """A quantity of the step at ``n`` samples, such as its peak or what an allocator would reserve for it.
+
+        Exact where the traces aligned. Else on the line through the nearest two traced sizes, which lies above a convex
+        quantity between them, and below it beyond them.
+        """
+        if not self.interpolated or len(self.traced) == 1:
+            return quantity(self.at(n))
+        index = next((i for i, step in enumerate(self.traced) if step.samples >= n), len(self.traced) - 1)
+        low, high = self.traced[max(index, 1) - 1], self.traced[max(index, 1)]
+        below, above = quantity(self.at(low.samples)), quantity(self.at(high.samples))
+        return below - (below - above) * (n - low.samples) // (high.samples - low.samples)
+
+
+def align(first: TracedStep, second: TracedStep) -> Timeline | None:
+    """Both traces as one timeline with sizes affine in the samples; ``None`` where they ran different operators."""
+    if first.order != second.order or first.blocks != second.blocks:
+        return None
+    distance = second.samples - first.samples
+    growth = [after - before for before, after in zip(first.sizes, second.sizes, strict=True)]
+    if distance == 0 or any(bytes_more % distance for bytes_more in growth):
+        return None
+    per_sample = tuple(bytes_more // distance for bytes_more in growth)
+    fixed = tuple(size - slope * first.samples for size, slope in zip(first.sizes, per_sample, strict=True))
+    return Timeline(order=first.order, fixed=fixed, per_sample=per_sample, blocks=first.blocks)
+
+
+def combine(traced: Sequence[TracedStep]) -> Timeline:
+    """A timeline from traces that do not align, of at least one size; it says ``interpolated``."""
+    steps = tuple(sorted(traced, key=lambda step: step.samples))
+    last = steps[-1]
+    return Timeline(
+        order=last.order,
+        fixed=last.sizes,
+        per_sample=(0,) * len(last.sizes),
+        blocks=last.blocks,
+        interpolated=True,
+        traced=steps,
+    )

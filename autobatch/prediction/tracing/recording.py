@@ -1,0 +1,284 @@
+"""What a step allocates and frees on the fake device, as it happens.
+
+Covers every storage that an operator returns (forward, backward, optimizer), the phase and submodule it was made in,
+and real tensors that the step closes over. Does not cover memory inside one kernel, which no tensor shows.
+
+torch adds up gradients that meet in the backward pass in place if nobody else holds the first one
+(``torch/csrc/autograd/input_buffer.cpp``), but never with fake tensors or while an observer like this one is active: it
+would count a copy that a GPU does not have. So these sums are recognised and made in place here.
+"""
+
+# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autobatch.errors import CannotPredict
+from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
+from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
+from autobatch.prediction.tracing.outputs import Outputs, tensors_in
+from autobatch.prediction.tracing.workspaces import workspaces_of
+
+__all__ = ["FakeMode", "Recorder", "make_fake"]
+
+_aten = torch.ops.aten
+_KEEPS_REAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # a constant's values stay known
+_READS = _aten._local_scalar_dense.default
+_MOVES = (_aten._to_copy.default, _aten.copy_.default)
+
+
+class FakeMode(FakeTensorMode):
+    """Fake tensors, with constants made on the host first: the fake device has no kernel to make them with."""
+
+    avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+
+
+def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
+    """A tensor without memory, of the same shape, strides and dtype; needs an active ``FakeMode``.
+
+    Raises:
+        CannotPredict: It is of a kind whose memory is not that of one dense block.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise CannotPredict(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} cannot be traced: dense ones can")
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+class _Reference(weakref.ref[torch.UntypedStorage]):
+    """A weak reference that knows which block goes with its storage."""
+
+    __slots__ = ("block", "key")
+
+    block: int
+    key: int
+
+
+class Recorder(TorchDispatchMode):
+    """While active, writes down what is allocated and freed on the fake device.
+
+    Attributes:
+        phase: What is written beside new blocks.
+        module: Says which submodule is running.
+        order: As ``TracedStep.order``.
+        sizes: Bytes, by block.
+    """
+
+    def __init__(self, mode: FakeMode, module: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.phase: Phase = "before"
+        self.module = module
+        self._outputs = Outputs(mode, DEVICE)
+        self.order: list[int] = []
+        self.sizes: list[int] = []
+        self._labels: list[tuple[Phase, Kind, str]] = []
+        self._live: dict[int, _Reference] = {}
+        self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._is_closed = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator on fake tensors, note what it returns."""
+        if func is torch.ops.prim.device.default:  # as often as all others together: a shortcut
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if func is _READS:
+            return self._read(args[0])
+        if func not in _KEEPS_REAL and _has_real(args, kwargs):
+            args, kwargs = self._adopt_all(func, args, kwargs)
+        if func is _aten.add.Tensor and self.phase == "backward" and _is_sum_of_gradients(args):
+            return args[0]
+        if _only_writes(func) and _is_written_to(args):
+            return args[0] if func._schema.returns else None
+        result = self._outputs.run(func, args, kwargs)
+        self.note(result)
+        for byte_count in workspaces_of(func, args, result):
+            self._borrow(byte_count)
+        return result
+
+    def note(self, result: Any, kind: Kind = "temporary") -> None:
+        """Write down the storages of a result that are new."""
+        if isinstance(result, torch.Tensor):
+            if _is_on_device(result):
+                self._note_storage(result.untyped_storage(), kind)
+        elif isinstance(result, (list, tuple)):
+            for part in result:
+                self.note(part, kind)
+
+    def label(self, tensor: torch.Tensor, kind: Kind, module: str | None = None) -> None:
+        """Say what a tensor that is alive is for."""
+        if not _is_on_device(tensor):
+            return
+        self.note(tensor, kind)
+        reference = self._live[tensor.untyped_storage()._cdata]
+        phase, _, before = self._labels[reference.block]
+        self._labels[reference.block] = (phase, kind, before if module is None else module)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch.compile is off while tracing; the guard against it would load all of torch._dynamo
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The forward phase; temporaries made in it that are still alive at its end are activations."""
+        self.phase, first = "forward", len(self.sizes)
+        try:
+            yield
+        finally:
+            self.phase = "backward"
+        for reference in self._live.values():
+            phase, kind, module = self._labels[reference.block]
+            if reference.block >= first and kind == "temporary":
+                self._labels[reference.block] = (phase, "activation", module)
+
+    def finish(self, samples: int) -> TracedStep:
+        """What was recorded; from here on nothing is."""
+        self._is_closed = True
+        made: dict[tuple[Phase, Kind, str], Block] = {}
+        for label in self._labels:
+            if label not in made:
+                made[label] = Block(phase=label[0], kind=label[1], module=label[2])
+        return TracedStep(
+            samples=samples,
+            order=tuple(self.order),
+            sizes=tuple(self.sizes),
+            blocks=tuple(made[label] for label in self._labels),
+        )
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        """One value: of a real tensor its own; in an optimizer's step any, since no allocation depends on it there."""
+        if isinstance(tensor, FakeTensor) and (self.phase != "optimizer" or tensor.constant is not None):
+            return _READS(tensor)
+        if isinstance(tensor, FakeTensor):  # Adafactor's and ASGD's norms and rates
+            return 1.0 if tensor.is_floating_point() else 1
+        with torch._C._DisableTorchDispatch():
+            return _READS(tensor)
+
+    def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        known = self._live.get(key)
+        if known is not None:
+            if self.sizes[known.block] == size:
+                return
+            self._free(known)  # resized: another block in its place
+        reference = _Reference(storage, self._free)
+        reference.key, reference.block = key, len(self.sizes)
+        self._live[key] = reference
+        self.sizes.append(size)
+        self._labels.append((self.phase, kind, self.module()))
+        self.order.append(reference.block + 1)
+
+    def _borrow(self, byte_count: int) -> None:
+        self.sizes.append(byte_count)
+        self._labels.append((self.phase, "workspace", self.module()))
+        self.order += (len(self.sizes), -len(self.sizes))
+
+    def _free(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(reference, _Reference)  # noqa: S101 - narrows for mypy; the callback is only ever ours
+        if self._is_closed or self._live.get(reference.key) is not reference:
+            return
+        del self._live[reference.key]
+        self.order.append(-(reference.block + 1))
+
+    def _adopt_all(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        beside_fake = func not in _MOVES and any(_is_on_device(value) for value in tensors_in((args, *kwargs.values())))
+
+        def adopt(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(adopt, value)) if type(value) in (list, tuple) else value
+            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+                return self._adopt(value, DEVICE if beside_fake and value.dim() else "cpu")
+            return value
+
+        return tuple(map(adopt, args)), {name: adopt(value) for name, value in kwargs.items()}
+
+    def _adopt(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
+        """The fake twin of a tensor that the step holds on to besides the model, made once."""
+        if tensor.requires_grad:
+            raise CannotPredict(
+                f"the step uses a parameter of shape {tuple(tensor.shape)} that belongs to no module of the model: "
+                f"make it a parameter of the model"
+            )
+        known = self._adopted.get(id(tensor))
+        if known is None or known[1].device.type != torch.device(device).type:
+            fake = make_fake(tensor, device)
+            known = self._adopted[id(tensor)] = (tensor, fake)
+            self.note(fake, "buffer")
+        return known[1]
+
+
+@cache
+def _only_writes(func: Any) -> bool:
+    """Whether an operator does nothing but write into its first argument, or list of them: no memory comes or goes."""
+    name = func._schema.name.partition("::")[2]
+    return (
+        func.namespace == "aten"
+        and name.endswith("_")
+        and torch.Tag.inplace_view not in func.tags
+        and not name.startswith(("resize", "set_", "_amp"))
+        and len(func._schema.returns) <= 1
+    )
+
+
+def _is_written_to(args: tuple[Any, ...]) -> bool:
+    first = args[0] if args else None
+    if isinstance(first, (list, tuple)):
+        return all(isinstance(tensor, torch.Tensor) and _is_on_device(tensor) for tensor in first)
+    return isinstance(first, torch.Tensor) and _is_on_device(first)
+
+
+def _has_real(args: Any, kwargs: Any) -> bool:
+    return any(not isinstance(tensor, FakeTensor) for tensor in tensors_in((args, *kwargs.values())))
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == DEVICE_TYPE
+
+
+def _is_sum_of_gradients(args: tuple[Any, ...]) -> bool:
+    """Whether autograd itself adds two gradients, and nobody else holds the first."""
+    first, second = args[:2]
+    if torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
+        return False
+    caller = sys._getframe(2)
+    while caller.f_code.co_name == "_fn" and caller.f_back is not None:
+        caller = caller.f_back
+    return (
+        caller.f_code.co_name == "_engine_run_backward"
+        and first.dtype == second.dtype
+        and _is_dense(first)
+        and first._use_count() == _SOLE_HOLDER
+        and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == _SOLE_STORAGE
+    )
+
+
+# What a tensor's and its storage's counts show in here when the gradient has one holder, which is autograd: the others
+# are Python's arguments. Measured with torch 2.13.
+_SOLE_HOLDER = 4
+_SOLE_STORAGE = 2
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

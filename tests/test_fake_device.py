@@ -1,0 +1,99 @@
+"""``prediction.tracing.fake_device``: a device that is there only while a step is traced, and never aborts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from autobatch.prediction.tracing.fake_device import DEVICE, errors_told, present
+from autobatch.prediction.tracing.recording import FakeMode
+
+pytestmark = pytest.mark.apart
+
+
+def _raise(*_):
+    raise ValueError("mine")
+
+
+def _on_tensor(leaf, hidden):
+    hidden.register_hook(_raise)
+
+
+def _on_leaf(leaf, hidden):
+    leaf.register_post_accumulate_grad_hook(_raise)
+
+
+def _on_node(leaf, hidden):
+    hidden.grad_fn.register_hook(_raise)
+
+
+@pytest.mark.parametrize("place", [_on_tensor, _on_leaf, _on_node])
+def test_an_error_in_the_backward_pass_comes_out_as_it_was_raised(place):
+    """Where torch's own guard in Python would have the process aborted."""
+    with present(), FakeMode():
+        leaf = torch.empty(4, 4, device=DEVICE, requires_grad=True)
+        hidden = leaf.exp()
+        place(leaf, hidden)
+        with pytest.raises(ValueError, match="mine"), errors_told():
+            hidden.sum().backward()
+
+
+def test_an_error_while_saved_tensors_are_unpacked_comes_out_too():
+    """Recomputation runs there, so an error in it is the user's."""
+    with present(), FakeMode():
+        leaf = torch.empty(4, 4, device=DEVICE, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, _raise):
+            loss = leaf.exp().sum()
+        with pytest.raises(ValueError, match="mine"), errors_told():
+            loss.backward()
+
+
+def test_the_device_is_gone_after_a_trace():
+    """Nobody who asks for an accelerator is given this one, and the generators of other devices can be forked."""
+    available = torch.cuda.is_available()
+    with present():
+        assert torch.accelerator.is_available()
+    assert torch.accelerator.is_available() == available
+    assert torch.accelerator.current_accelerator(check_available=True) is None or available
+    with torch.random.fork_rng():
+        torch.rand(1)
+
+
+_OTHERS = """
+import torch
+torch.utils.rename_privateuse1_backend("npu")
+from autobatch.errors import CannotPredict
+from autobatch.prediction.tracing.fake_device import register
+try:
+    register()
+except CannotPredict as error:
+    print(error)
+"""
+
+
+def test_a_device_of_another_package_is_left_alone():
+    """Torch has one slot for such devices: the message names who has it."""
+    done = subprocess.run([sys.executable, "-c", _OTHERS], check=False, capture_output=True, text=True)
+    assert "'npu'" in done.stdout
+
+
+_BEFORE = """
+import torch
+torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()  # autograd's threads start here
+from autobatch.prediction.tracing.fake_device import DEVICE, present
+from autobatch.prediction.tracing.recording import FakeMode
+with present(), FakeMode():
+    torch.empty(4, device=DEVICE, requires_grad=True).exp().sum().backward()
+model = torch.nn.Linear(2, 2)
+model(torch.ones(1, 2)).sum().backward()
+print(model.weight.grad.device, torch.autograd.is_multithreading_enabled())
+"""
+
+
+def test_backward_passes_before_and_after_do_not_matter():
+    """Autograd has no thread for a device that came later; the trace needs none, and puts the switch back."""
+    done = subprocess.run([sys.executable, "-c", _BEFORE], check=False, capture_output=True, text=True)
+    assert done.stdout.split() == ["cpu", "True"], done.stderr

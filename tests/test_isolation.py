@@ -1,0 +1,87 @@
+"""A function in a child of this process: its result, its errors, its death."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from autobatch.errors import CannotPredict
+from autobatch.prediction.isolation import run_apart
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
+
+
+def abort():
+    """As C++ does; pytest's own report of it would be noise."""
+    faulthandler.disable()
+    os.abort()
+
+
+class Unpicklable(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def test_the_result_comes_back_and_nothing_else():
+    """What the function changes stays in the child."""
+    seen = []
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+
+    def change():
+        seen.append(1)
+        with torch.no_grad():
+            model.weight.zero_()
+        return os.getpid(), float(model.weight.detach().sum())
+
+    child, total = run_apart(change)
+    assert (child != os.getpid(), total, seen) == (True, 0.0, [])
+    assert torch.equal(model.weight, before)
+
+
+def test_an_error_comes_out_as_it_was_raised():
+    """With its type and text."""
+    with pytest.raises(KeyError, match="missing"):
+        run_apart(lambda: {}["missing"])
+
+
+def test_an_error_that_does_not_travel_is_told():
+    """Its type and text are in the message."""
+
+    def fail():
+        raise Unpicklable("one", "two")
+
+    with pytest.raises(CannotPredict, match="Unpicklable: one two"):
+        run_apart(fail)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(abort, "signal SIGABRT"), (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(3), "3")],
+    ids=["abort", "kill", "exit"],
+)
+def test_the_death_of_the_child_is_an_error_here(end, told):
+    """An abort in C++ ends the child alone."""
+    with pytest.raises(CannotPredict, match=f"ended the process that it ran in .*{told}"):
+        run_apart(end)
+
+
+def test_a_child_that_hangs_is_killed():
+    """After the time that it was given; none is left behind."""
+    started = time.monotonic()
+    with pytest.raises(CannotPredict, match="did not come to an end in time"):
+        run_apart(lambda: time.sleep(60), most_seconds=0.3)
+    assert time.monotonic() - started < 10
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_large_result_comes_whole():
+    """More than a pipe holds at once."""
+    assert run_apart(lambda: b"x" * 5_000_000) == b"x" * 5_000_000
