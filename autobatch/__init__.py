@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from autobatch.memory.oom import is_oom
     from autobatch.plan import Plan
     from autobatch.planning.curve import MemoryCurve
+    from autobatch.prediction.predicting import predict
+    from autobatch.prediction.record import Prediction
     from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
     from autobatch.runner import Runner
@@ -51,6 +53,7 @@ __all__ = [
     "NeedsBatch",
     "PerStep",
     "Plan",
+    "Prediction",
     "Runner",
     "StepResult",
     "Sum",
@@ -59,6 +62,7 @@ __all__ = [
     "__version__",
     "fit",
     "is_oom",
+    "predict",
     "testing",
     "verify",
 ]
@@ -69,6 +73,7 @@ _ROOMS = {
     "MemoryCurve": "autobatch.planning.curve",
     "PerStep": "autobatch.workload.losses",
     "Plan": "autobatch.plan",
+    "Prediction": "autobatch.prediction.record",
     "Runner": "autobatch.runner",
     "StepResult": "autobatch.result",
     "Sum": "autobatch.workload.losses",
@@ -76,6 +81,7 @@ _ROOMS = {
     "Verdict": "autobatch.records",
     "fit": "autobatch.fitting",
     "is_oom": "autobatch.memory.oom",
+    "predict": "autobatch.prediction.predicting",
     "verify": "autobatch.exactness.verification",
 }
 

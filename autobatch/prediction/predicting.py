@@ -1,0 +1,178 @@
+"""``predict``: what a training step would need on a card, without one.
+
+Covers the way from arguments to a prediction: trace, estimate, choice of a size, all cards. Does not cover how a step
+is traced (``trace``), what the allocator makes of it (``estimate``), nor what else could be done (``changes``).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.errors import InvalidArgument
+from autobatch.plan import Plan
+from autobatch.planning.curve import MemoryCurve, fit_curve
+from autobatch.planning.planner import balance
+from autobatch.prediction.changes import try_changes
+from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
+from autobatch.prediction.gpus import find_gpu
+from autobatch.prediction.isolation import run_apart
+from autobatch.prediction.record import Part, Point, Prediction
+from autobatch.prediction.sizing import Sizing
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.records import DeviceInfo, Trial
+from autobatch.request import check_count
+from autobatch.version import __version__
+from autobatch.workload.batches import Layout
+from autobatch.workload.default_step import default_step
+from autobatch.workload.example import find_example
+from autobatch.workload.step import Step, Weigh, Workload
+
+__all__ = ["MARGIN", "predict"]
+
+MARGIN = 0.10
+"""Of the predicted peak, left free."""
+
+_MODULES = 10
+
+
+def predict(
+    model: nn.Module,
+    batch: Any | None = None,
+    step: Step | None = None,
+    optimizer: Any | None = None,
+    *,
+    gpu: str | int | None = None,
+    target_batch: int = 256,
+    weigh: Weigh | None = None,
+    margin: float = MARGIN,
+    expandable_segments: bool = False,
+    scaler: bool = False,
+    what_if: bool = False,
+) -> Prediction:
+    """What one training step would need on a card, and what fits there; nothing is run and no card is needed.
+
+    The user's own step runs twice on tensors that have no memory, as CUDA would run it; what it allocates and frees is
+    replayed at any size in a simulation of CUDA's caching allocator. Model, optimizer and generators are not touched.
+
+    Args:
+        model: The model, on any device, ``meta`` included.
+        batch: An example batch, as for ``fit``; only shapes and dtypes count.
+        step: ``step(model, micro_batch)``, as for ``fit``.
+        optimizer: Its state and its step's own memory are part of the prediction.
+        gpu: A card's name (``"H100-80GB"``), all of its memory (``"24GiB"``), or ``None`` for the one of this machine.
+        target_batch: Samples one optimizer step should see.
+        weigh: As for ``fit``; it is not called.
+        margin: The fraction of the predicted peak that is left free on top of it.
+        expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` will be set.
+        scaler: Whether the loss will be scaled by a ``GradScaler``.
+        what_if: Whether to trace other ways to do the same step too, which takes some times as long.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        CannotPredict: The step needs values of tensors, or operators that cannot run without memory.
+        InvalidArgument: An argument cannot mean anything.
+        InvalidBatch: The batch cannot be counted.
+        NeedsBatch: No batch was given and the model does not tell what it takes.
+    """
+    started = time.perf_counter()
+    target_batch = check_count("target_batch", target_batch)
+    if not 0 <= margin < 1:
+        raise InvalidArgument(f"margin={margin!r} must be a fraction from 0 to less than 1, such as 0.1")
+    card = _find_local() if gpu is None else find_gpu(gpu)
+    workload = Workload(model, step or default_step, weigh, optimizer)
+    layout = find_example(model, batch, target_batch).layout
+    circumstances = Circumstances(scaler=scaler)
+    timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
+    sizing = Sizing(Estimate(timeline, card.cublas_workspace_bytes, expandable_segments), card, target_batch, margin)
+    prediction = _predict(workload, layout, sizing)
+    if what_if:
+        changes = try_changes(
+            workload,
+            layout,
+            sizing.estimate,
+            prediction.judged_size,
+            largest=lambda estimate: _largest_of(replace(sizing, estimate=estimate)),
+            circumstances=circumstances,
+        )
+        prediction = prediction.model_copy(update={"changes": changes})
+    return prediction.model_copy(update={"seconds": time.perf_counter() - started})
+
+
+def _predict(workload: Workload, layout: Layout, sizing: Sizing) -> Prediction:
+    estimate, points = sizing.estimate, sizing.points()
+    chosen = sizing.largest(points)
+    peaks = {point.size: point for point in points}
+    judged = chosen or 1
+    share = estimate.share(judged)
+    curve = fit_curve([_as_trial(point) for point in points])
+    return Prediction(
+        gpu=sizing.gpu,
+        target_batch=sizing.target,
+        curve=curve,
+        points=points,
+        plan=_make_plan(workload, layout, sizing, peaks[chosen], curve) if chosen else None,
+        reach=sizing.reach(points),
+        judged_size=judged,
+        breakdown=tuple(Part(name=name, byte_count=count) for name, count in share.by_kind),
+        modules=tuple(Part(name=name, byte_count=count) for name, count in share.by_module[:_MODULES]),
+        per_sample_bytes=estimate.allocated(judged + 1) - estimate.allocated(judged),
+        context_bytes=sizing.gpu.context_bytes,
+        margin=sizing.margin,
+        cards=sizing.cards(points),
+        interpolated=estimate.timeline.interpolated,
+    )
+
+
+def _largest_of(sizing: Sizing) -> int:
+    return sizing.largest(sizing.points())
+
+
+def _as_trial(point: Point) -> Trial:
+    return Trial(
+        micro_batch_size=point.size, outcome="fits", peak_allocated=point.allocated, peak_reserved=point.reserved
+    )
+
+
+def _make_plan(workload: Workload, layout: Layout, sizing: Sizing, chosen: Point, curve: MemoryCurve) -> Plan:
+    card, sizes = sizing.gpu, balance(sizing.target, chosen.size)
+    budget = card.total_bytes - card.context_bytes
+    return Plan(
+        target_batch=sizing.target,
+        world_size=1,
+        micro_batch_size=max(sizes),
+        micro_batch_sizes=sizes,
+        accumulation_steps=len(sizes),
+        budget_bytes=budget,
+        headroom_bytes=budget - int(budget / (1 + sizing.margin)),
+        peak_bytes=chosen.reserved,
+        curve=curve,
+        trials=(),
+        device=DeviceInfo(kind="cuda", name=card.name, total_bytes=card.total_bytes),
+        warnings=("predicted: this size has never run; fit() on the card would try it",),
+        predicted=True,
+        weighed=workload.weigh is not None,
+        batch_lists=dict(layout.lists),
+        version=__version__,
+    )
+
+
+def _find_local() -> Gpu:
+    if not torch.cuda.is_available():
+        raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    architecture = f"sm_{properties.major}{properties.minor}"
+    known = architecture in {gpu.architecture for gpu in GPUS}
+    return make_gpu(
+        properties.name,
+        properties.total_memory,
+        architecture if known else "unknown",
+        source="read from the card of this machine",
+    )

@@ -1,0 +1,130 @@
+"""``Prediction``: what ``predict`` returns.
+
+Covers the data and its doors. Its texts are ``text``. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from autobatch.plan import Plan
+from autobatch.planning.curve import MemoryCurve
+from autobatch.prediction.gpu_table import Gpu
+from autobatch.prediction.text import explain_prediction, summarise_prediction
+from autobatch.records import Record
+
+__all__ = ["CardFit", "Change", "Part", "Point", "Prediction", "Reach"]
+
+
+class Part(Record):
+    """Some of the bytes at the peak: of one kind, or made by one module."""
+
+    name: str
+    byte_count: NonNegativeInt
+
+
+class Point(Record):
+    """Peaks at one size, in bytes: in tensors, and held by the allocator if it never has to give any back."""
+
+    size: PositiveInt
+    allocated: NonNegativeInt
+    reserved: NonNegativeInt
+
+
+class CardFit(Record):
+    """What the step would be on one card.
+
+    Attributes:
+        gpu: The card's name.
+        total_bytes: As CUDA reports it.
+        micro_batch_size: The most samples that fit with the margin; 0 where not even one does.
+        accumulation_steps: Micro-batches for the target; 0 where nothing fits.
+        peak_bytes: Of the whole process at that size, what CUDA itself takes included; without the margin.
+        measured: Whether the card's total is known from such a card.
+    """
+
+    gpu: str
+    total_bytes: PositiveInt
+    micro_batch_size: NonNegativeInt
+    accumulation_steps: NonNegativeInt
+    peak_bytes: NonNegativeInt
+    measured: bool
+
+
+class Reach(Record):
+    """The most samples in a micro-batch on the asked card, by how much is risked; 0 where not even one.
+
+    Attributes:
+        comfortable: The allocator never has to give memory back.
+        tight: It has to, which costs time, and still runs. More than this is predicted to be impossible.
+    """
+
+    comfortable: NonNegativeInt
+    tight: NonNegativeInt
+
+
+class Change(Record):
+    """What another way to do the same step would need; traced, not calculated.
+
+    Attributes:
+        name: What is changed.
+        peak_bytes: Held by the allocator at the size at which the unchanged step is judged.
+        saved_bytes: How much less that is; negative where it is more.
+        micro_batch_size: The most samples that fit then, with the margin.
+        failed: Why it could not be traced; empty where it could.
+    """
+
+    name: str
+    peak_bytes: NonNegativeInt = 0
+    saved_bytes: int = 0
+    micro_batch_size: NonNegativeInt = 0
+    failed: str = ""
+
+
+class Prediction(Record):
+    """What one training step would need on a card that need not be there. Nothing in it was measured.
+
+    Attributes:
+        gpu: The card that was asked for.
+        target_batch: Samples an optimizer step should see.
+        curve: Peaks by micro-batch size, in bytes of the allocator: a convex cover of ``points``.
+        points: What was simulated, in order of size.
+        plan: For the target on this card, marked ``predicted``; ``None`` where not even one sample fits.
+        reach: How far the card goes.
+        judged_size: The size that breakdown and changes are of: the plan's, or 1 where there is none.
+        breakdown: What the peak in tensors is made of at that size, by kind, the largest first.
+        modules: The ten modules with most of it.
+        per_sample_bytes: What one more sample takes there.
+        context_bytes: What CUDA takes outside the allocator on this card.
+        margin: The fraction of the predicted peak that is left free on top of it.
+        cards: The same step on every card that is known.
+        changes: What else could be done, the most gained first; empty unless asked for.
+        interpolated: Whether the step ran different operators at different sizes, so that sizes in between are
+            estimates.
+        seconds: How long the prediction took.
+    """
+
+    gpu: Gpu
+    target_batch: PositiveInt
+    curve: MemoryCurve
+    points: tuple[Point, ...]
+    plan: Plan | None
+    reach: Reach
+    judged_size: PositiveInt
+    breakdown: tuple[Part, ...]
+    modules: tuple[Part, ...]
+    per_sample_bytes: int
+    context_bytes: NonNegativeInt
+    margin: float
+    cards: tuple[CardFit, ...]
+    changes: tuple[Change, ...] = ()
+    interpolated: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """The prediction in one line."""
+        return summarise_prediction(self)
+
+    def explain(self) -> str:
+        """The whole story as text: what fits, where the memory goes, what would help, all cards."""
+        return explain_prediction(self)
