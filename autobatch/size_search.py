@@ -17,6 +17,7 @@ from autobatch.events import Hook, TrialFinished, emit
 from autobatch.memory.device import Device
 from autobatch.planning.planner import Objective, choose_size, useful_sizes
 from autobatch.planning.search import Question, next_size, next_smaller_size
+from autobatch.prediction.expecting import expect_largest
 from autobatch.probe import Probe
 from autobatch.records import Trial
 from autobatch.report.text import explain_refusal
@@ -108,6 +109,7 @@ class SizeSearch:
             measures=self.memory.measures,
             smallest_probe=min(2 if batch_norms_in_train_mode(model) else 1, self.bound),
             candidates=useful_sizes(self.target, self.bound),
+            expected=self._expect(example.layout),
         )
         probe = Probe(self.workload, layout, self.memory, self.allowance.limit_bytes, self.state, self.in_float32)
         trials = self._try_sizes(question, probe)
@@ -128,6 +130,12 @@ class SizeSearch:
             batch_norms,
             tuple(warnings),
         )
+
+    def _expect(self, layout: Layout) -> int:
+        """On a card needless trials are dear, more so if they run out; on a CPU a trace takes longer than they."""
+        if self.memory.describe().kind != "cuda" or not self.memory.measures:
+            return 0
+        return expect_largest(self.workload, layout, self.allowance.limit_bytes, useful_sizes(self.target, self.bound))
 
     def _try_sizes(self, question: Question, probe: Probe) -> list[Trial]:
         trials: list[Trial] = []

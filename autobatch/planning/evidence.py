@@ -44,6 +44,8 @@ class Question(Record):
             after 2 has failed.
         candidates: The sizes worth answering with, ascending (``planner.useful_sizes``); empty for all up to the
             bound. A search may measure others on its way.
+        expected: The answer that a prediction gives, 0 where there is none. It only says where to begin: what is
+            answered has been measured all the same.
     """
 
     bound: int = Field(ge=1)
@@ -51,6 +53,7 @@ class Question(Record):
     measures: bool = True
     smallest_probe: int = Field(default=1, ge=1, le=2)
     candidates: tuple[int, ...] = ()
+    expected: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Question:

@@ -34,6 +34,9 @@ __all__ = ["Question", "fits", "largest_fitting", "most_trials", "next_size", "n
 _STRAIGHT = 200
 """Points lie on a line when they are within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB."""
 
+_SEGMENT = 20 * 2**20
+"""Bytes that the CUDA allocator takes at once for what is smaller than half of that."""
+
 
 def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
     """The next size to try, ``None`` when ``largest_fitting`` is the answer.
@@ -119,7 +122,8 @@ def _is_proven(question: Question, trials: Sequence[Trial], peaks: dict[int, int
         return False
     enough = len(peaks) >= 3 or all(size in peaks for size in range(question.smallest_probe, bracket.lowest + 1))
     counted = [size for size in peaks if size > 1 or len(peaks) < 4]
-    tolerance = question.limit_bytes // _STRAIGHT
+    # What is predicted is a card's, whose allocator takes segments: two of them are no bend, however small the limit.
+    tolerance = max(question.limit_bytes // _STRAIGHT, 2 * _SEGMENT if question.expected else 0)
     return enough and all(line.passes(size, peaks[size], tolerance) for size in counted)
 
 
@@ -129,8 +133,18 @@ def _wishes(question: Question, trials: Sequence[Trial], peaks: dict[int, int], 
         yield from _wishes_on_line(question, trials, peaks, bracket)
     elif peaks:
         yield from _wishes_from_one(question, trials, peaks, bracket)
+    elif question.measures and question.expected > 1:
+        yield from _wishes_of_prediction(question, trials, bracket)
     elif question.measures and 2 in bracket.open:
         yield _Wish(2)  # not 1, which is another program; the less memory, the less it costs to be wrong
+
+
+def _wishes_of_prediction(question: Question, trials: Sequence[Trial], bracket: Bracket) -> Iterator[_Wish]:
+    """A quarter of what is predicted, so that even one that is twice too high does not run out; or all, if far off."""
+    last = bracket.open[-1]
+    if not trials and bracket.failing is None and last <= question.expected // 2:
+        yield _Wish(last)
+    yield _Wish(_snap(bracket, max(min(question.expected, last) // 4, question.smallest_probe, 2), above=0), keep=1)
 
 
 def _wishes_from_one(
