@@ -14,7 +14,7 @@ BENCH_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-bench)
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench test test-gpu proof mutants lint check clean
+.PHONY: help install demo bench accuracy test test-gpu proof mutants lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # By itself: nothing but the benchmarks needs those that they compare with.
 $(VENV)/.installed-bench: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[bench]"
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --no-deps timm # without torchvision, which it does not need here
 	touch $@
 
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
@@ -38,6 +39,9 @@ demo: $(INSTALLED) ## train on real data inside a memory limit in which the targ
 
 bench: $(BENCH_INSTALLED) ## time, memory, retries and search beside others, some minutes; writes benchmarks/RESULTS.md
 	PYTHONPATH=. $(PYTHON_ENV) benchmarks/results.py
+
+accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accuracy TABLE=peaks.csv [MODELS=100]
+	PYTHONPATH=. $(PYTHON_ENV) benchmarks/accuracy.py --table "$(TABLE)" --models $(or $(MODELS),100) --output benchmarks/RESULTS.md
 
 test: $(INSTALLED) ## run all tests, the slow ones too
 	$(PYTHON_ENV) -m pytest

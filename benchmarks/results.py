@@ -21,7 +21,7 @@ import recomputed
 import runner
 import search
 import torch
-from tables import Table, show_goals
+from tables import Table, show_goals, write_part
 
 import autobatch
 
@@ -99,7 +99,7 @@ def main() -> None:
     output = arguments.parse_args().output
     torch.set_num_threads(1)  # more threads only add noise where something else runs
     measured = measure_all()
-    output.write_text(write_page(measured), encoding="utf-8")
+    write_part(output, "bench", write_page(measured))
     print(show_goals([table for table, _ in measured]))
     print(f"written to {output}")
 

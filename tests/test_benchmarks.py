@@ -5,10 +5,12 @@ Covers each module without peers. Does not cover the numbers themselves, which a
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import time
 
+import accuracy
 import models
 import peers
 import pytest
@@ -145,3 +147,57 @@ def test_the_page_holds_every_table_and_goal():
     assert "## Title\n\nHow to read it.\n\n| a | b |\n| --- | --- |\n| 1 | 2 |" in page
     assert f"torch {recomputed.torch.__version__}" in page
     assert "make bench" in page
+
+
+def test_a_part_of_a_page_is_replaced_and_the_others_stay(tmp_path):
+    """Two programs write one page, in any order, as often as they like."""
+    page = tmp_path / "page.md"
+    tables.write_part(page, "second", "# B\n\nold")
+    tables.write_part(page, "first", "# A")
+    tables.write_part(page, "second", "# B\n\nnew")
+    assert page.read_text() == "<!-- first -->\n# A\n\n<!-- second -->\n# B\n\nnew\n"
+
+
+def make_cells(outside, copies, held_out=False):
+    """Cells of models that obey a rule exactly, in one half."""
+    names = [name for name in map(str, range(200)) if accuracy.is_held_out(name) == held_out][:12]
+    return [
+        accuracy.Cell(
+            name, 8, outside + reserved + copies * convolution, reserved, convolution, grouped=False, seconds=1
+        )
+        for name, reserved, convolution in zip(names, range(1000, 13_000, 1000), [0, 7, 90] * 4, strict=True)
+    ]
+
+
+def test_the_constants_of_a_rule_are_found_again():
+    """Also beside a few peaks that obey no rule, as workspaces that are taken now and then."""
+    cells = make_cells(1700, 2.4)
+    found = accuracy.fit_constants([*cells, dataclasses.replace(cells[0], peak=9000.0)])
+    assert found.outside == pytest.approx(1700, abs=5)
+    assert found.copies == pytest.approx(2.4, abs=0.1)
+    assert accuracy.score(cells, accuracy.Constants(1700, 2.4))[:3] == ["12", "0.0%", "0.0%"]
+
+
+def test_half_of_all_models_are_held_out():
+    """The same ones always, in every process."""
+    held_out = [name for name in map(str, range(1000)) if accuracy.is_held_out(name)]
+    assert 400 < len(held_out) < 600
+    assert [accuracy.is_held_out(name) for name in ("resnet50", "vit_tiny_patch16_224", "convnext_small")] == [
+        True,
+        True,
+        True,
+    ]
+
+
+def test_without_its_table_the_benchmark_says_what_it_needs(tmp_path):
+    """The table is not part of the repository."""
+    with pytest.raises(SystemExit, match="this needs a CSV file with the columns model, batch, peak_mib"):
+        accuracy.main(["--table", str(tmp_path / "none.csv")])
+
+
+def test_a_table_is_read_up_to_the_cards_end(tmp_path):
+    """Peaks near the end of the card are cut off there, and say nothing."""
+    table = tmp_path / "table.csv"
+    table.write_text("model,batch,peak_mib\na,8,100\na,16,39000\nb,8,200\n")
+    assert accuracy.read_table(table, 9) == {"a": {8: 100.0}, "b": {8: 200.0}}
+    assert len(accuracy.read_table(table, 1)) == 1
