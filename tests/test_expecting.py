@@ -111,11 +111,22 @@ def test_what_cannot_be_predicted_is_measured():
         return loss if loss.item() > 0 else loss * 2
 
     model = Plain(torch.float32)
-    assert expect_largest(Workload(model, run), describe(make_batch(2)), 2**30, (1, 2, 4)) == 0
+    assert expect_largest(Workload(model, run), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == 0
     card = FakeCard(lambda n: 1000 + 50 * n, total_bytes=4000)
     plan = autobatch.fit(model, 256, batch=make_batch(2), step=run, device=card, headroom=0)
     assert plan.micro_batch_size == 52
     assert plan.out_of_memory_trials == 0
+
+
+@pytest.mark.parametrize("error", [OSError("no process"), KeyError("anything"), MemoryError()])
+def test_whatever_goes_wrong_the_trials_do_not_need_it(monkeypatch, error):
+    """An expectation that cannot be had is none."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("autobatch.prediction.expecting.run_apart", fail)
+    assert expect_largest(Workload(Plain(), mean_step), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == 0
 
 
 def test_the_expectation_is_the_largest_that_fits():

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +86,25 @@ def test_a_child_that_hangs_is_killed():
 def test_a_large_result_comes_whole():
     """More than a pipe holds at once."""
     assert run_apart(lambda: b"x" * 5_000_000) == b"x" * 5_000_000
+
+
+def test_a_process_that_waits_for_no_children_gets_its_answer():
+    """With SIGCHLD ignored the kernel has waited already."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert run_apart(lambda: 3) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):
+    """And leaves no descriptor open."""
+
+    def refuse():
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(CannotPredict, match=r"there is none to be had .*no more processes"):
+        run_apart(lambda: 3)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before

@@ -132,6 +132,7 @@ def test_a_step_that_needs_values_is_refused_with_its_line():
         ({"gpu": "A100"}, "gpu='A100' could be"),
         ({"gpu": "4091"}, "is not known; did you mean"),
         ({"gpu": None}, "no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'"),
+        ({"margin": "10%"}, "margin='10%' must be a fraction from 0 to less than 1, such as 0.1"),
         ({"margin": 1.5}, "margin=1.5 must be a fraction from 0 to less than 1, such as 0.1"),
         ({"target_batch": 0}, "target_batch=0 must be an int of at least 1"),
     ],

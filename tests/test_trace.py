@@ -11,6 +11,7 @@ import torch
 from nets import GPT, ConvNet, images, step, tokens
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from workloads import bits_of, differences
 
 from autobatch.errors import CannotPredict
@@ -347,3 +348,60 @@ def test_wrappers_for_several_devices_are_refused():
     """The module inside is what one rank runs."""
     with pytest.raises(CannotPredict, match="DataParallel"):
         trace(Workload(nn.DataParallel(ConvNet()), step), describe(images()), 2)
+
+
+def _contrast(model, batch):
+    hidden = model(batch[0])
+    return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden), device=hidden.device))
+
+
+def _pad(model, batch):
+    inputs = batch[0]
+    return model(F.pad(inputs, (0, 0, 0, -len(inputs) % 8))).square().mean()
+
+
+def _split(model, batch):
+    parts = [checkpoint(model, part, use_reentrant=False).square().sum() for part in batch[0].split(16)]
+    return sum(parts) / len(batch[0])
+
+
+@pytest.mark.parametrize("run", [_contrast, _pad, _split])
+def test_what_is_no_line_in_the_samples_is_not_called_exact(run):
+    """The square of the samples, padding and chunks look like lines at 2 and 3; between traced sizes they are near."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    layout = describe((torch.zeros(2, 16), torch.zeros(2)))
+    workload = _workload(model, run=run)
+    timeline = trace_timeline(workload, layout)
+    assert timeline.interpolated
+    for samples in (100, 600):
+        direct = Replay(**trace(workload, layout, samples).model_dump(exclude={"samples"})).peak()
+        assert timeline.measure(samples, Replay.peak) == pytest.approx(direct, rel=0.5)
+
+
+def test_a_model_in_eval_mode_is_traced_in_train_mode_and_stays_as_it_is():
+    """As trials and the Runner run it: dropout's masks are memory."""
+    model = GPT().eval()
+    assert trace(_workload(model), _gpt_layout(), 2).sizes == trace(_workload(GPT()), _gpt_layout(), 2).sizes
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_caller_without_gradients_gets_the_same_trace():
+    """The step is a training step wherever it is asked about."""
+    with torch.no_grad():
+        asked = trace(_workload(GPT()), _gpt_layout(), 2)
+    assert asked.sizes == trace(_workload(GPT()), _gpt_layout(), 2).sizes
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], ids=lambda make: make.__name__
+)
+def test_an_optimizer_takes_all_parameters_at_once_as_on_a_card(make):
+    """Where nobody has chosen torch chooses foreach on CUDA; a choice of the user's stands."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)])
+    layout = describe((torch.zeros(2, 256), torch.zeros(2, dtype=torch.long)))
+
+    def peak(**options):
+        optimizer = make(model.parameters(), lr=0.1, weight_decay=0.1, **options)
+        return Replay(**trace(Workload(model, step, None, optimizer), layout, 2).model_dump(exclude={"samples"})).peak()
+
+    assert peak() == peak(foreach=True) > peak(foreach=False)

@@ -1,7 +1,7 @@
 """What ``fit`` may expect before its first trial.
 
 Covers the largest size that a prediction says fits a limit of this process. Does not cover trials, which have the last
-word: where nothing can be predicted, there is no expectation, and they begin at two samples.
+word: where nothing can be predicted, or not soon, there is no expectation, and they begin at two samples.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from autobatch.errors import CannotPredict
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
@@ -20,6 +19,9 @@ __all__ = ["expect_largest"]
 
 _WORKSPACE_BYTES = 4096 * 8 * 1024
 """Of one cuBLAS handle on the newest cards, the larger of what there is: an expectation may be too low."""
+_MOST_SECONDS = 15.0
+"""A trace that takes longer costs more than the trials that it spares."""
+_FEW_SIZES = 4
 _log = logging.getLogger("autobatch")
 
 
@@ -32,12 +34,17 @@ def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: 
         limit_bytes: What the process's allocator may hold.
         sizes: Ascending.
     """
+    if len(sizes) <= _FEW_SIZES:
+        return 0
     try:
-        timeline = run_apart(lambda: trace_timeline(workload, layout, Circumstances()))
-    except CannotPredict as error:
+        timeline = run_apart(lambda: trace_timeline(workload, layout, Circumstances()), _MOST_SECONDS)
+        return _bisect(Estimate(timeline, _WORKSPACE_BYTES), limit_bytes, sizes)
+    except Exception as error:  # noqa: BLE001 - trials need no expectation, so nothing about it may stop them
         _log.debug("autobatch: nothing is expected of the first trial: %s", error)
         return 0
-    estimate = Estimate(timeline, _WORKSPACE_BYTES)
+
+
+def _bisect(estimate: Estimate, limit_bytes: int, sizes: Sequence[int]) -> int:
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2

@@ -212,7 +212,14 @@ _ROWS = (
         ),
         f"{_PROPERTIES}, on the Server Edition",
     ),
-    _Row("MI300X", 196592, "gfx942", (), f"{_PROPERTIES}, torch 2.3 for ROCm"),
+    _Row(
+        "MI300X",
+        196592,
+        "gfx942",
+        (),
+        f"nominal: {_PROPERTIES}, torch 2.3 for ROCm, which nothing else here was tried on",
+        measured=False,
+    ),
 )
 
 GPUS: tuple[Gpu, ...] = tuple(

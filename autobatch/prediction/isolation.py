@@ -28,6 +28,7 @@ MOST_SECONDS = 300.0
 """A trace takes seconds; what takes longer hangs."""
 
 _FORKS = sys.platform.startswith("linux")
+_WELL = "exit status 0"
 _Result = TypeVar("_Result")
 
 
@@ -43,15 +44,7 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
     """
     if not _FORKS:
         return function()
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads. The child uses one thread and none of their locks.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        os.close(reading)
-        _answer(function, writing)
-    os.close(writing)
+    child, reading = _start(function)
     try:
         answer = _read(reading, time.monotonic() + most_seconds)
     except BaseException:
@@ -59,15 +52,48 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
         raise
     finally:
         os.close(reading)
-        _, status = os.waitpid(child, 0)
-    if not answer:
-        raise CannotPredict(
-            f"the trace ended the process that it ran in ({_describe(status)}), and nothing else; run fit() on a GPU"
-        )
-    has_failed, result = pickle.loads(answer)  # noqa: S301 - our own child wrote it
+        end = _wait(child)
+    if end != _WELL:
+        raise CannotPredict(f"the trace ended the process that it ran in ({end}), and nothing else; run fit() on a GPU")
+    try:
+        has_failed, result = pickle.loads(answer)  # noqa: S301 - our own child wrote it
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise CannotPredict("the trace ended in the middle of its answer; run fit() on a GPU") from error
     if has_failed:
         raise result
     return result  # type: ignore[no-any-return]
+
+
+def _start(function: Callable[[], Any]) -> tuple[int, int]:
+    """The child, and where its answer is read."""
+    try:
+        reading, writing = os.pipe()
+    except OSError as error:
+        raise CannotPredict(f"a trace needs a process of its own, and there is none to be had ({error})") from error
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forks beside threads. The child uses one thread and none of their locks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+    except OSError as error:
+        os.close(reading)
+        os.close(writing)
+        raise CannotPredict(f"a trace needs a process of its own, and there is none to be had ({error})") from error
+    if child == 0:
+        os.close(reading)
+        _answer(function, writing)
+    os.close(writing)
+    return child, reading
+
+
+def _wait(child: int) -> str:
+    """How it ended; ``_WELL`` also where somebody else has waited for it (``SIGCHLD`` ignored) and nobody can tell."""
+    try:
+        _, status = os.waitpid(child, 0)
+    except ChildProcessError:
+        return _WELL
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
 def _answer(function: Callable[[], Any], writing: int) -> None:
@@ -104,8 +130,3 @@ def _read(pipe: int, deadline: float) -> bytes:
         if not part:
             return b"".join(parts)
         parts.append(part)
-
-
-def _describe(status: int) -> str:
-    code = os.waitstatus_to_exitcode(status)
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

@@ -84,7 +84,7 @@ def predict(
     """
     started = time.perf_counter()
     target_batch = check_count("target_batch", target_batch)
-    if not 0 <= margin < 1:
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
         raise InvalidArgument(f"margin={margin!r} must be a fraction from 0 to less than 1, such as 0.1")
     card = _find_local() if gpu is None else find_gpu(gpu)
     workload = Workload(model, step or default_step, weigh, optimizer)

@@ -6,6 +6,7 @@ giving memory back. Does not cover the estimate. Nothing here imports torch.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,10 +38,17 @@ class Sizing:
     margin: float
 
     def points(self) -> tuple[Point, ...]:
-        """Peaks at the useful sizes up to the target, thinned out where there are many."""
+        """Peaks at the useful sizes up to the target, thinned out where there are many, but for the largest that fits.
+
+        Other cards are judged by these points alone: what fits them may be a little more than is said.
+        """
+        sizes = useful_sizes(self.target, self.target)
+        limit, factor = self.gpu.total_bytes - self.gpu.context_bytes, 1 + self.margin
+        fitting = bisect_right(sizes, limit, key=lambda size: round(self.estimate.reserved(size) * factor))
+        chosen = {*_thin(sizes), *sizes[max(fitting - 1, 0) : fitting]}
         return tuple(
             Point(size=size, allocated=self.estimate.allocated(size), reserved=self.estimate.reserved(size))
-            for size in _thin(useful_sizes(self.target, self.target))
+            for size in sorted(chosen)
         )
 
     def largest(self, points: Sequence[Point]) -> int:

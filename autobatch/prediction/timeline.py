@@ -4,9 +4,9 @@ Covers the record of one traced step, the alignment of two into sizes that are a
 where they do not align. Does not cover tracing (``trace``) nor what an allocator makes of it. Nothing here imports
 torch.
 
-Two traces at 2 and 3 samples tell all sizes: a block's bytes are a product of dimensions, of which one is the samples',
-so they are affine in it as long as the step runs the same operators. One sample is another program, since views of size
-1 skip copies, so it is never traced.
+Two traces at 2 and 3 samples tell all sizes where a block's bytes are a product of dimensions, of which one is the
+samples': then they are affine in it. A third trace tells whether they are. One sample is another program, since views
+of size 1 skip copies, so it is never traced.
 """
 
 from __future__ import annotations
@@ -97,6 +97,11 @@ class Timeline(Record):
         """Bytes of each block of ``order`` at ``n`` samples."""
         return [fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True)]
 
+    def equals(self, traced: TracedStep) -> bool:
+        """Whether a replay at its number of samples is this very trace."""
+        replay = self.at(traced.samples)
+        return (replay.order, replay.sizes, replay.blocks) == (traced.order, traced.sizes, traced.blocks)
+
     def at(self, n: int) -> Replay:
         """The step at ``n`` samples: exact where the traces aligned, else the next larger one that was traced.
 
@@ -130,6 +135,8 @@ def align(first: TracedStep, second: TracedStep) -> Timeline | None:
     if distance == 0 or any(bytes_more % distance for bytes_more in growth):
         return None
     per_sample = tuple(bytes_more // distance for bytes_more in growth)
+    if any(size - slope * (first.samples - 1) < 0 for size, slope in zip(first.sizes, per_sample, strict=True)):
+        return None
     fixed = tuple(size - slope * first.samples for size, slope in zip(first.sizes, per_sample, strict=True))
     return Timeline(order=first.order, fixed=fixed, per_sample=per_sample, blocks=first.blocks)
 

@@ -42,8 +42,10 @@ from autobatch.workload.step import Workload
 __all__ = ["Circumstances", "trace", "trace_timeline"]
 
 _STEPS = 2  # the first makes the optimizer's state, the second begins with it
-_SIZES = (2, 3)  # views of size 1 skip copies, so one sample is another program
-_LADDER = (4, 8, 16, 32, 64)  # where two sizes run different operators
+_SIZES = (2, 3, 67)
+"""Views of size 1 skip copies, so one sample is another program. Two sizes give the lines; the third, odd and far off,
+is the proof: what grows with the square, pads to a multiple or splits into chunks looks like a line at 2 and 3."""
+_LADDER = (4, 8, 16, 32, 64, 256, 1024)  # where two sizes run different operators
 
 
 class Circumstances(NamedTuple):
@@ -73,7 +75,7 @@ def trace_timeline(
         circumstances: What is done around the step.
 
     Returns:
-        Exact where traces at 2 and 3 samples ran the same operators, else interpolated between more sizes.
+        Exact where a third size is what two others say, else interpolated between more sizes.
 
     Raises:
         CannotPredict: The step cannot run without values, or not on a fake device; it names the step's own line.
@@ -82,11 +84,11 @@ def trace_timeline(
     def run(size: int) -> TracedStep:
         return trace(workload, layout, size, circumstances)
 
-    first, second = (run(size) for size in _SIZES)
+    first, second, third = (run(size) for size in _SIZES)
     exact = align(first, second)
-    if exact is not None:
+    if exact is not None and exact.equals(third):
         return exact
-    return combine([first, second, *(run(size) for size in _LADDER)])
+    return combine([first, second, third, *(run(size) for size in _LADDER)])
 
 
 def trace(
@@ -99,7 +101,7 @@ def trace(
     _check(workload.model)
     random_state = RandomState.capture(torch.device("cpu"))
     try:
-        with ExitStack() as stack:
+        with torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(_collected_between_steps())
             return _record(workload, layout, samples, stack, circumstances)
     except AutobatchError:
@@ -134,6 +136,7 @@ def _record(
     twins = Twins(recorder)
     for context in (twins.inhabit(modules), location.follow(), autocast.redirect(DEVICE_TYPE, types)):
         stack.enter_context(context)
+    workload.model.train()  # as the trials and the Runner; it is the twins' own mode that changes
     run = _Run(workload, recorder, twins, DeviceNames(types), circumstances)
     batch = _on_host(layout, samples)
     for _ in range(_STEPS):

@@ -10,6 +10,7 @@ modules and functions hold; those that need no gradient are replaced when an ope
 
 from __future__ import annotations
 
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -97,6 +98,7 @@ class Twins:
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in vars(twin):
                 twin.__dict__[name] = OrderedDict()
+        _choose_foreach(twin)
         return twin
 
     def _copy_option(self, value: Any) -> Any:
@@ -119,6 +121,20 @@ class Twins:
 
     def _copy_key(self, key: Any) -> Any:
         return self.of(key) if isinstance(key, torch.Tensor) else key
+
+
+def _choose_foreach(optimizer: Any) -> None:
+    """As torch would on a card, where nobody has chosen: all parameters at once, with temporaries as large as they are.
+
+    ``torch/optim/optimizer.py`` looks at the parameters' type, and twins are not of the type that it looks for.
+    """
+    modules = {kind.__module__ for kind in type(optimizer).__mro__} - {torch.optim.Optimizer.__module__}
+    if not any(hasattr(sys.modules.get(module), "_default_to_fused_or_foreach") for module in modules):
+        return
+    for group in optimizer.param_groups:
+        chosen = group.get("fused") or group.get("differentiable") or isinstance(group.get("lr"), torch.Tensor)
+        if group.get("foreach") is None and not chosen:
+            group["foreach"] = True
 
 
 def _fresh(value: Any) -> Any:
