@@ -60,18 +60,19 @@ def _channels_last_convnet():
     return ConvNet().to(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("optimizer", [_sgd, _adamw])
 @pytest.mark.parametrize(
-    ("make", "run", "example"),
+    ("make", "run", "example", "optimizer"),
     [
-        (ConvNet, step, images),
-        (_channels_last_convnet, step, images),
-        (ConvNet, _autocast_step("cuda", torch.bfloat16), images),
-        (GPT, step, tokens),
-        (GPT, _autocast_step("cuda", torch.float16), tokens),
-        (lambda: GPT(checkpointed=True), step, tokens),
-        (lambda: GPT(checkpointed=False), _autocast_step("cuda", torch.bfloat16), tokens),
-        (lambda: GPT().bfloat16(), step, tokens),
+        (ConvNet, step, images, _sgd),
+        (ConvNet, step, images, _adamw),
+        (_channels_last_convnet, step, images, _sgd),
+        (ConvNet, _autocast_step("cuda", torch.bfloat16), images, _adamw),
+        (GPT, step, tokens, _sgd),
+        (GPT, step, tokens, _adamw),
+        (GPT, _autocast_step("cuda", torch.float16), tokens, _sgd),
+        (lambda: GPT(checkpointed=True), step, tokens, _adamw),
+        (lambda: GPT(checkpointed=False), _autocast_step("cuda", torch.bfloat16), tokens, _sgd),
+        (lambda: GPT().bfloat16(), step, tokens, _adamw),
     ],
 )
 def test_the_timeline_equals_a_direct_trace_at_any_size(make, run, example, optimizer):
