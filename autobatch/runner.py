@@ -20,14 +20,15 @@ from autobatch.accumulation.progress import Accumulated, Shortage
 from autobatch.accumulation.transaction import Accumulation, TakesGradient
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
-from autobatch.events import BatchDiffers, GradientsFound, Hook, Retried, SizeChanged, StepFinished, StepSkipped, emit
+from autobatch.events import Hook
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace, compiled_ladder, eager_ladder
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
-from autobatch.update import Update
+from autobatch.telling import Telling
+from autobatch.update import Update, check_options
 from autobatch.wording import format_bytes
 from autobatch.workload.batch_norm import batch_norms_in_train_mode
 from autobatch.workload.batches import Layout, count_elements, describe
@@ -81,7 +82,8 @@ class Runner:
             InvalidArgument: An argument cannot mean anything.
         """
         refuse_many_ranks()
-        _check_options(plan, weigh, scaler, max_grad_norm, scheduler)
+        _check_plan(plan, weigh)
+        check_options(scaler, max_grad_norm, scheduler)
         self.plan = plan
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, optimizer)
@@ -99,9 +101,7 @@ class Runner:
         )
         self._pace = _set_pace(plan, model, step)
         self._layout = Layout(None, 0, plan.batch_lists)
-        self._hooks = tuple(hooks)
-        self._told_sizes = {sum(plan.micro_batch_sizes)}
-        self._told_gradients = False
+        self._telling = Telling(plan, tuple(hooks))
         self._largest_elements = 0.0
         self._peak_bytes = 0
 
@@ -168,9 +168,9 @@ class Runner:
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
         started = time.perf_counter()
         layouts = self._describe(batches)
-        self._tell_size(layouts)
+        self._telling.tell_size(self.steps, layouts)
         if update:
-            self._tell_earlier_gradients()
+            self._telling.tell_earlier_gradients(self.steps, self._workload.parameters())
         limited = self._needs_limit(layouts)
         if limited:
             self._device.watch(self._workload.resident_tensors())
@@ -192,7 +192,7 @@ class Runner:
             seconds=time.perf_counter() - started,
             aux=accumulated.aux,
         )
-        self._tell_finished(result)
+        self._telling.tell_finished(self.steps, result)
         self.steps += 1
         room_bytes = self._room.left() if self.micro_batch_size < self.plan.micro_batch_size else None
         thrashed = usage.alloc_retries > alloc_retries
@@ -221,7 +221,7 @@ class Runner:
 
     def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
         """A step that has nothing to take a mean over has not happened, and says so."""
-        emit(StepSkipped(step=self.steps, samples=sum(layout.count for layout in layouts)), self._hooks)
+        self._telling.tell_skip(self.steps, layouts)
         loss = torch.full((), torch.nan, device=self._device.torch_device)
         return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
 
@@ -234,40 +234,15 @@ class Runner:
             raise
 
     def _change_pace(self, pace: Pace, step: int) -> None:
-        if pace.size != self._pace.size:
-            change = SizeChanged(
-                step=step,
-                old_size=self._pace.size,
-                new_size=pace.size,
-                reason=str(pace.reason),
-                inexact=self._inexact() if pace.size < self._pace.size else "",
-            )
-            emit(change, self._hooks)
+        self._telling.tell_pace(step, self._pace.size, pace)
         self._pace = pace
-
-    def _inexact(self) -> str:
-        verdict = self.plan.verdict
-        return "" if verdict is None else "; ".join(verdict.causes)
 
     def _shrink(self, shortage: Shortage) -> int:
         if shortage.failed_size == 1:
             raise DoesNotFit(self._explain_shortage(shortage))
         smallest = 2 if batch_norms_in_train_mode(self._workload.model) else 1
         self._pace = replace(self._pace, smallest=smallest).after_shortage(shortage.failed_size, self._room.left())
-        emit(
-            Retried(
-                step=self.steps,
-                failed_size=shortage.failed_size,
-                new_size=self.micro_batch_size,
-                samples_kept=shortage.samples_kept,
-                samples_redone=shortage.samples_redone,
-                used_bytes=self._device.usage().allocated,
-                budget_bytes=self.plan.budget_bytes,
-                reason=shortage.reason,
-                inexact=self._inexact(),
-            ),
-            self._hooks,
-        )
+        self._telling.tell_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
 
     def _apply_update(self, begin: Callable[[], None]) -> None:
@@ -286,29 +261,6 @@ class Runner:
             f"as before the step: free memory or give fit() a larger budget="
         )
 
-    def _tell_earlier_gradients(self) -> None:
-        if not self._told_gradients and any(p.grad is not None for p in self._workload.parameters()):
-            self._told_gradients = True
-            emit(GradientsFound(step=self.steps), self._hooks)
-
-    def _tell_size(self, layouts: Sequence[Layout]) -> None:
-        samples = sum(layout.count for layout in layouts)
-        if samples not in self._told_sizes:
-            self._told_sizes.add(samples)
-            emit(BatchDiffers(step=self.steps, samples=samples, planned=sum(self.plan.micro_batch_sizes)), self._hooks)
-
-    def _tell_finished(self, result: StepResult) -> None:
-        emit(
-            StepFinished(
-                step=self.steps,
-                micro_batch_sizes=result.micro_batch_sizes,
-                retries=result.retries,
-                peak_bytes=result.peak_bytes,
-                seconds=result.seconds,
-            ),
-            self._hooks,
-        )
-
 
 def _set_pace(plan: Plan, model: nn.Module, step: Step | None) -> Pace:
     size = plan.micro_batch_size
@@ -317,16 +269,8 @@ def _set_pace(plan: Plan, model: nn.Module, step: Step | None) -> Pace:
     return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve)
 
 
-def _check_options(plan: Any, weigh: Any, scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
+def _check_plan(plan: Any, weigh: Any) -> None:
     if not isinstance(plan, Plan):
         raise InvalidArgument(f"plan is a {type(plan).__name__}: pass what fit() returned, or Plan.load(path)")
     if plan.weighed and weigh is None:
         raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")
-    if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise InvalidArgument(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
-        raise InvalidArgument(f"max_grad_norm={max_grad_norm!r} must be greater than 0, or None for no clipping")
-    if scheduler is not None and not hasattr(scheduler, "step"):
-        raise InvalidArgument(f"scheduler is a {type(scheduler).__name__} without step()")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")

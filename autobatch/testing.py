@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autobatch.dispatch import DispatchMode
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for
@@ -134,7 +134,7 @@ class FakeDevice:
         """Nothing is held."""
 
 
-class _OutOfMemoryAt(TorchDispatchMode):
+class _OutOfMemoryAt(DispatchMode):
     """Counts operations and raises at the chosen ones."""
 
     def __init__(self, positions: Iterable[int]) -> None:
@@ -142,12 +142,6 @@ class _OutOfMemoryAt(TorchDispatchMode):
         self.positions = frozenset(positions)
         self.operations = 0
         self.raised: list[str] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch wraps the method below so that the compiler leaves it alone, and loads the compiler for that at the
-        # first operator: 2 s, measured. Nothing is compiled while this is active (``run_eagerly``).
-        return False
 
     def __torch_dispatch__(
         self,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.errors import CannotRetry
+from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.workload.optimizer_state import forget_state, make_state
 
-__all__ = ["Update"]
+__all__ = ["Update", "check_options"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,22 @@ class Update:
             return
         self.scaler.step(self.optimizer)
         self.scaler.update()
+
+
+def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
+    """Refuse what an update cannot be made of.
+
+    Raises:
+        InvalidArgument: One of them is of the wrong kind, or cannot mean anything.
+    """
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise InvalidArgument(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
+        raise InvalidArgument(f"max_grad_norm={max_grad_norm!r} must be greater than 0, or None for no clipping")
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise InvalidArgument(f"scheduler is a {type(scheduler).__name__} without step()")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")
 
 
 def _read_entry(scaler: Any, optimizer: Any) -> dict[str, Any] | None:

@@ -19,7 +19,6 @@ from autobatch.workload.batches import (
     count_samples,
     describe,
     grow,
-    slice_samples,
     split,
     tensors_of,
 )
@@ -150,7 +149,7 @@ def test_split_gives_these_samples(case: tuple[list[int], Any, Build]) -> None:
     assert len(parts) == len(sizes)
     for size, stop, part in zip(sizes, stops, parts, strict=True):
         assert same(part, build(range(stop - size, stop)))
-        assert same(slice_samples(batch, stop - size, stop), part)
+        assert same(describe(batch).take(stop - size, stop), part)
 
 
 @given(divided())
@@ -240,7 +239,7 @@ def test_parts_reach_the_original() -> None:
 def test_leaves_that_share_memory() -> None:
     """The same tensor twice is split twice, alike."""
     x = torch.arange(4)
-    part = slice_samples({"x": x, "again": x, "turned": x.flip(0)}, 1, 3)
+    part = describe({"x": x, "again": x, "turned": x.flip(0)}).take(1, 3)
     assert (part["x"].tolist(), part["again"].tolist(), part["turned"].tolist()) == ([1, 2], [1, 2], [2, 1])
 
 
@@ -277,7 +276,7 @@ def test_sizes_must_divide(sizes: list[int]) -> None:
 def test_slices_stay_inside(start: int, stop: int) -> None:
     """A range that is empty or leaves the batch is refused."""
     with pytest.raises(InvalidArgument, match="of a batch of 8"):
-        slice_samples(torch.zeros(8), start, stop)
+        describe(torch.zeros(8)).take(start, stop)
 
 
 def test_no_batch_of_nothing() -> None:
@@ -307,7 +306,7 @@ def test_a_tokenizers_encoding_stays_one() -> None:
     """A BatchEncoding of transformers keeps its type and what it holds beside its tensors."""
     transformers = pytest.importorskip("transformers")
     encoding = transformers.BatchEncoding({"input_ids": torch.arange(12).reshape(4, 3)}, prepend_batch_axis=False)
-    part = slice_samples(encoding, 1, 3)
+    part = describe(encoding).take(1, 3)
     assert type(part) is transformers.BatchEncoding
     assert part.input_ids.tolist() == [[3, 4, 5], [6, 7, 8]]
     assert encoding.input_ids.shape == (4, 3)
@@ -317,7 +316,7 @@ def test_a_tokenizers_encoding_stays_one() -> None:
 def test_a_models_output_stays_one() -> None:
     """A ModelOutput of transformers, at once a dict and a dataclass, is split in both guises."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
-    part = slice_samples(outputs.BaseModelOutput(last_hidden_state=torch.arange(4)), 1, 2)
+    part = describe(outputs.BaseModelOutput(last_hidden_state=torch.arange(4))).take(1, 2)
     assert part.last_hidden_state.tolist() == [1]
     assert part["last_hidden_state"].tolist() == [1]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.evidence import Question
-from autobatch.planning.planner import balance, choose_size, divide_evenly, share_of, spread, useful_sizes
+from autobatch.planning.planner import balance, choose_size, divide_evenly, spread, useful_sizes
 from autobatch.records import Trial
 
 totals = st.integers(1, 20_000)
@@ -92,16 +92,6 @@ def test_useful_sizes_are_few(total):
     assert total == 1 or 2 in sizes
 
 
-@given(totals, st.integers(1, 300))
-def test_shares_make_up_the_target(target, world_size):
-    """Shares sum to the target, differ by at most one, and rank 0 has the largest."""
-    shares = [share_of(target, world_size, rank) for rank in range(world_size)]
-    assert sum(shares) == target
-    assert max(shares) - min(shares) <= 1
-    assert shares[0] == -(-target // world_size)
-    assert shares == sorted(shares, reverse=True)
-
-
 @pytest.mark.parametrize(
     ("objective", "size"),
     [("throughput", 100), ("memory", 50)],
@@ -132,10 +122,6 @@ def test_nothing_is_chosen_where_nothing_fits(objective):
         (lambda: divide_evenly(4, 0), "not at most 0"),
         (lambda: useful_sizes(0, 2), "not 0"),
         (lambda: useful_sizes(4, -1), "not at most -1"),
-        (lambda: share_of(0, 2, 0), "not 0"),
-        (lambda: share_of(4, 2, 2), "rank 2 is not one of a world of 2"),
-        (lambda: share_of(4, 2, -1), "rank -1"),
-        (lambda: share_of(4, 0, 0), "rank 0 is not one of a world of 0"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(call, message):

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from autobatch.dispatch import DispatchMode
 
 __all__ = ["ConstantDraws"]
 
@@ -21,14 +23,8 @@ _Arguments = dict[str, Any]
 _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
 
 
-class ConstantDraws(TorchDispatchMode):
+class ConstantDraws(DispatchMode):
     """While active, in forward and backward, operators that draw random numbers return constants."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch wraps the method below so that the compiler leaves it alone, and loads the compiler for that at the
-        # first operator: 2 s, measured. Nothing is compiled while this is active (``run_eagerly``).
-        return False
 
     def __torch_dispatch__(
         self,

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autobatch.dispatch import DispatchMode
 from autobatch.storages import storages_of
 from autobatch.wording import format_bytes
 
@@ -88,7 +88,7 @@ class LiveStorage:
         self.live_bytes -= reference.byte_count
 
 
-class StorageBudget(TorchDispatchMode):
+class StorageBudget(DispatchMode):
     """While active, counts what operators return and raises when that passes the budget.
 
     The operator has run by then; its result is dropped before the error leaves, so nothing of it stays and the peak
@@ -103,12 +103,6 @@ class StorageBudget(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.storage = storage
         self.budget_bytes = budget_bytes
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch wraps the method below so that the compiler leaves it alone, and loads the compiler for that at the
-        # first operator: 2 s, measured. Nothing is compiled while this is active (``run_eagerly``).
-        return False
 
     def __torch_dispatch__(
         self,

@@ -14,7 +14,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.evidence import Question, largest_fitting, smallest_as_fast
 from autobatch.records import Trial
 
-__all__ = ["Objective", "balance", "choose_size", "divide_evenly", "share_of", "spread", "useful_sizes"]
+__all__ = ["Objective", "balance", "choose_size", "divide_evenly", "spread", "useful_sizes"]
 
 Objective = Literal["throughput", "memory"]
 
@@ -93,19 +93,6 @@ def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
         steps = (total - 1) // quotient + 1
     sizes.append(1)
     return tuple(size for size in reversed(sizes) if size <= bound)
-
-
-def share_of(target: int, world_size: int, rank: int) -> int:
-    """How many samples of a target batch this rank does: shares differ by at most one and rank 0 has the largest.
-
-    Raises:
-        InvalidArgument: The rank is not one of ``0..world_size - 1``, or the target is less than 1.
-    """
-    _check_positive(target)
-    if not 0 <= rank < world_size:
-        raise InvalidArgument(f"rank {rank} is not one of a world of {world_size}")
-    share, larger = divmod(target, world_size)
-    return share + (rank < larger)
 
 
 def _check_total(total: int) -> None:

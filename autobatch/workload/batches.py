@@ -37,7 +37,6 @@ __all__ = [
     "describe",
     "grow",
     "map_tensors",
-    "slice_samples",
     "split",
     "tensors_of",
 ]
@@ -152,11 +151,6 @@ def count_samples(batch: Any) -> int:
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     """Consecutive parts of these sizes, which sum to the number of samples, as views; see ``Layout.split``."""
     return describe(batch).split(sizes)
-
-
-def slice_samples(batch: Any, start: int, stop: int) -> Any:
-    """Samples ``start`` to ``stop`` (exclusive), as views; see ``Layout.take``."""
-    return describe(batch).take(start, stop)
 
 
 def grow(batch: Any, n: int) -> Any:

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autobatch.dispatch import DispatchMode
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
 from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
@@ -68,7 +68,7 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """While active, writes down what is allocated and freed on the fake device.
 
     Attributes:
@@ -128,10 +128,6 @@ class Recorder(TorchDispatchMode):
         reference = self._live[tensor.untyped_storage()._cdata]
         phase, _, before = self._labels[reference.block]
         self._labels[reference.block] = (phase, kind, before if module is None else module)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch.compile is off while tracing; the guard against it would load all of torch._dynamo
 
     @contextmanager
     def forward(self) -> Iterator[None]:
