@@ -6,6 +6,7 @@ run (``probe``), which sizes are tried (``planning.search``), nor what a plan is
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from typing import Any, Literal
@@ -195,6 +196,9 @@ def _make_plan(
         fingerprint=found.fingerprint,
         seconds=seconds,
         version=__version__,
+        id=secrets.token_hex(6),
+        made_at=time.time(),
+        model=type(workload.model).__name__,
     )
 
 

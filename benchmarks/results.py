@@ -9,7 +9,6 @@ Covers the page: when, where, with which versions, how to repeat it. Does not co
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +20,12 @@ import recomputed
 import runner
 import search
 import torch
+from machine import describe_machine
 from tables import Table, show_goals, write_part
 
 import autobatch
 
-__all__ = ["describe_machine", "measure_all", "write_page"]
+__all__ = ["measure_all", "write_page"]
 
 _PAGE = Path(__file__).resolve().with_name("RESULTS.md")
 
@@ -74,22 +74,6 @@ def write_page(measured: Sequence[tuple[Table, float]]) -> str:
         *(str(table).rstrip() for table in tables),
     ]
     return "\n\n".join(lines) + "\n"
-
-
-def describe_machine() -> str:
-    """Processor, cores this process may use, threads of torch, load of everybody, system."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    load = f", load {os.getloadavg()[0]:.1f} at the end" if hasattr(os, "getloadavg") else ""
-    return (
-        f"{_read_processor()}, {usable} cores, torch on {torch.get_num_threads()} thread(s){load}, {platform.system()}"
-    )
-
-
-def _read_processor() -> str:
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main() -> None:

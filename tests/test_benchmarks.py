@@ -12,6 +12,7 @@ import time
 
 import accuracy
 import models
+import peaks
 import peers
 import pytest
 import quiet
@@ -162,9 +163,7 @@ def make_cells(outside, copies, held_out=False):
     """Cells of models that obey a rule exactly, in one half."""
     names = [name for name in map(str, range(200)) if accuracy.is_held_out(name) == held_out][:12]
     return [
-        accuracy.Cell(
-            name, 8, outside + reserved + copies * convolution, reserved, convolution, grouped=False, seconds=1
-        )
+        peaks.Cell(name, 8, outside + reserved + copies * convolution, reserved, convolution, grouped=False, seconds=1)
         for name, reserved, convolution in zip(names, range(1000, 13_000, 1000), [0, 7, 90] * 4, strict=True)
     ]
 
@@ -175,7 +174,7 @@ def test_the_constants_of_a_rule_are_found_again():
     found = accuracy.fit_constants([*cells, dataclasses.replace(cells[0], peak=9000.0)])
     assert found.outside == pytest.approx(1700, abs=5)
     assert found.copies == pytest.approx(2.4, abs=0.1)
-    assert accuracy.score(cells, accuracy.Constants(1700, 2.4))[:3] == ["12", "0.0%", "0.0%"]
+    assert accuracy.score(cells, accuracy.Constants(1700, 2.4))[:3] == ("12", "0.0%", "0.0%")
 
 
 def test_half_of_all_models_are_held_out():
@@ -199,5 +198,33 @@ def test_a_table_is_read_up_to_the_cards_end(tmp_path):
     """Peaks near the end of the card are cut off there, and say nothing."""
     table = tmp_path / "table.csv"
     table.write_text("model,batch,peak_mib\na,8,100\na,16,39000\nb,8,200\n")
-    assert accuracy.read_table(table, 9) == {"a": {8: 100.0}, "b": {8: 200.0}}
-    assert len(accuracy.read_table(table, 1)) == 1
+    assert peaks.read_table(table) == {"a": {8: 100.0}, "b": {8: 200.0}}
+
+
+def test_models_are_chosen_from_all_families_in_turn():
+    """A large family is not most of the sample; the same models always, the first of them in any larger sample."""
+    table = {name: {8: 100.0} for name in ("a1", "a2", "a3", "a4", "b1", "c1", "c2")}
+    chosen = peaks.choose(table, 5, lambda name: name[0])
+    assert sorted(name[0] for name in chosen) == ["a", "a", "b", "c", "c"]
+    assert peaks.choose(dict(reversed(table.items())), 3, lambda name: name[0]) == chosen[:3]
+    assert sorted(peaks.choose(table, 99, lambda name: name[0])) == sorted(table)
+
+
+def test_a_family_is_shown_by_itself_only_with_enough_models():
+    """The worst one first; the rest together."""
+    cells = make_cells(accuracy.SHIPPED.outside, accuracy.SHIPPED.copies)
+    few = [dataclasses.replace(cell, family="few", peak=2 * cell.peak) for cell in cells[:2]]
+    many = [dataclasses.replace(cell, family="many") for cell in cells[2:]]
+    rows = accuracy.by_family([*few, *many], accuracy.SHIPPED)
+    assert [row[:4] for row in rows] == [("all others", "2", "2", "50.0%"), ("many", "10", "10", "0.0%")]
+    assert [row[5] for row in rows] == ["100.0%", "0.0%"]
+
+
+def test_goals_are_judged_by_what_ships():
+    """On the half that was held out; a prediction that is wrong by half misses them."""
+    fitted = make_cells(1000, 1.0)
+    exact = make_cells(accuracy.SHIPPED.outside, accuracy.SHIPPED.copies, held_out=True)
+    halved = [dataclasses.replace(cell, peak=2 * cell.peak) for cell in exact]
+    met, missed = (accuracy.tabulate([*fitted, *own], [])[0].goals for own in (exact, halved))
+    assert [goal.verdict for goal in met] == ["met"] * 3
+    assert [goal.verdict for goal in missed] == ["MISSED", "MISSED", "met"]

@@ -82,16 +82,16 @@ def test_every_number_has_a_source(gpu):
         assert len(source) > 10
         assert "http" not in source
     assert gpu.measured == (not gpu.source.startswith("nominal"))
-    assert gpu.context_measured == (not gpu.context_source.startswith("none for this architecture"))
+    assert gpu.context_measured == (not gpu.context_source.startswith(("none for this architecture", "fitted")))
     assert gpu.total_bytes % MIB == 0
 
 
 @by_card
 def test_what_cuda_takes_follows_from_the_architecture(gpu):
-    """Cards of one architecture have the same context and workspace, and a context is no more than 1 GiB."""
+    """The same for cards of one architecture; a context that was read somewhere is under 1 GiB."""
     alike = [other for other in GPUS if other.architecture == gpu.architecture]
     assert len({(other.context_bytes, other.cublas_workspace_bytes) for other in alike}) == 1
-    assert 128 * MIB < gpu.context_bytes < GIB
+    assert 128 * MIB < gpu.context_bytes < (2 * GIB if gpu.context_source.startswith("fitted") else GIB)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_what_people_write_is_the_card_they_mean(asked, name):
     ],
 )
 def test_a_size_is_a_card_of_that_memory(asked, total):
-    """Of which nothing else is known, so that the most is taken for CUDA itself."""
+    """Of which nothing else is known, so that CUDA itself takes the most that was read on any card."""
     found = find_gpu(asked)
     assert found.total_bytes == total
     assert (found.architecture, found.measured, found.context_measured) == ("unknown", False, False)
-    assert found.context_bytes == max(gpu.context_bytes for gpu in GPUS)
+    assert found.context_bytes >= max(gpu.context_bytes for gpu in GPUS if gpu.context_measured)
     assert found.cublas_workspace_bytes == 32 * MIB
 
 

@@ -45,6 +45,10 @@ class PlanRecord(Record):
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
         version: The autobatch that made it.
+        id: Names this plan among all that were made; empty where nobody gave it one.
+        made_at: Seconds since 1970, UTC; 0 where it was not noted.
+        model: The class of the model.
+        confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
     """
 
     target_batch: PositiveInt
@@ -68,6 +72,10 @@ class PlanRecord(Record):
     fingerprint: str = ""
     seconds: float = 0.0
     version: str
+    id: str = ""
+    made_at: float = 0.0
+    model: str = ""
+    confirms: str = ""
 
     @property
     def limit_bytes(self) -> int:
