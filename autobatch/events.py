@@ -19,6 +19,8 @@ __all__ = [
     "GradientsFound",
     "Hook",
     "PlanMade",
+    "PlanRecalled",
+    "PlanRefused",
     "Retried",
     "SizeChanged",
     "StepFinished",
@@ -59,6 +61,31 @@ class TrialFinished(Event):
             f"autobatch: trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, "
             f"{peak if trial.peak_reserved else ''}{trial.seconds:.2f} s"
         )
+
+
+class PlanRecalled(Event):
+    """An earlier plan for the same step will be confirmed by one trial, instead of a search."""
+
+    plan_id: str
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        """One line: which plan, and what is left to do."""
+        return (
+            f"autobatch: plan {self.plan_id} of an earlier run is for this step: one trial of "
+            f"{plural(self.micro_batch_size, 'sample')} has to confirm it"
+        )
+
+
+class PlanRefused(Event):
+    """An earlier plan for the same step does not serve today, so sizes are searched for anew."""
+
+    plan_id: str
+    reason: str
+
+    def __str__(self) -> str:
+        """One line: which plan, and why not."""
+        return f"autobatch: plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching anew"
 
 
 class PlanMade(Event):

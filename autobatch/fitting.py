@@ -21,9 +21,10 @@ from autobatch.exactness.verification import check_split
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
-from autobatch.planning.curve import fit_curve, ran
+from autobatch.planning.curve import MemoryCurve, fit_curve, ran
 from autobatch.planning.planner import Objective, balance
-from autobatch.records import Verdict
+from autobatch.planning.recollection import Wanted
+from autobatch.records import Trial, Verdict
 from autobatch.request import Allowance, check_choice, check_count, find_allowance, find_device
 from autobatch.size_search import Found, SizeSearch
 from autobatch.version import __version__
@@ -102,9 +103,7 @@ def fit(
     target_batch = check_count("target_batch", target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    bound = (
-        target_batch if max_micro_batch is None else min(target_batch, check_count("max_micro_batch", max_micro_batch))
-    )
+    bound = None if max_micro_batch is None else check_count("max_micro_batch", max_micro_batch)
     workload = Workload(model, step or default_step, weigh, optimizer)
     memory = find_device(workload.parameters(), type(model).__name__, device)
     memory.watch(workload.resident_tensors())
@@ -113,10 +112,15 @@ def fit(
     with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
-        search = SizeSearch(
-            workload, memory, allowance, state, target_batch, bound, objective, accumulate_in_float32, hooks
+        wanted = Wanted(
+            target_batch=target_batch,
+            max_micro_batch=bound,
+            objective=objective,
+            accumulate_in_float32=accumulate_in_float32,
+            limit_bytes=allowance.limit_bytes,
         )
-        found = search.run(batch)
+        recall = _recall_nothing
+        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
         verdict = None
         if check is not None and target_batch > 1:
             # Rewound after the last trial: the modules are in the user's modes.
@@ -130,15 +134,7 @@ def fit(
         told = (str(verdict),)
     seconds = time.perf_counter() - started
     plan = _make_plan(
-        workload,
-        memory,
-        allowance,
-        found,
-        target_batch,
-        in_float32=accumulate_in_float32,
-        verdict=verdict,
-        warnings=told,
-        seconds=seconds,
+        workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told, seconds=seconds
     )
     emit(PlanMade(summary=str(plan), warnings=told))
     return plan
@@ -158,14 +154,13 @@ def _make_plan(
     memory: Device,
     allowance: Allowance,
     found: Found,
-    target: int,
     *,
-    in_float32: bool,
+    wanted: Wanted,
     verdict: Verdict | None,
     warnings: tuple[str, ...],
     seconds: float,
 ) -> Plan:
-    sizes = balance(target, found.size)
+    sizes = balance(wanted.target_batch, found.size)
     measured = [trial for trial in found.trials if ran(trial)]
     peaks = [trial.peak_reserved for trial in measured if trial.micro_batch_size == found.size]
     if workload.optimizer is None:
@@ -176,7 +171,7 @@ def _make_plan(
             ),
         )
     return Plan(
-        target_batch=target,
+        target_batch=wanted.target_batch,
         world_size=1,
         micro_batch_size=max(sizes),
         micro_batch_sizes=sizes,
@@ -184,13 +179,13 @@ def _make_plan(
         budget_bytes=allowance.budget_bytes,
         headroom_bytes=allowance.headroom_bytes,
         peak_bytes=max(peaks),
-        curve=fit_curve(measured) if memory.measures else None,
+        curve=_find_curve(found, measured) if memory.measures else None,
         trials=found.trials,
         device=memory.describe(),
         warnings=(*found.warnings, *warnings),
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
-        accumulate_in_float32=in_float32,
+        accumulate_in_float32=wanted.accumulate_in_float32,
         verdict=verdict,
         batch_lists=found.batch_lists,
         fingerprint=found.fingerprint,
@@ -199,8 +194,20 @@ def _make_plan(
         id=secrets.token_hex(6),
         made_at=time.time(),
         model=type(workload.model).__name__,
+        objective=wanted.objective,
+        max_micro_batch=wanted.max_micro_batch,
+        confirms=found.confirmed.id if found.confirmed else "",
     )
+
+
+def _find_curve(found: Found, measured: list[Trial]) -> MemoryCurve | None:
+    """Through what was measured; one trial is no curve, but it has just confirmed one."""
+    return found.confirmed.curve if found.confirmed else fit_curve(measured)
 
 
 def _show_progress(event: Event) -> None:
     sys.stderr.write(f"{event}\n")
+
+
+def _recall_nothing(_: str) -> list[Plan]:
+    return []

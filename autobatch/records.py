@@ -46,6 +46,7 @@ class DeviceInfo(Record):
         total_bytes: All memory of the device (a container's limit counts as all), 0 where it cannot be told.
         uuid: The driver's identifier of the card or of its MIG slice, where there is one.
         tenants: Other processes on it.
+        driver: The version of the driver, where there is one that tells it.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class DeviceInfo(Record):
     total_bytes: int
     uuid: str | None = None
     tenants: tuple[Tenant, ...] = ()
+    driver: str = ""
 
 
 class MemoryUsage(Record):

@@ -6,16 +6,18 @@ which size is tried next (``planning.search``), nor what a plan is made of (``fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from autobatch.errors import DoesNotFit
-from autobatch.events import Hook, TrialFinished, emit
+from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.memory.device import Device
-from autobatch.planning.planner import Objective, choose_size, useful_sizes
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.planner import choose_size, useful_sizes
+from autobatch.planning.recollection import Wanted, find_remembered, why_not_confirmed
 from autobatch.planning.search import Question, next_size, next_smaller_size
 from autobatch.prediction.expecting import expect_largest
 from autobatch.probe import Probe
@@ -48,6 +50,7 @@ class Found:
         state_bytes: What the optimizer's state took.
         batch_norms: Names of layers that normalise by their micro-batch, in the mode in which the user left them.
         warnings: What the user should know, a sentence each.
+        confirmed: The remembered plan that the one trial confirmed; ``None`` where sizes were searched for.
     """
 
     size: int
@@ -58,6 +61,7 @@ class Found:
     state_bytes: int
     batch_norms: tuple[str, ...]
     warnings: tuple[str, ...]
+    confirmed: PlanRecord | None = None
 
 
 @dataclass
@@ -69,22 +73,18 @@ class SizeSearch:
         memory: Where.
         allowance: How much of it there is.
         state: What is put back between trials.
-        target: Samples a step should see.
-        bound: The most samples to try.
-        objective: What the best size is.
-        in_float32: Whether narrow gradients are added up in float32.
+        wanted: What is asked for.
         hooks: Called with each trial.
+        recall: Plans of a fingerprint from earlier runs, the newest first.
     """
 
     workload: Workload
     memory: Device
     allowance: Allowance
     state: TrainingState
-    target: int
-    bound: int
-    objective: Objective
-    in_float32: bool
+    wanted: Wanted
     hooks: tuple[Hook, ...]
+    recall: Callable[[str], Sequence[PlanRecord]]
 
     def run(self, batch: Any | None) -> Found:
         """Try sizes on this batch, or on what the model tells of one.
@@ -93,8 +93,8 @@ class SizeSearch:
             DoesNotFit: Not even one sample does.
             NeedsBatch: There is no batch and the model tells of none.
         """
-        model = self.workload.model
-        example = find_example(model, batch, self.target)
+        model, target = self.workload.model, self.wanted.target_batch
+        example = find_example(model, batch, target)
         warnings = [*self.allowance.warnings, *example.warnings]
         batch_norms = tuple(batch_norms_in_train_mode(model))
         if not model.training:
@@ -103,23 +103,21 @@ class SizeSearch:
         layout = self._hold_whole_batch(example.layout, warnings)
         # A weigh() that cannot count is told first.
         self.workload.weights_of(example.layout.batch, example.layout.count)
-        question = Question(
-            bound=self.bound,
-            limit_bytes=self.allowance.limit_bytes,
-            measures=self.memory.measures,
-            smallest_probe=min(2 if batch_norms_in_train_mode(model) else 1, self.bound),
-            candidates=useful_sizes(self.target, self.bound),
-            expected=self._expect(example.layout),
+        probe = Probe(
+            self.workload,
+            layout,
+            self.memory,
+            self.allowance.limit_bytes,
+            self.state,
+            self.wanted.accumulate_in_float32,
         )
-        probe = Probe(self.workload, layout, self.memory, self.allowance.limit_bytes, self.state, self.in_float32)
-        trials = self._try_sizes(question, probe)
-        size = choose_size(question, trials, self.objective)
-        if size is None:
-            raise DoesNotFit(self._refuse(trials, probe))
+        identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
+        with torch.enable_grad():
+            trials, confirmed = self._recall(identity, probe)
+            size = confirmed.micro_batch_size if confirmed else self._search(example.layout, probe, trials)
         if self.workload.step is default_step:
             warnings.append(explain_default(model, layout.grow(2)))
-        warnings += _warn_of_aux(probe.aux_bytes, size, self.target)
-        identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
+        warnings += _warn_of_aux(probe.aux_bytes, size, target)
         return Found(
             size,
             example.layout,
@@ -129,23 +127,52 @@ class SizeSearch:
             probe.state_bytes,
             batch_norms,
             tuple(warnings),
+            confirmed,
         )
 
-    def _expect(self, layout: Layout) -> int:
+    def _recall(self, identity: str, probe: Probe) -> tuple[list[Trial], PlanRecord | None]:
+        """The trial of a remembered plan's size, if there is such a plan, and the plan if that trial confirms it."""
+        plan, reason, refused = find_remembered(self.recall(identity), self.wanted)
+        if plan is None:
+            if reason:
+                emit(PlanRefused(plan_id=refused, reason=reason), self.hooks)
+            return [], None
+        emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size), self.hooks)
+        trial = self._told(probe.run(plan.micro_batch_size))
+        changed = why_not_confirmed(plan, trial)
+        if changed:
+            emit(PlanRefused(plan_id=plan.id, reason=changed), self.hooks)
+        return [trial], None if changed else plan
+
+    def _search(self, example: Layout, probe: Probe, trials: list[Trial]) -> int:
+        """The answer, after as many more trials as it takes; they are added to those there are."""
+        sizes = useful_sizes(self.wanted.target_batch, self.wanted.bound)
+        question = Question(
+            bound=self.wanted.bound,
+            limit_bytes=self.allowance.limit_bytes,
+            measures=self.memory.measures,
+            smallest_probe=min(2 if batch_norms_in_train_mode(self.workload.model) else 1, self.wanted.bound),
+            candidates=sizes,
+            expected=self._expect(example, sizes),
+        )
+        policies = (next_size, next_smaller_size) if self.wanted.objective == "memory" else (next_size,)
+        for policy in policies:
+            while (size := policy(question, trials)) is not None:
+                trials.append(self._told(self._try_size(size, question, probe, trials)))
+        chosen = choose_size(question, trials, self.wanted.objective)
+        if chosen is None:
+            raise DoesNotFit(self._refuse(trials, probe))
+        return chosen
+
+    def _expect(self, example: Layout, sizes: Sequence[int]) -> int:
         """On a card needless trials are dear, more so if they run out; on a CPU a trace takes longer than they."""
         if self.memory.describe().kind != "cuda" or not self.memory.measures:
             return 0
-        return expect_largest(self.workload, layout, self.allowance.limit_bytes, useful_sizes(self.target, self.bound))
+        return expect_largest(self.workload, example, self.allowance.limit_bytes, sizes)
 
-    def _try_sizes(self, question: Question, probe: Probe) -> list[Trial]:
-        trials: list[Trial] = []
-        policies = (next_size, next_smaller_size) if self.objective == "memory" else (next_size,)
-        with torch.enable_grad():
-            for policy in policies:
-                while (size := policy(question, trials)) is not None:
-                    trials.append(self._try_size(size, question, probe, trials))
-                    emit(TrialFinished(trial=trials[-1], limit_bytes=question.limit_bytes), self.hooks)
-        return trials
+    def _told(self, trial: Trial) -> Trial:
+        emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes), self.hooks)
+        return trial
 
     def _try_size(self, size: int, question: Question, probe: Probe, trials: Sequence[Trial]) -> Trial:
         try:
@@ -160,14 +187,15 @@ class SizeSearch:
         """A batch that lives where the model lives stands there whole during a step: so it does in each trial."""
         if all(tensor.device != self.memory.torch_device for tensor in tensors_of(layout.batch)):
             return layout
-        whole = count_bytes(layout.batch) * self.target // layout.count
+        target = self.wanted.target_batch
+        whole = count_bytes(layout.batch) * target // layout.count
         if self.allowance.limit_bytes and whole > self.allowance.limit_bytes // 2:
             warnings.append(
-                f"the whole batch of {self.target} would take {format_bytes(whole)} of {self.memory.describe().name} "
+                f"the whole batch of {target} would take {format_bytes(whole)} of {self.memory.describe().name} "
                 f"by itself, and was left out of the trials: hand it over in parts with runner.step_over()"
             )
             return layout
-        return layout.grown(self.target)
+        return layout.grown(target)
 
     def _refuse(self, trials: Sequence[Trial], probe: Probe) -> str:
         smallest = min(trials, key=lambda trial: trial.micro_batch_size)

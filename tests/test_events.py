@@ -12,6 +12,8 @@ from autobatch.events import (
     Event,
     GradientsFound,
     PlanMade,
+    PlanRecalled,
+    PlanRefused,
     Retried,
     SizeChanged,
     StepFinished,
@@ -50,6 +52,18 @@ EVENTS = [
         id="trial where memory cannot be measured",
     ),
     pytest.param(PlanMade(summary="autobatch: 256 = 6 x 43"), logging.INFO, "autobatch: 256 = 6 x 43", id="plan"),
+    pytest.param(
+        PlanRecalled(plan_id="5f3a", micro_batch_size=43),
+        logging.INFO,
+        "autobatch: plan 5f3a of an earlier run is for this step: one trial of 43 samples has to confirm it",
+        id="remembered plan",
+    ),
+    pytest.param(
+        PlanRefused(plan_id="5f3a", reason="43 samples ran out of memory this time"),
+        logging.INFO,
+        "autobatch: plan 5f3a of an earlier run is not reused: 43 samples ran out of memory this time; searching anew",
+        id="remembered plan that does not serve",
+    ),
     pytest.param(
         RETRIED,
         logging.WARNING,

@@ -129,6 +129,7 @@ DIFFERENT = {
     "amsgrad": lambda: take(make_workload(optimizer=lambda p: torch.optim.AdamW(p, amsgrad=True))),
     "two groups": lambda: take(make_workload(optimizer=in_two_groups)),
     "another card": lambda: take(device=DEVICE.model_copy(update={"name": "NVIDIA L4"})),
+    "another driver": lambda: take(device=DEVICE.model_copy(update={"driver": "580.95.05"})),
     "more memory": lambda: take(device=DEVICE.model_copy(update={"total_bytes": 2**31})),
     "another kind of device": lambda: take(device=DEVICE.model_copy(update={"kind": "cuda"})),
     "two ranks": lambda: take(world_size=2),

@@ -68,6 +68,9 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(total=80 * GIB, free=30 * GIB, used=50 * GIB)
 
+    def nvmlSystemGetDriverVersion(self):
+        return b"580.95.05"
+
     def nvmlSystemGetProcessName(self, pid):
         if pid not in self.names:
             raise NVMLError("Not Found")
@@ -112,8 +115,18 @@ def test_a_card_is_read_with_the_processes_on_it(install, caplog):
             Tenant(pid=8, used_bytes=5 * GIB, name="café"),
             Tenant(pid=7, used_bytes=3 * GIB, name="python"),
         ),
+        driver="580.95.05",
     )
     assert fake.sessions == 0
+    assert lines(caplog) == []
+
+
+def test_a_driver_that_does_not_tell_its_version_costs_nothing(install, caplog):
+    """All else is read, and nothing is said."""
+    caplog.set_level(logging.INFO)
+    fake = install(FakeNvml())
+    fake.nvmlSystemGetDriverVersion = refuse
+    assert (nvml.query(UUID).driver, nvml.query(UUID).free_bytes) == ("", 30 * GIB)
     assert lines(caplog) == []
 
 
@@ -241,5 +254,5 @@ def test_the_installed_module_has_what_is_used():
     """The stand-in copies real names: the ``pynvml`` of nvidia-ml-py has each of them."""
     real = pytest.importorskip("pynvml")
     used = [name for name in dir(FakeNvml()) if name.startswith(("nvml", "NVMLError"))]
-    assert len(used) == 10
+    assert len(used) == 11
     assert [name for name in used if not hasattr(real, name)] == []

@@ -45,6 +45,7 @@ class CudaDevice:
             total_bytes=self.total_bytes,
             uuid=reading.uuid if reading else f"GPU-{properties.uuid}",
             tenants=reading.tenants if reading else (),
+            driver=reading.driver if reading else "",
         )
 
     def available_bytes(self) -> int:

@@ -39,12 +39,14 @@ class CardReading(Record):
         total_bytes: All memory of it, with what the driver keeps for itself.
         free_bytes: What nobody holds.
         tenants: Other processes whose memory the driver tells, the largest first.
+        driver: The driver's version.
     """
 
     uuid: str
     total_bytes: int
     free_bytes: int
     tenants: tuple[Tenant, ...] = ()
+    driver: str = ""
 
 
 def query(uuid: str) -> CardReading | None:
@@ -89,6 +91,7 @@ def _read(nvml: Any, uuid: str) -> CardReading:
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         tenants=tuple(sorted(tenants, key=lambda tenant: (-tenant.used_bytes, tenant.pid))),
+        driver=_driver(nvml),
     )
 
 
@@ -141,7 +144,18 @@ def _name(nvml: Any, pid: int) -> str:
         name = nvml.nvmlSystemGetProcessName(pid)
     except (nvml.NVMLError, UnicodeDecodeError):  # it ended meanwhile, belongs to somebody else, or has an odd name
         return ""
-    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+    return _read_text(name)
+
+
+def _driver(nvml: Any) -> str:
+    try:
+        return _read_text(nvml.nvmlSystemGetDriverVersion())
+    except (nvml.NVMLError, AttributeError, UnicodeDecodeError):  # nothing that is measured hangs on it
+        return ""
+
+
+def _read_text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _say_once(reason: str) -> None:

@@ -48,6 +48,8 @@ class PlanRecord(Record):
         id: Names this plan among all that were made; empty where nobody gave it one.
         made_at: Seconds since 1970, UTC; 0 where it was not noted.
         model: The class of the model.
+        objective: What ``fit`` was asked for: the fewest steps, or the least memory.
+        max_micro_batch: The user's own bound on sizes, if there was one.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
     """
 
@@ -75,6 +77,8 @@ class PlanRecord(Record):
     id: str = ""
     made_at: float = 0.0
     model: str = ""
+    objective: Literal["throughput", "memory"] = "throughput"
+    max_micro_batch: PositiveInt | None = None
     confirms: str = ""
 
     @property

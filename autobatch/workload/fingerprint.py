@@ -32,7 +32,7 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
     Args:
         workload: Model, step, weights and optimizer.
         example: The batch that sizes were made from; one sample's shapes count, not how many there are.
-        device: Name and total bytes count; who else is on it does not.
+        device: Name, total bytes and driver count; who else is on it does not.
         world_size: Ranks that share the target.
     """
     model = workload.model
@@ -47,7 +47,7 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
         "optimizer": list(_spell_optimizer(workload.optimizer)),
         "precision": [torch.get_float32_matmul_precision(), str(torch.get_default_dtype()), *_list_autocasts()],
         "software": [torch.__version__, str(torch.version.cuda)],
-        "device": [device.kind, device.name, device.total_bytes],
+        "device": [device.kind, device.name, device.total_bytes, device.driver],
         "world_size": world_size,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

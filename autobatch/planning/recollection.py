@@ -1,0 +1,121 @@
+"""Which remembered plan may stand in for a search, and whether its one trial confirms it.
+
+Covers the choice among plans of one fingerprint, and the reasons against each in words. Does not cover where plans are
+kept (``ledger``) nor how the trial is run (``probe``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.planner import Objective, useful_sizes
+from autobatch.records import Record, Trial
+from autobatch.wording import format_bytes
+
+__all__ = ["Recollection", "Wanted", "find_remembered", "why_not_confirmed"]
+
+_CHANGED = 0.05
+"""A peak that differs by more than this is of another step. The allocator's segments alone move it by less."""
+_SEGMENTS = 2 * 20 * 2**20
+"""Bytes by which two runs of one step may differ on a small budget: two segments of CUDA's allocator."""
+
+
+class Wanted(Record):
+    """What is asked for now, as far as a plan depends on it beside its fingerprint.
+
+    Attributes:
+        target_batch: Samples an optimizer step should see.
+        max_micro_batch: The user's own bound on sizes, if there is one.
+        objective: What the best size is.
+        accumulate_in_float32: Whether narrow gradients are added up in float32.
+        limit_bytes: What a step may hold today; 0 where the device cannot tell.
+    """
+
+    target_batch: int
+    max_micro_batch: int | None
+    objective: Objective
+    accumulate_in_float32: bool
+    limit_bytes: int
+
+    @property
+    def bound(self) -> int:
+        """The most samples that a trial may have."""
+        return min(self.target_batch, self.max_micro_batch or self.target_batch)
+
+
+class Recollection(NamedTuple):
+    """A plan to confirm; or ``None``, and why the newest one that answers the question does not serve."""
+
+    plan: PlanRecord | None
+    reason: str = ""
+    passed_over: str = ""
+
+
+def find_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Recollection:
+    """The newest plan that answers the same question and is still its best answer within today's limit.
+
+    Args:
+        plans: Of the same fingerprint, the newest first.
+        wanted: What is asked for now.
+    """
+    reason = passed_over = ""
+    for plan in plans:
+        if plan.predicted or not _asks_the_same(plan, wanted):
+            continue
+        against = _why_not(plan, wanted)
+        if not against:
+            return Recollection(plan)
+        if not reason:
+            reason, passed_over = against, plan.id
+    return Recollection(None, reason, passed_over)
+
+
+def why_not_confirmed(plan: PlanRecord, trial: Trial) -> str:
+    """Why the trial of a remembered plan's size does not confirm it; empty where it does."""
+    if trial.outcome == "oom":
+        return f"{trial.micro_batch_size} samples ran out of memory this time"
+    if trial.outcome == "thrash":
+        return f"{trial.micro_batch_size} samples fit this time only because the allocator gave memory back"
+    if abs(trial.peak_reserved - plan.peak_bytes) > _tolerance(plan):
+        return (
+            f"{trial.micro_batch_size} samples took {format_bytes(trial.peak_reserved)} this time and "
+            f"{format_bytes(plan.peak_bytes)} then: something that the fingerprint cannot see has changed"
+        )
+    return ""
+
+
+def _tolerance(plan: PlanRecord) -> float:
+    share = _CHANGED * plan.peak_bytes
+    return max(share, _SEGMENTS) if plan.device.kind == "cuda" else share  # elsewhere bytes are counted one by one
+
+
+def _asks_the_same(plan: PlanRecord, wanted: Wanted) -> bool:
+    return (
+        plan.target_batch == wanted.target_batch
+        and plan.max_micro_batch == wanted.max_micro_batch
+        and plan.objective == wanted.objective
+        and plan.accumulate_in_float32 == wanted.accumulate_in_float32
+    )
+
+
+def _why_not(plan: PlanRecord, wanted: Wanted) -> str:
+    limit = wanted.limit_bytes
+    if limit and plan.peak_bytes > limit:
+        return f"it needs {format_bytes(plan.peak_bytes)}, and the limit is {format_bytes(limit)} today"
+    larger = _next_size(plan, wanted)
+    if larger and plan.curve is not None and limit > plan.limit_bytes and plan.curve.peak_reserved(larger) <= limit:
+        return (
+            f"the limit is {format_bytes(limit)} today and was {format_bytes(plan.limit_bytes)} then: more than its "
+            f"{plan.micro_batch_size} samples may fit"
+        )
+    return ""
+
+
+def _next_size(plan: PlanRecord, wanted: Wanted) -> int | None:
+    """The next larger size that would need fewer steps, as far as memory is what bounds the size."""
+    if wanted.objective == "memory":
+        return None
+    sizes = useful_sizes(wanted.target_batch, wanted.bound)
+    return next((size for size in sizes if size > plan.micro_batch_size), None)

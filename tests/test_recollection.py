@@ -1,0 +1,166 @@
+"""Which remembered plan may stand in for a search, and when its one trial confirms it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autobatch.planning.curve import fit_curve
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.planner import balance, useful_sizes
+from autobatch.planning.recollection import Wanted, find_remembered, why_not_confirmed
+from autobatch.records import DeviceInfo, Trial
+
+MIB = 2**20
+UNSEEN = "530.0 MiB then: something that the fingerprint cannot see has changed"
+
+
+def needs(size):
+    """Memory of the pretended step: a line."""
+    return (100 + 10 * size) * MIB
+
+
+def try_size(size):
+    """A trial of the pretended step."""
+    return Trial(micro_batch_size=size, outcome="fits", peak_allocated=needs(size), peak_reserved=needs(size))
+
+
+LIMIT = needs(50)
+
+
+def make_plan(size=43, limit=LIMIT, **changes):
+    """A plan for 256 samples with this size."""
+    sizes = balance(256, size)
+    fields = {
+        "target_batch": 256,
+        "world_size": 1,
+        "micro_batch_size": sizes[0],
+        "micro_batch_sizes": sizes,
+        "accumulation_steps": len(sizes),
+        "budget_bytes": limit,
+        "headroom_bytes": 0,
+        "peak_bytes": needs(sizes[0]),
+        "curve": fit_curve([try_size(2), try_size(8), try_size(sizes[0])]),
+        "trials": (),
+        "device": DeviceInfo(kind="cpu", name="CPU", total_bytes=2**34),
+        "version": "0",
+        "id": "a",
+    }
+    return PlanRecord(**{**fields, **changes})
+
+
+def want(**changes):
+    """The same question as the plan's, within the same limit."""
+    fields = {
+        "target_batch": 256,
+        "max_micro_batch": None,
+        "objective": "throughput",
+        "accumulate_in_float32": True,
+        "limit_bytes": needs(50),
+    }
+    return Wanted(**{**fields, **changes})
+
+
+def test_the_newest_plan_for_the_same_question_is_taken():
+    """The first of them, as they come newest first."""
+    newest, older = make_plan(id="new"), make_plan(id="old")
+    assert find_remembered([newest, older], want()).plan is newest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_batch": 512},
+        {"max_micro_batch": 64},
+        {"objective": "memory"},
+        {"accumulate_in_float32": False},
+    ],
+    ids=str,
+)
+def test_a_plan_for_another_question_is_no_candidate(changes):
+    """It is not even told of: nothing about it has failed."""
+    assert find_remembered([make_plan()], want(**changes)) == (None, "", "")
+
+
+def test_a_predicted_plan_is_no_candidate():
+    """Its size has never run."""
+    assert find_remembered([make_plan(predicted=True)], want()).plan is None
+
+
+def test_a_plan_that_needs_more_than_there_is_today_is_refused():
+    """With both numbers; an older and smaller one that fits is taken, if nothing larger is possible."""
+    found = find_remembered([make_plan()], want(limit_bytes=needs(42)))
+    assert found == (None, "it needs 530.0 MiB, and the limit is 520.0 MiB today", "a")
+    smaller = make_plan(size=37, limit=needs(40), id="small")
+    assert find_remembered([make_plan(), smaller], want(limit_bytes=needs(42))).plan is smaller
+
+
+def test_more_memory_than_then_asks_for_a_search_only_where_it_would_help():
+    """52 is the next size that saves a step: up to there the plan is still the best."""
+    assert find_remembered([make_plan()], want(limit_bytes=needs(51))).plan is not None
+    found = find_remembered([make_plan()], want(limit_bytes=needs(52)))
+    assert found.plan is None
+    assert found.reason == "the limit is 620.0 MiB today and was 600.0 MiB then: more than its 43 samples may fit"
+
+
+def test_a_plan_that_runs_all_at_once_or_least_memory_needs_no_more():
+    """However much there is today."""
+    assert find_remembered([make_plan(size=256, limit=needs(300))], want(limit_bytes=needs(9999))).plan is not None
+    frugal = make_plan(objective="memory")
+    assert find_remembered([frugal], want(objective="memory", limit_bytes=needs(9999))).plan is frugal
+    bounded = make_plan(max_micro_batch=43)
+    assert find_remembered([bounded], want(max_micro_batch=43, limit_bytes=needs(9999))).plan is bounded
+
+
+def test_where_the_device_does_not_tell_its_memory_the_plan_is_tried():
+    """There is nothing to compare; running out of memory is the only signal."""
+    plan = make_plan(limit=0, peak_bytes=0, curve=None)
+    assert find_remembered([plan], want(limit_bytes=0)).plan is plan
+
+
+@given(st.integers(1, 300), st.integers(1, 600))
+def test_what_is_taken_is_what_a_search_would_find(then, today):
+    """On memory that is a line: never a plan that does not fit, never one that a search would better."""
+
+    def best(samples):
+        return max(size for size in useful_sizes(256, 256) if size <= samples)
+
+    plan = make_plan(size=best(then), limit=needs(then))
+    found = find_remembered([plan], want(limit_bytes=needs(today)))
+    if found.plan is not None:
+        assert best(then) == best(today)
+    else:
+        assert best(then) != best(today)
+        assert found.reason
+
+
+@pytest.mark.parametrize(
+    ("trial", "reason"),
+    [
+        (try_size(43), ""),
+        (try_size(43).model_copy(update={"peak_reserved": needs(43) + 20 * MIB}), ""),
+        (
+            try_size(43).model_copy(update={"peak_reserved": needs(43) + 40 * MIB}),
+            f"43 samples took 570.0 MiB this time and {UNSEEN}",
+        ),
+        (
+            try_size(43).model_copy(update={"peak_reserved": needs(43) - 40 * MIB}),
+            f"43 samples took 490.0 MiB this time and {UNSEEN}",
+        ),
+        (try_size(43).model_copy(update={"outcome": "oom"}), "43 samples ran out of memory this time"),
+        (
+            try_size(43).model_copy(update={"outcome": "thrash"}),
+            "43 samples fit this time only because the allocator gave memory back",
+        ),
+    ],
+)
+def test_one_trial_confirms_a_plan_or_says_why_not(trial, reason):
+    """The same peak within 5 %, without running out; less than then is a change as well."""
+    assert why_not_confirmed(make_plan(), trial) == reason
+
+
+def test_two_segments_of_cudas_allocator_are_no_change():
+    """On a small budget they are more than 5 %."""
+    plan = make_plan(device=DeviceInfo(kind="cuda", name="NVIDIA L4", total_bytes=2**34))
+    assert why_not_confirmed(plan, try_size(43).model_copy(update={"peak_reserved": needs(43) + 40 * MIB})) == ""
