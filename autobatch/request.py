@@ -33,6 +33,9 @@ __all__ = [
 DEFAULT_HEADROOM = 0.05
 """Fraction of the budget left free: room for a longer batch and for fragmentation."""
 
+_MOST_SAMPLES = 10**8
+"""A plan lists its micro-batches one by one, and sizes are searched among twice the root of it."""
+
 _SIZES = "pass bytes as an int, or a text such as '8GiB' or '512MiB'"
 
 
@@ -157,13 +160,18 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
 
 
 def check_count(name: str, value: Any) -> int:
-    """A number of samples, at least 1, as a Python int.
+    """A number of samples, at least 1 and at most a hundred million, as a Python int.
 
     Raises:
         InvalidArgument: It is something else.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise InvalidArgument(f"{name}={value!r} must be an int of at least 1: it counts samples")
+    if int(value) > _MOST_SAMPLES:
+        raise InvalidArgument(
+            f"{name}={value!r} is more than the {_MOST_SAMPLES} samples that one optimizer step may have: count what "
+            f"dimension 0 counts, such as images or texts, not tokens or bytes"
+        )
     return int(value)
 
 

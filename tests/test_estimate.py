@@ -1,4 +1,4 @@
-"""Estimates and sizes from a timeline that is known by heart."""
+"""Estimates from a timeline that is known by heart."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.gpu_table import GPUS, make_gpu
-from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, combine
 
 MIB = 2**20
@@ -25,11 +23,6 @@ def make_timeline(weight=100 * MIB, activation=30 * MIB, scratch=20 * MIB):
         per_sample=(0, activation, scratch),
         blocks=(WEIGHT, ACTIVATION, SCRATCH),
     )
-
-
-def make_card(total):
-    """A card on which CUDA takes what it takes on one of which nothing is known."""
-    return make_gpu("a card", total, source="here", measured=False)
 
 
 def test_the_peak_is_everything_at_once_and_the_workspaces():
@@ -49,6 +42,7 @@ def test_the_peak_is_told_by_kind_and_by_module():
         ("cuBLAS workspace", 16 * MIB),
     )
     assert share.by_module == (("layer", 220 * MIB), ("", 80 * MIB))
+    assert share.held_bytes == 4 * MIB  # two workspaces of 8 lie in one segment of 20
 
 
 def test_thresholds_are_in_order():
@@ -64,29 +58,70 @@ def test_an_interpolated_timeline_is_read_between_its_traces():
     assert estimate.reserved(3) == (300 + 20) * MIB
 
 
-@given(total=st.integers(1, 40), target=st.integers(1, 3000), margin=st.sampled_from([0.0, 0.1, 0.3]))
-@settings(max_examples=30)
-def test_the_chosen_size_fits_with_its_margin_and_the_next_does_not(total, target, margin):
-    """Of the sizes that were simulated it is the largest; all cards are judged alike."""
-    card = make_card(total * 1024 * MIB)
-    sizing = Sizing(Estimate(make_timeline(), card.cublas_workspace_bytes), card, target, margin)
-    points = sizing.points()
-    size, limit = sizing.largest(points), card.total_bytes - card.context_bytes
-    assert all((point.reserved * (1 + margin) <= limit) == (point.size <= size) for point in points)
-    reach = sizing.reach(points)
-    assert size <= reach.comfortable <= reach.tight
-    assert len(points) <= 26
-    assert points[-1].size == target
-    fits = sizing.cards(points)
-    assert [fit.gpu for fit in fits] == [gpu.name for gpu in GPUS]
-    assert all((fit.accumulation_steps > 0) == (fit.micro_batch_size > 0) for fit in fits)
+KINDS = ("parameter", "activation", "temporary", "workspace")
 
 
-def test_a_card_with_more_memory_never_takes_less():
-    """Among cards that lose the same to CUDA."""
-    sizing = Sizing(Estimate(make_timeline(), 8 * MIB), make_card(2**34), 256, 0.1)
-    fits = {fit.gpu: fit for fit in sizing.cards(sizing.points())}
-    assert fits["A100-80GB-SXM"].micro_batch_size >= fits["A100-40GB-SXM"].micro_batch_size > 0
+@st.composite
+def traced_steps(draw, samples):
+    """A step of some blocks that live for a while; of other operators at each size."""
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8))
+    sizes = [draw(st.integers(1, 3_000_000)) * (samples if kind != "parameter" else 1) for kind in kinds]
+    order, alive = [], []
+    for block in range(1, len(kinds) + 1):
+        order.append(block)
+        alive.append(block)
+        while len(alive) > 1 and draw(st.booleans()):
+            order.append(-alive.pop(draw(st.integers(0, len(alive) - 1))))
+    blocks = [Block(phase="forward", kind=kind, module=f"layer {index % 3}") for index, kind in enumerate(kinds)]
+    return TracedStep(samples=samples, order=order, sizes=sizes, blocks=blocks)
+
+
+@given(first=traced_steps(2), second=traced_steps(64), n=st.integers(1, 200), expandable=st.booleans())
+@settings(max_examples=60)
+def test_parts_sum_to_the_peak_wherever_it_is_read(first, second, n, expandable):
+    """To the byte: at a traced size, between two, and beyond them."""
+    estimate = Estimate(combine([first, second]), 8 * MIB, expandable)
+    share = estimate.share(n)
+    assert sum(count for _, count in share.by_kind) + share.held_bytes == estimate.reserved(n)
+    assert all(count > 0 for _, count in share.by_kind)
+    assert share.held_bytes >= 0
+    assert estimate.reserved(n) >= estimate.allocated(n) + estimate.convolution_bytes(n)
+
+
+def test_parts_of_an_interpolated_timeline_are_of_the_size_that_is_asked_for():
+    """Half way between two traced sizes each part is half way, and so is what must be there at least."""
+    steps = [
+        TracedStep(samples=n, order=(1, 2, -2, -1), sizes=(50 * MIB, n * 100 * MIB), blocks=(WEIGHT, ACTIVATION))
+        for n in (2, 4)
+    ]
+    estimate = Estimate(combine(steps), 8 * MIB)
+    assert dict(estimate.share(3).by_kind)["activation"] == 300 * MIB
+    assert dict(estimate.share(3).by_kind)["parameter"] == 50 * MIB
+    assert estimate.thresholds(3).floor == (350 + 16) * MIB
+
+
+def test_one_sample_more_is_told_of_tensors_before_anything_is_rounded():
+    """Three of seven bytes each are 21, though blocks of them are of 512."""
+    timeline = make_timeline(weight=1, activation=5, scratch=2)
+    estimate = Estimate(timeline, 8 * MIB)
+    assert estimate.tensor_bytes(3) == 1 + 3 * 7
+    assert estimate.allocated(4) == estimate.allocated(3)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("n", [1, 4, 33])
+def test_what_runs_is_what_the_threshold_says(n, expandable):
+    """In the tight threshold a size runs, in 2 MiB less it does not."""
+    timeline = Timeline(
+        order=(1, 2, 3, -3, -2, 3, -3),
+        fixed=(7 * MIB, 0, 0),
+        per_sample=(0, 3 * MIB, 2 * MIB),
+        blocks=(WEIGHT, ACTIVATION, SCRATCH),
+    )
+    estimate = Estimate(timeline, 8 * MIB, expandable)
+    tight = estimate.thresholds(n).tight
+    assert estimate.runs_within(n, tight)
+    assert not estimate.runs_within(n, tight - 2 * MIB)
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -17,7 +17,7 @@ from autobatch.planning.evidence import Question, largest_fitting
 from autobatch.planning.planner import useful_sizes
 from autobatch.planning.search import most_trials, next_size
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.expecting import expect_largest
+from autobatch.prediction.expecting import expect_largest, expects_expandable_segments
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.records import Trial
@@ -165,3 +165,74 @@ def test_on_a_cpu_nothing_is_traced(monkeypatch):
     """There a trial is cheaper than a trace."""
     monkeypatch.setattr("autobatch.size_search.expect_largest", lambda *_: pytest.fail("traced"))
     autobatch.fit(nn.Linear(4, 4), 16, max_micro_batch=4)
+
+
+def test_where_everything_is_expected_to_fit_at_most_half_is_tried_first():
+    """A prediction that is twice too high costs no error out of memory."""
+    batch, workload = workload_of("linear layers")
+    sizes = useful_sizes(256, 256)
+    expected = expect_largest(workload, describe(batch), 2**40, sizes)
+    question = Question(bound=256, limit_bytes=2**40, candidates=sizes, expected=expected)
+    assert expected == 256
+    assert next_size(question, []) <= 128
+
+
+@given(target=st.integers(6, 10_000), share=st.floats(0, 1))
+def test_whatever_is_expected_at_most_half_of_it_is_tried_first(target, share):
+    """Or two samples, where half would be one, which is another program."""
+    sizes = useful_sizes(target, target)
+    expected = sizes[round(share * (len(sizes) - 1))]
+    question = Question(bound=target, limit_bytes=2**40, candidates=sizes, expected=expected)
+    assert next_size(question, []) <= max(expected // 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expandable"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            False,
+        ),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_the_allocator_of_this_process_is_expected(monkeypatch, environment, expandable):
+    """As its environment sets it; where two variables do, as torch 2.13 was seen to read them."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expects_expandable_segments() == expandable
+
+
+def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
+    """A size that fixed segments would fit, and expandable ones, in pages of 20 MiB, do not."""
+    batch, workload = workload_of("linear layers")
+    timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
+    fixed, expandable = (Estimate(timeline, 4096 * 8 * 1024, which).reserved(500_000) for which in (False, True))
+    assert fixed < expandable
+    sizes = useful_sizes(10**6, 10**6)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert expect_largest(workload, describe(batch), expandable - 1, sizes) == 500_000
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert expect_largest(workload, describe(batch), expandable - 1, sizes) < 500_000
+
+
+def test_nothing_is_expected_beyond_what_was_traced():
+    """Where all samples are compared with all, memory grows with the square, and a line beyond a trace is too low."""
+
+    def run(model, batch):
+        outputs = model(batch)
+        return (outputs @ outputs.T).mean()
+
+    workload = Workload(nn.Linear(2, 2), run)
+    assert 2 < expect_largest(workload, describe(torch.zeros(2, 2)), 2**40, useful_sizes(10**6, 10**6)) < 10_000

@@ -137,6 +137,22 @@ TABLE = [
         "max_micro_batch=1.5 must be an int of at least 1: it counts samples",
     ),
     (
+        lambda: fit(target_batch=10**9),
+        "InvalidArgument",
+        (
+            "target_batch=1000000000 is more than the 100000000 samples that one optimizer step may have: count what "
+            "dimension 0 counts, such as images or texts, not tokens or bytes"
+        ),
+    ),
+    (
+        lambda: autobatch.predict(Plain(), make_batch(4), mean_step, gpu="L4", target_batch=10**18),
+        "InvalidArgument",
+        (
+            "target_batch=1000000000000000000 is more than the 100000000 samples that one optimizer step may have: "
+            "count what dimension 0 counts, such as images or texts, not tokens or bytes"
+        ),
+    ),
+    (
         lambda: fit(objective="speed"),
         "InvalidArgument",
         "objective='speed' is not known; one of 'throughput', 'memory'",

@@ -155,7 +155,7 @@ def test_a_budget_for_a_device_that_tells_nothing_is_believed():
     assert allowance.warnings == ()
 
 
-@pytest.mark.parametrize("value", [1, 256, 2**40])
+@pytest.mark.parametrize("value", [1, 256, 10**8])
 def test_a_count_is_a_positive_int(value):
     """Any of them comes back unchanged."""
     assert check_count("target_batch", value) == value

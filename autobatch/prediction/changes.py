@@ -1,7 +1,8 @@
 """What-if: the same step done in another way, traced again.
 
 Covers autocast to bfloat16, checkpointing of repeated blocks, other optimizers, expandable segments, and gradients that
-are kept and zeroed. Does not cover what a change does to the result of training: that is the user's to weigh.
+are kept and zeroed; an optimizer that the step has already is not offered. Each says in a word what it costs besides.
+Does not cover what a change does to the result of training: that is the user's to weigh.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,12 +20,11 @@ from autobatch.errors import CannotPredict
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.record import Change
-from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.workload.batches import Layout
 from autobatch.workload.step import Workload
 
-__all__ = ["EightBitAdam", "repeated_blocks", "try_changes"]
+__all__ = ["EightBitAdam", "other_optimizers", "repeated_blocks", "try_changes"]
 
 _FEWEST_BLOCKS = 3
 _BLOCK = 256
@@ -55,40 +54,50 @@ def try_changes(
     """
     before = estimate.reserved(size)
 
-    def judge(name: str, make: Callable[[], Estimate]) -> Change:
+    def judge(way: _Way) -> Change:
         try:
-            changed = make()
+            changed = way.estimate(estimate)
         except CannotPredict as error:
-            return Change(name=name, failed=str(error))
+            return Change(name=way.name, effect=way.effect, failed=str(error))
         peak = changed.reserved(size)
-        return Change(name=name, peak_bytes=peak, saved_bytes=before - peak, micro_batch_size=largest(changed))
+        return Change(
+            name=way.name,
+            effect=way.effect,
+            peak_bytes=peak,
+            saved_bytes=before - peak,
+            micro_batch_size=largest(changed),
+        )
 
-    changes = [
-        judge(name, partial(_estimate_anew, estimate, trace))
-        for name, trace in _traces(workload, layout, circumstances)
-    ]
+    ways = [*_traced_ways(workload, layout, circumstances)]
     if not estimate.expandable_segments:
-        changes.append(judge("expandable segments", lambda: estimate.changed(expandable_segments=True)))
-    return tuple(sorted(changes, key=lambda change: (bool(change.failed), -change.saved_bytes)))
+        ways.append(_Way("expandable segments", "", lambda usual: usual.changed(expandable_segments=True)))
+    return tuple(sorted(map(judge, ways), key=lambda change: (bool(change.failed), -change.saved_bytes)))
 
 
-def _estimate_anew(estimate: Estimate, trace: Callable[[], Timeline]) -> Estimate:
-    return estimate.changed(timeline=trace())
+class _Way(NamedTuple):
+    """Another way to do the step: its name, what it costs besides memory, and how it is estimated."""
+
+    name: str
+    effect: str
+    estimate: Callable[[Estimate], Estimate]
 
 
-def _traces(workload: Workload, layout: Layout, usual: Circumstances) -> Iterator[tuple[str, Callable[[], Timeline]]]:
-    def trace(changed: Workload, circumstances: Circumstances) -> Callable[[], Timeline]:
-        return lambda: run_apart(lambda: trace_timeline(changed, layout, circumstances))
+def _traced_ways(workload: Workload, layout: Layout, usual: Circumstances) -> Iterator[_Way]:
+    def way(name: str, effect: str, changed: Workload, circumstances: Circumstances = usual) -> _Way:
+        def estimate(before: Estimate) -> Estimate:
+            return before.changed(timeline=run_apart(lambda: trace_timeline(changed, layout, circumstances)))
 
-    yield "bfloat16 autocast", trace(replace(workload, step=_with_autocast(workload.step)), usual)
+        return _Way(name, effect, estimate)
+
+    yield way("bfloat16 autocast", "lower precision", replace(workload, step=_with_autocast(workload.step)))
     blocks = repeated_blocks(workload.model)
     if blocks:
         name = f"checkpointing of {len(blocks)} {type(blocks[0]).__name__} blocks"
-        yield name, trace(replace(workload, step=_with_checkpoints(workload.step, blocks)), usual)
-    if workload.optimizer is not None:
-        for name, make in _optimizers(workload):
-            yield name, trace(replace(workload, optimizer=make()), usual)
-    yield "gradients zeroed, not set to None", trace(workload, usual._replace(keeps_gradients=True))
+        yield way(name, "more time", replace(workload, step=_with_checkpoints(workload.step, blocks)))
+    for name, effect, optimizer in other_optimizers(workload.optimizer):
+        yield way(name, effect, replace(workload, optimizer=optimizer))
+    if not usual.keeps_gradients:
+        yield way("gradients zeroed, not set to None", "", workload, usual._replace(keeps_gradients=True))
 
 
 def _with_autocast(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -135,15 +144,31 @@ def _checkpointed(block: nn.Module) -> Iterator[None]:
         del block.forward
 
 
-def _optimizers(workload: Workload) -> Iterator[tuple[str, Callable[[], Any]]]:
-    parameters = [parameter for parameter in workload.parameters() if parameter.requires_grad]
-    now = type(workload.optimizer)
-    if now is not torch.optim.SGD:
-        yield "SGD without momentum", lambda: torch.optim.SGD(parameters, lr=1e-3)
-    if now not in (torch.optim.Adam, torch.optim.AdamW):
-        yield "AdamW", lambda: torch.optim.AdamW(parameters, lr=1e-3)
-    yield "fused AdamW", lambda: torch.optim.AdamW(parameters, lr=1e-3, fused=True)
-    yield "8-bit AdamW", lambda: EightBitAdam(parameters, {})
+def other_optimizers(now: Any | None) -> Iterator[tuple[str, str, Any]]:
+    """Those that the step does not have yet, each with its name, what it costs besides, and an instance.
+
+    Args:
+        now: The step's optimizer; the others train the parameters that it trains.
+    """
+    if now is None:
+        return
+    parameters = [parameter for group in now.param_groups for parameter in group["params"]]
+    is_adam, other = isinstance(now, (torch.optim.Adam, torch.optim.AdamW)), "another optimizer"
+    if not isinstance(now, torch.optim.SGD) or _any_group(now, "momentum"):
+        yield "SGD without momentum", other, torch.optim.SGD(parameters, lr=1e-3)
+    if not is_adam:
+        yield "Adam", other, torch.optim.Adam(parameters)
+        yield "AdamW", other, torch.optim.AdamW(parameters)
+    if not (is_adam and _any_group(now, "fused")):
+        fused = torch.optim.Adam if type(now) is torch.optim.Adam else torch.optim.AdamW
+        same = fused(parameters, fused=True, amsgrad=_any_group(now, "amsgrad"))
+        yield f"fused {fused.__name__}", "" if is_adam else other, same
+    if "8bit" not in type(now).__name__.lower() and not isinstance(now, EightBitAdam):
+        yield "8-bit AdamW", "state in 8 bits" if is_adam else other, EightBitAdam(parameters, {})
+
+
+def _any_group(optimizer: Any, option: str) -> bool:
+    return any(group.get(option) for group in optimizer.param_groups)
 
 
 class EightBitAdam(torch.optim.Optimizer):

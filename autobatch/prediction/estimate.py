@@ -7,11 +7,12 @@ peak is made of. Does not cover what a process takes outside the allocator (``gp
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autobatch.prediction.allocator.simulation import AllocatorPeak, Thresholds, find_thresholds, simulate
-from autobatch.prediction.timeline import Replay, Timeline
+from autobatch.prediction.timeline import Block, Replay, Timeline
 
 __all__ = ["COPIES", "Estimate", "Share"]
 
@@ -23,23 +24,29 @@ error went from 3.2 % to 1.7 %, and what was under-estimated at a margin of 10 %
 _HANDLES = 2
 """cuBLAS keeps a workspace a handle, and a handle a thread: the caller's, and autograd's for the backward pass."""
 
+_Identity = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class Share:
-    """Bytes alive at the peak, by what they are for.
+    """What a peak is made of, in bytes.
 
     Attributes:
-        by_kind: By kind of block, the largest first.
-        by_module: By qualified name of the module that made them or owns them, the largest first.
+        by_kind: Tensors by kind of block, and the workspaces, the largest first.
+        by_module: Tensors by qualified name of the module that made them or owns them, the largest first.
+        held_bytes: What the allocator holds beside all kinds: sizes rounded up, and what other moments need.
     """
 
     by_kind: tuple[tuple[str, int], ...]
     by_module: tuple[tuple[str, int], ...]
+    held_bytes: int
 
 
 @dataclass(frozen=True)
 class Estimate:
     """One timeline on cards with one size of cuBLAS workspace; what was asked once is remembered.
+
+    Where the timeline is interpolated every quantity is: on the line through what the nearest two traced sizes need.
 
     Attributes:
         timeline: What the step allocates and frees.
@@ -50,69 +57,140 @@ class Estimate:
     timeline: Timeline
     workspace_bytes: int
     expandable_segments: bool = False
-    _peaks: dict[int, AllocatorPeak] = field(default_factory=dict)
+    _seen: dict[tuple[str, int], int] = field(default_factory=dict)
+    _peaks: dict[_Identity, AllocatorPeak] = field(default_factory=dict)
 
     def changed(self, **changes: Any) -> Estimate:
         """The same with other attributes; nothing that was asked of this one is remembered."""
-        return replace(self, _peaks={}, **changes)
+        return replace(self, _seen={}, _peaks={}, **changes)
+
+    @property
+    def largest_traced(self) -> int | None:
+        """The most samples of which anything is known; ``None`` where that is any number.
+
+        Where the timeline is interpolated, a line beyond its largest trace says nothing: a step that compares all
+        samples with all grows with the square.
+        """
+        return self.timeline.traced[-1].samples if self.timeline.interpolated else None
+
+    def tensor_bytes(self, n: int) -> int:
+        """Most bytes in tensors alone at once, as they were asked for: blocks may be larger by up to 1 MiB each."""
+        return self._measure("tensors", n, _peak_of_tensors)
 
     def allocated(self, n: int) -> int:
-        """Most bytes in tensors and workspaces at once with ``n`` samples in a micro-batch."""
-        return self._measure(n, "allocated")
+        """Most bytes in tensors and cuBLAS's workspaces at once with ``n`` samples in a micro-batch."""
+        return self._measure("allocated", n, lambda replay: self._peak(replay).allocated)
 
     def reserved(self, n: int) -> int:
         """Most bytes that the allocator takes from the driver, if it never has to give any back."""
-        return self._measure(n, "reserved") + self.convolution_bytes(n)
+        held = self._measure("reserved", n, lambda replay: self._peak(replay).reserved)
+        return max(held, self.allocated(n)) + self.convolution_bytes(n)  # lines may cross beyond the last trace
 
     def convolution_bytes(self, n: int) -> int:
         """What cuDNN takes for the convolution that needs most."""
-        replay = self.timeline.at(n)
-        copied = (size for size, block in zip(replay.sizes, replay.blocks, strict=True) if block.kind == "workspace")
-        return round(COPIES * max(copied, default=0))
+        return round(COPIES * self._measure("copied", n, _most_copied))
 
     def thresholds(self, n: int) -> Thresholds:
         """How much memory ``n`` samples need to run undisturbed, to run at all, and at the very least."""
-        order, sizes = self._with_workspaces(self.timeline.at(n))
-        found = find_thresholds(order, sizes, expandable_segments=self.expandable_segments)
         more = self.convolution_bytes(n)
-        return Thresholds(comfortable=found.comfortable + more, tight=found.tight + more, floor=found.floor + more)
+
+        def need(quantity: str) -> int:
+            return more + self._measure(quantity, n, lambda replay: int(getattr(self._threshold(replay), quantity)))
+
+        return Thresholds(comfortable=need("comfortable"), tight=need("tight"), floor=need("floor"))
+
+    def fits_within(self, n: int, limit_bytes: int) -> bool:
+        """Whether ``n`` samples reserve no more than that; where tensors alone exceed it, nothing is simulated."""
+        if not self.timeline.interpolated:
+            least = self.tensor_bytes(n) + _HANDLES * self.workspace_bytes + self.convolution_bytes(n)
+            if least > limit_bytes:
+                return False
+        return self.reserved(n) <= limit_bytes
+
+    def runs_within(self, n: int, limit_bytes: int) -> bool:
+        """Whether ``n`` samples run in so much memory, the allocator giving back what is cached where it must."""
+        if self.fits_within(n, limit_bytes):
+            return True
+        if self.timeline.interpolated:
+            return self.thresholds(n).tight <= limit_bytes
+        capacity = limit_bytes - self.convolution_bytes(n)
+        if self.allocated(n) > capacity:
+            return False
+        order, sizes = self._with_workspaces(self.timeline.at(n))
+        expandable = self.expandable_segments
+        return not simulate(order, sizes, capacity=capacity, expandable_segments=expandable).out_of_memory
 
     def share(self, n: int) -> Share:
-        """What the peak in tensors is made of."""
-        replay = self.timeline.at(n)
+        """What the peak is made of, to the byte: kinds and ``held_bytes`` sum to ``reserved(n)``."""
+        by_kind = self._sum_alive(n, lambda block: block.kind)
+        by_kind["cuBLAS workspace"] = _HANDLES * self.workspace_bytes
+        by_kind["cuDNN workspace"] = self.convolution_bytes(n)
+        by_kind += Counter()  # drops what has none
+        held = self.reserved(n) - by_kind.total()
+        by_kind[by_kind.most_common(1)[0][0]] += min(held, 0)  # lines may cross beyond the last trace
+        by_module = self._sum_alive(n, lambda block: block.module)
+        return Share(tuple(by_kind.most_common()), tuple(by_module.most_common()), max(held, 0))
+
+    def _sum_alive(self, n: int, key: Callable[[Block], str]) -> Counter[str]:
+        """Bytes of the tensors that are alive at the peak, by a key of their blocks."""
+        if not self.timeline.interpolated:
+            return self._alive_in(self.timeline.at(n), key)
+        replays = [self.timeline.at(step.samples) for step in self.timeline.traced]
+        sums = {_identify(replay): self._alive_in(replay, key) for replay in replays}
+        names = dict.fromkeys(name for counted in sums.values() for name in counted)
+
+        def interpolate(name: str) -> int:
+            return self.timeline.measure(n, lambda replay: sums[_identify(replay)][name])
+
+        return +Counter({name: interpolate(name) for name in names})
+
+    def _alive_in(self, replay: Replay, key: Callable[[Block], str]) -> Counter[str]:
         order, sizes = self._with_workspaces(replay)
-        position = self._simulate(replay).peak_position or 0
+        position = self._peak(replay).peak_position or 0
         alive: set[int] = set()
         for entry in order[: position + 1]:
             (alive.add if entry > 0 else alive.discard)(abs(entry) - 1)
-        by_kind: Counter[str] = Counter()
-        by_module: Counter[str] = Counter()
-        for block in alive:
+        sums: Counter[str] = Counter()
+        for block in sorted(alive):
             if block < len(replay.blocks):
-                by_kind[replay.blocks[block].kind] += sizes[block]
-                by_module[replay.blocks[block].module] += sizes[block]
-            else:
-                by_kind["cuBLAS workspace"] += sizes[block]
-        by_kind["cuDNN workspace"] = self.convolution_bytes(n)
-        by_kind += Counter()  # drops what has none
-        return Share(tuple(by_kind.most_common()), tuple(by_module.most_common()))
+                sums[key(replay.blocks[block])] += sizes[block]
+        return +sums
 
-    def _measure(self, n: int, quantity: str) -> int:
-        def read(replay: Replay) -> int:
-            return int(getattr(self._simulate(replay), quantity))
+    def _measure(self, name: str, n: int, quantity: Callable[[Replay], int]) -> int:
+        if (name, n) not in self._seen:
+            self._seen[name, n] = self.timeline.measure(n, quantity)
+        return self._seen[name, n]
 
-        if self.timeline.interpolated:
-            return self.timeline.measure(n, read)
-        if n not in self._peaks:
-            self._peaks[n] = self._simulate(self.timeline.at(n))
-        return int(getattr(self._peaks[n], quantity))
+    def _peak(self, replay: Replay) -> AllocatorPeak:
+        known = _identify(replay)
+        if known not in self._peaks:
+            order, sizes = self._with_workspaces(replay)
+            self._peaks[known] = simulate(order, sizes, expandable_segments=self.expandable_segments)
+        return self._peaks[known]
 
-    def _simulate(self, replay: Replay) -> AllocatorPeak:
-        return simulate(*self._with_workspaces(replay), expandable_segments=self.expandable_segments)
+    def _threshold(self, replay: Replay) -> Thresholds:
+        return find_thresholds(*self._with_workspaces(replay), expandable_segments=self.expandable_segments)
 
     def _with_workspaces(self, replay: Replay) -> tuple[list[int], list[int]]:
         first = len(replay.sizes) + 1
-        tensors = [
-            0 if block.kind == "workspace" else size for size, block in zip(replay.sizes, replay.blocks, strict=True)
-        ]
-        return [*range(first, first + _HANDLES), *replay.order], [*tensors, *[self.workspace_bytes] * _HANDLES]
+        sizes = [*_of_tensors(replay), *[self.workspace_bytes] * _HANDLES]
+        return [*range(first, first + _HANDLES), *replay.order], sizes
+
+
+def _identify(replay: Replay) -> _Identity:
+    return replay.order, replay.sizes  # without the blocks, of which records the hash would take long
+
+
+def _of_tensors(replay: Replay) -> list[int]:
+    """Bytes of each block, none where it stands for cuDNN's workspaces."""
+    blocks = zip(replay.sizes, replay.blocks, strict=True)
+    return [0 if block.kind == "workspace" else size for size, block in blocks]
+
+
+def _peak_of_tensors(replay: Replay) -> int:
+    return replay.model_copy(update={"sizes": tuple(_of_tensors(replay))}).peak()
+
+
+def _most_copied(replay: Replay) -> int:
+    blocks = zip(replay.sizes, replay.blocks, strict=True)
+    return max((size for size, block in blocks if block.kind == "workspace"), default=0)

@@ -7,21 +7,24 @@ word: where nothing can be predicted, or not soon, there is no expectation, and 
 from __future__ import annotations
 
 import logging
+import os
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.gpu_table import make_gpu
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.workload.batches import Layout
 from autobatch.workload.step import Workload
 
-__all__ = ["expect_largest"]
+__all__ = ["expect_largest", "expects_expandable_segments"]
 
-_WORKSPACE_BYTES = 4096 * 8 * 1024
-"""Of one cuBLAS handle on the newest cards, the larger of what there is: an expectation may be too low."""
 _MOST_SECONDS = 15.0
 """A trace that takes longer costs more than the trials that it spares."""
 _FEW_SIZES = 4
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where several are set the first of them counts: so torch 2.13 was seen to do, whatever its notes say."""
 _log = logging.getLogger("autobatch")
 
 
@@ -38,14 +41,23 @@ def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: 
         return 0
     try:
         timeline = run_apart(lambda: trace_timeline(workload, layout, Circumstances()), _MOST_SECONDS)
-        return _bisect(Estimate(timeline, _WORKSPACE_BYTES), limit_bytes, sizes)
+        # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
+        workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
+        return _bisect(Estimate(timeline, workspace_bytes, expects_expandable_segments()), limit_bytes, sizes)
     except Exception as error:  # noqa: BLE001 - trials need no expectation, so nothing about it may stop them
         _log.debug("autobatch: nothing is expected of the first trial: %s", error)
         return 0
 
 
+def expects_expandable_segments() -> bool:
+    """Whether this process's environment asks torch's allocator for them."""
+    settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
+    return "expandable_segments:True" in "".join(settings.split()).split(",")
+
+
 def _bisect(estimate: Estimate, limit_bytes: int, sizes: Sequence[int]) -> int:
-    low, high = 0, len(sizes)
+    known = estimate.largest_traced
+    low, high = 0, len(sizes) if known is None else bisect_right(sizes, known)
     while low < high:
         middle = (low + high) // 2
         if estimate.reserved(sizes[middle]) <= limit_bytes:

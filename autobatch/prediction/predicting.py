@@ -23,7 +23,7 @@ from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
 from autobatch.prediction.gpus import find_gpu
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.record import Part, Point, Prediction
-from autobatch.prediction.sizing import Sizing
+from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.records import DeviceInfo, Trial
 from autobatch.request import check_count
@@ -33,12 +33,16 @@ from autobatch.workload.default_step import default_step
 from autobatch.workload.example import find_example
 from autobatch.workload.step import Step, Weigh, Workload
 
-__all__ = ["MARGIN", "predict"]
+__all__ = ["MARGIN", "MARGIN_REASON", "predict"]
 
 MARGIN = 0.10
-"""Of the predicted peak, left free."""
+"""Of the predicted peak of the whole process, left free on top of it."""
+
+MARGIN_REASON = "so that few predictions are below what is measured; see benchmarks/RESULTS.md"
+"""Why it is as much as it is."""
 
 _MODULES = 10
+_HELD = "held by the allocator beside them"
 
 
 def predict(
@@ -68,7 +72,7 @@ def predict(
         gpu: A card's name (``"H100-80GB"``), all of its memory (``"24GiB"``), or ``None`` for the one of this machine.
         target_batch: Samples one optimizer step should see.
         weigh: As for ``fit``; it is not called.
-        margin: The fraction of the predicted peak that is left free on top of it.
+        margin: The fraction of the predicted peak that is left free on top of it; of all that the process takes.
         expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` will be set.
         scaler: Whether the loss will be scaled by a ``GradScaler``.
         what_if: Whether to trace other ways to do the same step too, which takes some times as long.
@@ -99,7 +103,7 @@ def predict(
             layout,
             sizing.estimate,
             prediction.judged_size,
-            largest=lambda estimate: _largest_of(replace(sizing, estimate=estimate)),
+            largest=lambda estimate: replace(sizing, estimate=estimate).largest,
             circumstances=circumstances,
         )
         prediction = prediction.model_copy(update={"changes": changes})
@@ -107,32 +111,29 @@ def predict(
 
 
 def _predict(workload: Workload, layout: Layout, sizing: Sizing) -> Prediction:
-    estimate, points = sizing.estimate, sizing.points()
-    chosen = sizing.largest(points)
-    peaks = {point.size: point for point in points}
-    judged = chosen or 1
+    estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or 1
     share = estimate.share(judged)
+    held = (Part(name=_HELD, byte_count=share.held_bytes),) if share.held_bytes else ()
     curve = fit_curve([_as_trial(point) for point in points])
     return Prediction(
         gpu=sizing.gpu,
         target_batch=sizing.target,
         curve=curve,
         points=points,
-        plan=_make_plan(workload, layout, sizing, peaks[chosen], curve) if chosen else None,
-        reach=sizing.reach(points),
+        plan=_make_plan(workload, layout, sizing, curve) if sizing.largest else None,
+        largest_judged=sizing.bound,
+        reach=sizing.reach,
         judged_size=judged,
-        breakdown=tuple(Part(name=name, byte_count=count) for name, count in share.by_kind),
+        peak_bytes=estimate.reserved(judged) + sizing.gpu.context_bytes,
+        breakdown=(*(Part(name=name, byte_count=count) for name, count in share.by_kind), *held),
         modules=tuple(Part(name=name, byte_count=count) for name, count in share.by_module[:_MODULES]),
-        per_sample_bytes=estimate.allocated(judged + 1) - estimate.allocated(judged),
+        per_sample_bytes=estimate.tensor_bytes(judged + 1) - estimate.tensor_bytes(judged),
         context_bytes=sizing.gpu.context_bytes,
         margin=sizing.margin,
-        cards=sizing.cards(points),
+        margin_reason=MARGIN_REASON if sizing.margin == MARGIN else f"because margin={sizing.margin:g} was asked for",
+        cards=sizing.cards(),
         interpolated=estimate.timeline.interpolated,
     )
-
-
-def _largest_of(sizing: Sizing) -> int:
-    return sizing.largest(sizing.points())
 
 
 def _as_trial(point: Point) -> Trial:
@@ -141,8 +142,8 @@ def _as_trial(point: Point) -> Trial:
     )
 
 
-def _make_plan(workload: Workload, layout: Layout, sizing: Sizing, chosen: Point, curve: MemoryCurve) -> Plan:
-    card, sizes = sizing.gpu, balance(sizing.target, chosen.size)
+def _make_plan(workload: Workload, layout: Layout, sizing: Sizing, curve: MemoryCurve) -> Plan:
+    card, sizes = sizing.gpu, balance(sizing.target, sizing.largest)
     budget = card.total_bytes - card.context_bytes
     return Plan(
         target_batch=sizing.target,
@@ -151,8 +152,8 @@ def _make_plan(workload: Workload, layout: Layout, sizing: Sizing, chosen: Point
         micro_batch_sizes=sizes,
         accumulation_steps=len(sizes),
         budget_bytes=budget,
-        headroom_bytes=budget - int(budget / (1 + sizing.margin)),
-        peak_bytes=chosen.reserved,
+        headroom_bytes=budget - find_limit(card, sizing.margin),
+        peak_bytes=sizing.estimate.reserved(sizing.largest),
         curve=curve,
         trials=(),
         device=DeviceInfo(kind="cuda", name=card.name, total_bytes=card.total_bytes),

@@ -24,7 +24,7 @@ class Part(Record):
 
 
 class Point(Record):
-    """Peaks at one size, in bytes: in tensors, and held by the allocator if it never has to give any back."""
+    """Peaks at one size, in bytes: in tensors and cuBLAS's workspaces, and held by the allocator, undisturbed."""
 
     size: PositiveInt
     allocated: NonNegativeInt
@@ -68,6 +68,8 @@ class Change(Record):
 
     Attributes:
         name: What is changed.
+        effect: What it costs besides: ``"lower precision"``, ``"another optimizer"``, ``"more time"``; empty where
+            training stays as it is.
         peak_bytes: Held by the allocator at the size at which the unchanged step is judged.
         saved_bytes: How much less that is; negative where it is more.
         micro_batch_size: The most samples that fit then, with the margin.
@@ -75,6 +77,7 @@ class Change(Record):
     """
 
     name: str
+    effect: str = ""
     peak_bytes: NonNegativeInt = 0
     saved_bytes: int = 0
     micro_batch_size: NonNegativeInt = 0
@@ -84,23 +87,35 @@ class Change(Record):
 class Prediction(Record):
     """What one training step would need on a card that need not be there. Nothing in it was measured.
 
+    A size fits where ``(reserved + context_bytes) * (1 + margin)`` is at most the card's total: the margin is on all
+    that the process takes. In ``plan`` the budget is the card's total less ``context_bytes``, the headroom what the
+    margin leaves free, and the peak the allocator's alone.
+
     Attributes:
         gpu: The card that was asked for.
         target_batch: Samples an optimizer step should see.
         curve: Peaks by micro-batch size, in bytes of the allocator: a convex cover of ``points``.
-        points: What was simulated, in order of size.
+        points: What was simulated, in order of size; where there are many, a choice of it.
         plan: For the target on this card, marked ``predicted``; ``None`` where not even one sample fits.
-        reach: How far the card goes.
-        judged_size: The size that breakdown and changes are of: the plan's, or 1 where there is none.
-        breakdown: What the peak in tensors is made of at that size, by kind, the largest first.
-        modules: The ten modules with most of it.
-        per_sample_bytes: What one more sample takes there.
+        largest_judged: No size above this was judged: the target, or the largest size that was traced where the step
+            ran different operators at different sizes.
+        reach: How far the card goes, up to ``largest_judged``.
+        judged_size: The size that the next six are of: the plan's, or 1 where there is none.
+        peak_bytes: Of the whole process at that size, without the margin: the sum of ``breakdown`` and
+            ``context_bytes``.
+        breakdown: What the allocator holds at the peak: tensors by kind and the workspaces of cuBLAS and cuDNN, the
+            largest first; last what it holds beside them, as sizes are rounded up and other moments of the step need
+            other blocks.
+        modules: The ten modules that most of the tensors at the peak belong to.
+        per_sample_bytes: What one more sample adds to the peak in tensors alone, before anything is rounded; 0 where
+            that peak is in the optimizer's step.
         context_bytes: What CUDA takes outside the allocator on this card.
-        margin: The fraction of the predicted peak that is left free on top of it.
-        cards: The same step on every card that is known.
         changes: What else could be done, the most gained first; empty unless asked for.
-        interpolated: Whether the step ran different operators at different sizes, so that sizes in between are
-            estimates.
+        margin: The fraction of the predicted peak of the whole process that is left free on top of it.
+        margin_reason: Why it is that much.
+        cards: The same step on every card that is known, with the same margin; the asked one among them, if it is.
+        interpolated: Whether the step ran different operators at different sizes, so that all numbers for sizes in
+            between are on lines through the nearest two that were traced.
         seconds: How long the prediction took.
     """
 
@@ -109,15 +124,18 @@ class Prediction(Record):
     curve: MemoryCurve
     points: tuple[Point, ...]
     plan: Plan | None
+    largest_judged: PositiveInt
     reach: Reach
     judged_size: PositiveInt
+    peak_bytes: PositiveInt
     breakdown: tuple[Part, ...]
     modules: tuple[Part, ...]
     per_sample_bytes: int
     context_bytes: NonNegativeInt
-    margin: float
-    cards: tuple[CardFit, ...]
     changes: tuple[Change, ...] = ()
+    margin: float
+    margin_reason: str
+    cards: tuple[CardFit, ...]
     interpolated: bool = False
     seconds: float = 0.0
 

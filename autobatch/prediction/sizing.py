@@ -2,23 +2,36 @@
 
 Covers the sizes worth asking for, and the most samples that fit with a margin, without one, and with the allocator
 giving memory back. Does not cover the estimate. Nothing here imports torch.
+
+A size fits where all that the process takes, CUDA's own part included, fits the card with the margin on top. On each
+card the answer is a size that fits while the next larger useful one does not, both simulated with that card's
+workspaces. With a ResNet-50 (7000 events, 17 ms a simulation) all cards took 14 simulations for a target of 256, and 58
+for one of 4096.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from autobatch.planning.planner import balance, useful_sizes
+from autobatch.planning.planner import useful_sizes
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS, Gpu
 from autobatch.prediction.record import CardFit, Point, Reach
 
-__all__ = ["Sizing"]
+__all__ = ["Sizing", "find_limit"]
 
 _MOST_POINTS = 24
-_HANDLES = 2
+
+
+def find_limit(gpu: Gpu, margin: float) -> int:
+    """Bytes that the allocator may hold there: with CUDA's own, and the margin on both, the card is full.
+
+    0 or less where not even CUDA's own fits.
+    """
+    return int(gpu.total_bytes / (1 + margin)) - gpu.context_bytes
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class Sizing:
         estimate: Of the step, with the workspaces of the asked card.
         gpu: The asked card.
         target: Samples an optimizer step should see.
-        margin: Fraction of the predicted peak to leave free.
+        margin: Fraction of the predicted peak of the whole process to leave free on top of it.
     """
 
     estimate: Estimate
@@ -37,58 +50,70 @@ class Sizing:
     target: int
     margin: float
 
-    def points(self) -> tuple[Point, ...]:
-        """Peaks at the useful sizes up to the target, thinned out where there are many, but for the largest that fits.
+    @cached_property
+    def largest(self) -> int:
+        """The most samples that fit the asked card with the margin; 0 where not even one."""
+        return self._find_largest(find_limit(self.gpu, self.margin))
 
-        Other cards are judged by these points alone: what fits them may be a little more than is said.
-        """
-        sizes = useful_sizes(self.target, self.target)
-        limit, factor = self.gpu.total_bytes - self.gpu.context_bytes, 1 + self.margin
-        fitting = bisect_right(sizes, limit, key=lambda size: round(self.estimate.reserved(size) * factor))
-        chosen = {*_thin(sizes), *sizes[max(fitting - 1, 0) : fitting]}
+    @cached_property
+    def reach(self) -> Reach:
+        """The same without the margin, and with the allocator giving memory back."""
+        limit = find_limit(self.gpu, 0)
+        return Reach(
+            comfortable=self._find_largest(limit),
+            tight=_bisect(self._sizes, lambda size: self.estimate.runs_within(size, limit)),
+        )
+
+    def points(self) -> tuple[Point, ...]:
+        """Peaks at the useful sizes up to the bound, thinned out where there are many, but for those that are told."""
+        told = {self.largest, self.reach.comfortable, self.reach.tight} - {0}
         return tuple(
             Point(size=size, allocated=self.estimate.allocated(size), reserved=self.estimate.reserved(size))
-            for size in sorted(chosen)
+            for size in sorted({*_thin(self._sizes), *told})
         )
 
-    def largest(self, points: Sequence[Point]) -> int:
-        """The most samples that fit the asked card with the margin; 0 where not even one."""
-        return _largest(points, self.gpu, 1 + self.margin)
+    def cards(self) -> tuple[CardFit, ...]:
+        """Every card that is known, with the same margin."""
+        estimates = {self.estimate.workspace_bytes: self.estimate}
+        for workspace in {gpu.cublas_workspace_bytes for gpu in GPUS} - estimates.keys():
+            estimates[workspace] = self.estimate.changed(workspace_bytes=workspace)
+        return tuple(_fit(replace(self, estimate=estimates[gpu.cublas_workspace_bytes], gpu=gpu)) for gpu in GPUS)
 
-    def reach(self, points: Sequence[Point]) -> Reach:
-        """The same without the margin, and with the allocator giving memory back."""
-        limit = self.gpu.total_bytes - self.gpu.context_bytes
-        comfortable = _largest(points, self.gpu, 1.0)
-        above = [point.size for point in points if point.size > comfortable and point.allocated <= limit]
-        tight = comfortable
-        for size in above:  # few: what fits in tensors and not in segments
-            if self.estimate.thresholds(size).tight > limit:
-                break
-            tight = size
-        return Reach(comfortable=comfortable, tight=tight)
+    @property
+    def bound(self) -> int:
+        """The largest size that is judged: the target, or the largest that was traced where that is all one knows."""
+        return min(self.target, self.estimate.largest_traced or self.target)
 
-    def cards(self, points: Sequence[Point]) -> tuple[CardFit, ...]:
-        """Every card that is known; workspaces of another size are added to the peaks, not simulated anew."""
-        return tuple(self._fit(points, gpu) for gpu in GPUS)
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return useful_sizes(self.target, self.bound)
 
-    def _fit(self, points: Sequence[Point], gpu: Gpu) -> CardFit:
-        more = _HANDLES * (gpu.cublas_workspace_bytes - self.gpu.cublas_workspace_bytes)
-        moved = [point.model_copy(update={"reserved": max(point.reserved + more, 0)}) for point in points]
-        size = _largest(moved, gpu, 1 + self.margin)
-        peak = next((point.reserved for point in moved if point.size == size), 0)
-        return CardFit(
-            gpu=gpu.name,
-            total_bytes=gpu.total_bytes,
-            micro_batch_size=size,
-            accumulation_steps=len(balance(self.target, size)) if size else 0,
-            peak_bytes=peak + gpu.context_bytes if size else 0,
-            measured=gpu.measured,
-        )
+    def _find_largest(self, limit_bytes: int) -> int:
+        return _bisect(self._sizes, lambda size: self.estimate.fits_within(size, limit_bytes))
 
 
-def _largest(points: Sequence[Point], gpu: Gpu, factor: float) -> int:
-    limit = gpu.total_bytes - gpu.context_bytes
-    return max((point.size for point in points if point.reserved * factor <= limit), default=0)
+def _fit(sizing: Sizing) -> CardFit:
+    gpu, size = sizing.gpu, sizing.largest
+    return CardFit(
+        gpu=gpu.name,
+        total_bytes=gpu.total_bytes,
+        micro_batch_size=size,
+        accumulation_steps=-(-sizing.target // size) if size else 0,
+        peak_bytes=sizing.estimate.reserved(size) + gpu.context_bytes if size else 0,
+        measured=gpu.measured,
+    )
+
+
+def _bisect(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
+    """The largest size that fits, 0 where none does.
+
+    Every search asks about the same sizes in the same order until two differ in an answer. So a limit that allows more
+    never ends lower, even where the allocator takes less for a larger size.
+    """
+    if fits(sizes[-1]):
+        return sizes[-1]
+    index = bisect_left(sizes, True, hi=len(sizes) - 1, key=lambda size: not fits(size))
+    return sizes[index - 1] if index else 0
 
 
 def _thin(sizes: Sequence[int]) -> list[int]:
@@ -96,5 +121,10 @@ def _thin(sizes: Sequence[int]) -> list[int]:
     if len(sizes) <= _MOST_POINTS:
         return list(sizes)
     step = (sizes[-1] / sizes[0]) ** (1 / (_MOST_POINTS - 1))
-    wanted = (sizes[0] * step**index for index in range(_MOST_POINTS))
-    return sorted({min(sizes, key=lambda size, goal=goal: abs(size - goal)) for goal in wanted} | {sizes[-1]})  # type: ignore[misc]
+    wanted = (sizes[0] * step**index for index in range(_MOST_POINTS - 1))
+    return sorted({_nearest(sizes, size) for size in wanted} | {sizes[-1]})
+
+
+def _nearest(sizes: Sequence[int], wanted: float) -> int:
+    index = bisect_left(sizes, wanted)
+    return min(sizes[max(index - 1, 0) : index + 1], key=lambda size: abs(size - wanted))

@@ -1,107 +1,173 @@
 """A prediction as text: one line, and the whole story.
 
-Covers words and tables in 80 to 120 columns. Does not cover any estimate: every number shown stands in the record.
+Covers words and tables of up to 100 columns below the first line, where names are ordinary. Does not cover any
+estimate: every number shown stands in the record, or is the sum of two that do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from autobatch.report.text import describe_division
 from autobatch.wording import format_bytes, plural
 
 if TYPE_CHECKING:
-    from autobatch.prediction.record import Prediction
+    from autobatch.prediction.record import CardFit, Change, Prediction
 
 __all__ = ["explain_prediction", "summarise_prediction"]
 
+_WIDTH = 98  # and two of indentation
+
 
 def summarise_prediction(prediction: Prediction) -> str:
-    """``autobatch: predicted on L4: 256 = 6 x 43; peak 18.1 of 22.0 GiB; nothing was run, 1.9 s``."""
+    """``autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s``."""
     gpu = prediction.gpu
-    if prediction.plan is None:
-        least = prediction.points[0].reserved + prediction.context_bytes
-        return (
-            f"autobatch: predicted on {gpu.name}: not even one sample fits: {format_bytes(least)} of "
-            f"{format_bytes(gpu.total_bytes)}; nothing was run, {prediction.seconds:.1f} s"
-        )
-    plan = prediction.plan
-    peak = plan.peak_bytes + prediction.context_bytes
-    return (
-        f"autobatch: predicted on {gpu.name}: {plan.target_batch} = {plan.accumulation_steps} x "
-        f"{plan.micro_batch_size}; peak {format_bytes(peak)} of {format_bytes(gpu.total_bytes)}; nothing was run, "
-        f"{prediction.seconds:.1f} s"
-    )
+    peak = f"{format_bytes(prediction.peak_bytes)} of {format_bytes(gpu.total_bytes)}"
+    needed = f"{describe_division(prediction.plan)}; peak {peak}" if prediction.plan else _refuse(prediction, peak)
+    return f"autobatch: predicted on {gpu.name}: {needed}; nothing was run, {prediction.seconds:.1f} s"
 
 
 def explain_prediction(prediction: Prediction) -> str:
     """All that a prediction says, in sections; ends without a newline."""
+    size = plural(prediction.judged_size, "sample")
     return "\n".join(
         [
             summarise_prediction(prediction),
-            *_section(f"What fits on {prediction.gpu.name}", _reach_lines(prediction)),
-            *_section(f"Where the memory goes at {plural(prediction.judged_size, 'sample')}", _part_lines(prediction)),
+            *_section(f"What fits: {prediction.gpu.name}", _reach_lines(prediction)),
+            *_section(f"Where the memory goes at {size}", _part_lines(prediction)),
+            *_section(f"Its tensors at {size}, by module", _module_lines(prediction)),
             *_section("Memory by size", _point_lines(prediction)),
             *_section("What would help", _change_lines(prediction)),
-            *_section("Other cards", _card_lines(prediction)),
-            *_section("How sure this is", _trust_lines(prediction)),
+            *_section("On every card that is known", _card_lines(prediction)),
+            *_section("How sure this is", _wrapped(_trust_lines(prediction))),
         ]
     )
 
 
+def _refuse(prediction: Prediction, peak: str) -> str:
+    if prediction.peak_bytes > prediction.gpu.total_bytes:
+        return f"not even one sample fits: {peak}"
+    return f"one sample leaves less free than the margin of {_percent(prediction.margin)}: {peak}"
+
+
 def _section(title: str, lines: Iterator[str]) -> list[str]:
-    body = [f"  {line}" for line in lines]
+    body = [f"  {line}".rstrip() for line in lines]
     return ["", title, *body] if body else []
 
 
+def _wrapped(sentences: Iterable[str]) -> Iterator[str]:
+    for sentence in sentences:
+        yield from wrap(sentence, _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"
+
+
 def _reach_lines(prediction: Prediction) -> Iterator[str]:
+    target, reach = prediction.target_batch, prediction.reach
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
-    yield f"{chosen:>8}   with the margin: the plan"
-    yield f"{prediction.reach.comfortable:>8}   without it, if the allocator never has to give memory back"
-    yield f"{prediction.reach.tight:>8}   if it does, which costs time; more is predicted to be impossible"
+    if chosen == target:
+        yield f"all {target} of the target at once, with the margin" if target > 1 else "the target, with the margin"
+        return
+    yield f"{chosen or 'none':>12}   with the margin: {'the plan' if chosen else 'there is no plan'}"
+    yield f"{_of_target(reach.comfortable, target):>12}   without it, if the allocator never has to give memory back"
+    yield f"{_of_target(reach.tight, target):>12}   if it has to, which costs time"
+    more = "any larger size that saves a step is" if reach.tight else "even one sample is"
+    if _is_bound(prediction, reach.tight):
+        yield f"{'':>12}   nothing is said of larger ones: no size above {prediction.largest_judged} was judged"
+    elif reach.tight < target:
+        yield f"{'':>12}   {more} predicted to be impossible"
+
+
+def _is_bound(prediction: Prediction, size: int) -> bool:
+    """Whether a size is the largest that could be judged, so that the card may well take more."""
+    steps = -(-prediction.target_batch // size) if size else 0
+    return steps > 1 and -(-prediction.target_batch // (steps - 1)) > prediction.largest_judged
+
+
+def _of_target(size: int, target: int) -> str:
+    return f"all {size}" if size == target else str(size or "none")
 
 
 def _part_lines(prediction: Prediction) -> Iterator[str]:
     for part in prediction.breakdown:
         yield f"{format_bytes(part.byte_count):>12}   {part.name}"
     yield f"{format_bytes(prediction.context_bytes):>12}   CUDA's own, outside the allocator"
-    yield f"{format_bytes(prediction.per_sample_bytes):>12}   each sample more"
+    yield f"{format_bytes(prediction.peak_bytes):>12}   in all: the peak of the process, without the margin"
+
+
+def _module_lines(prediction: Prediction) -> Iterator[str]:
     for part in prediction.modules:
-        yield f"{format_bytes(part.byte_count):>12}   in {part.name or 'the model itself, outside its submodules'}"
+        yield f"{format_bytes(part.byte_count):>12}   {part.name or 'the model itself, outside its submodules'}"
 
 
 def _point_lines(prediction: Prediction) -> Iterator[str]:
-    yield f"{'size':>8}{'allocated':>14}{'reserved':>14}"
+    chosen = prediction.plan.micro_batch_size if prediction.plan else 0
+    yield f"{'size':>8}{'allocated':>14}{'reserved':>14}{'process':>14}"
     for point in prediction.points:
-        yield f"{point.size:>8}{format_bytes(point.allocated):>14}{format_bytes(point.reserved):>14}"
+        peaks = (point.allocated, point.reserved, point.reserved + prediction.context_bytes)
+        mark = "   <- the plan" if point.size == chosen else ""
+        yield f"{point.size:>8}{''.join(f'{format_bytes(peak):>14}' for peak in peaks)}{mark}"
+    more = prediction.per_sample_bytes
+    yield f"one sample more than {prediction.judged_size} takes {format_bytes(more) if more else 'nothing'} in tensors"
 
 
 def _change_lines(prediction: Prediction) -> Iterator[str]:
-    for change in prediction.changes:
-        if change.failed:
-            yield f"{'?':>12}   {change.name}: {change.failed}"
-            continue
-        word = "less" if change.saved_bytes >= 0 else "more"
-        saved = format_bytes(abs(change.saved_bytes))
-        yield f"{saved:>12} {word}   {change.name}: micro-batches of up to {change.micro_batch_size}"
     if not prediction.changes:
         yield "ask with what_if=True: each change is traced, which takes about as long as this prediction did"
+        return
+    yield f"{'saves':>12}{'micro-batch':>14}   change"
+    for change in prediction.changes:
+        yield from _tell_change(change)
+    now = prediction.plan.micro_batch_size if prediction.plan else 0
+    if now == prediction.target_batch:
+        yield "all of the target fits as it is: this would only save memory"
+    elif _is_bound(prediction, now):
+        yield "the plan has the largest size that was judged: this would only save memory"
+    elif max(change.micro_batch_size for change in prediction.changes) <= now:
+        yield f"none of it lets more than {plural(now, 'sample')} into a micro-batch" if now else "still nothing fits"
+
+
+def _tell_change(change: Change) -> Iterator[str]:
+    if change.failed:
+        indent = " " * 29
+        yield from wrap(f"{'?':>12}{'?':>14}   {change.name}: {change.failed}", _WIDTH, subsequent_indent=indent)
+        return
+    saved = format_bytes(change.saved_bytes) if change.saved_bytes else "no change"
+    effect = f" ({change.effect})" if change.effect else ""
+    yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {change.name}{effect}"
 
 
 def _card_lines(prediction: Prediction) -> Iterator[str]:
-    yield f"{'card':<32}{'memory':>10}{'micro-batch':>13}{'steps':>7}{'peak':>11}"
+    yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
     for card in sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu)):
-        peak = format_bytes(card.peak_bytes) if card.micro_batch_size else "-"
-        yield (
-            f"{card.gpu:<32}{format_bytes(card.total_bytes):>10}{card.micro_batch_size or 'none':>13}"
-            f"{card.accumulation_steps or '-':>7}{peak:>11}"
-        )
+        yield _tell_card(card) + ("   <- this one" if card.gpu == prediction.gpu.name else "")
+    if not all(card.measured for card in prediction.cards):
+        yield "* its memory is a nominal figure"
+
+
+def _tell_card(card: CardFit) -> str:
+    name = card.gpu if card.measured else f"{card.gpu} *"
+    peak = format_bytes(card.peak_bytes) if card.micro_batch_size else "-"
+    return (
+        f"{name:<32}{format_bytes(card.total_bytes):>11}{card.micro_batch_size or 'none':>13}"
+        f"{card.accumulation_steps or '-':>9}{peak:>12}"
+    )
 
 
 def _trust_lines(prediction: Prediction) -> Iterator[str]:
-    yield f"{prediction.margin:.0%} of the predicted peak is left free on top of it"
-    if not prediction.gpu.context_measured:
-        yield f"what CUDA takes for itself is a guess on this card ({prediction.gpu.context_source})"
+    gpu, margin = prediction.gpu, _percent(prediction.margin)
+    yield f"{margin} of the peak, CUDA's own part included, is left free on top of it: {prediction.margin_reason}"
+    if not gpu.measured and any(card.gpu == gpu.name for card in prediction.cards):
+        yield f"the card's memory is {gpu.source}"
+    if not gpu.context_measured:
+        yield f"what CUDA takes for itself is a guess on this card ({gpu.context_source})"
     yield "what cuDNN takes is a rule fitted to one card; grouped convolutions may take more"
     if prediction.interpolated:
-        yield "the step ran different operators at different sizes: sizes between those traced are estimates"
+        yield (
+            "the step ran different operators at different sizes: all numbers for sizes that were not traced are on "
+            f"lines through the nearest two that were, and no size above {prediction.largest_judged} was judged"
+        )

@@ -12,15 +12,25 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import DeviceInfo, Trial
 from autobatch.wording import format_bytes, plural, spell
 
-__all__ = ["explain_plan", "explain_refusal", "summarise_plan"]
+__all__ = ["describe_division", "explain_plan", "explain_refusal", "summarise_plan"]
 
 
 def summarise_plan(plan: PlanRecord) -> str:
     """``autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s``."""
     return (
-        f"autobatch: {_division(plan)} on {plan.device.name}; {_peak(plan)}; {plural(len(plan.trials), 'trial')}, "
-        f"{plan.out_of_memory_trials} out of memory, {plan.seconds:.1f} s"
+        f"autobatch: {describe_division(plan)} on {plan.device.name}; {_peak(plan)}; "
+        f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory, {plan.seconds:.1f} s"
     )
+
+
+def describe_division(plan: PlanRecord) -> str:
+    """``256 = 6 x 43 (two of 42)``."""
+    share = sum(plan.micro_batch_sizes)
+    sizes = Counter(plan.micro_batch_sizes)
+    smaller = [f"{spell(count)} of {size}" for size, count in sizes.items() if size != plan.micro_batch_size]
+    ragged = f" ({', '.join(smaller)})" if smaller else ""
+    ranks = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks, {plan.target_batch} in all"
+    return f"{share} = {plan.accumulation_steps} x {plan.micro_batch_size}{ragged}{ranks}"
 
 
 def explain_plan(plan: PlanRecord) -> str:
@@ -53,15 +63,6 @@ def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: i
         f"that before the first sample, and the limit is {format_bytes(limit_bytes)} of a budget of "
         f"{format_bytes(budget_bytes)}; {reason}; {held}; what would help: {advice}"
     )
-
-
-def _division(plan: PlanRecord) -> str:
-    share = sum(plan.micro_batch_sizes)
-    sizes = Counter(plan.micro_batch_sizes)
-    smaller = [f"{spell(count)} of {size}" for size, count in sizes.items() if size != plan.micro_batch_size]
-    ragged = f" ({', '.join(smaller)})" if smaller else ""
-    ranks = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks, {plan.target_batch} in all"
-    return f"{share} = {plan.accumulation_steps} x {plan.micro_batch_size}{ragged}{ranks}"
 
 
 def _peak(plan: PlanRecord) -> str:

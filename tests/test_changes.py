@@ -1,0 +1,157 @@
+"""What else could be done: what is offered, what it saves, and what cannot be tried."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import GPT, step, tokens
+from torch import nn
+from workloads import Plain
+
+import autobatch
+from autobatch.prediction.changes import EightBitAdam, other_optimizers, repeated_blocks
+
+MIB = 2**20
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+
+
+def wide():
+    """Two layers of 64 MiB each, which have no memory: an allocator's segments are small beside them."""
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.ReLU(), nn.Linear(4096, 4096, bias=False))
+
+
+def mean_of(model, batch):
+    """Any loss."""
+    return model(batch).square().mean()
+
+
+def changes_of(model, batch, run, optimizer, **options):
+    """Every change that was tried, by name, in order."""
+    arguments = {"gpu": "24GiB", "target_batch": 8, "what_if": True, **options}
+    prediction = autobatch.predict(model, batch, run, optimizer, **arguments)
+    return {change.name: change for change in prediction.changes}
+
+
+@pytest.fixture(scope="module")
+def tried():
+    """On a transformer with AdamW."""
+    model = GPT(layers=3)
+    return changes_of(model, tokens(), step, ADAMW(model.parameters()), target_batch=64, gpu="2GiB")
+
+
+def test_changes_are_traced_and_sorted(tried):
+    """Each in its own words, the one that saves most first; what it saves is less of the same peak."""
+    saved = [change.saved_bytes for change in tried.values()]
+    assert saved == sorted(saved, reverse=True)
+    assert not [change for change in tried.values() if change.failed]
+    assert len({change.peak_bytes + change.saved_bytes for change in tried.values()}) == 1
+    assert tried["checkpointing of 3 Block blocks"].saved_bytes > 0
+    assert tried["bfloat16 autocast"].saved_bytes > 0
+    assert all(change.micro_batch_size == 64 for change in tried.values())
+
+
+def test_what_a_change_costs_besides_is_said(tried):
+    """Nothing is said where training stays as it is."""
+    assert {change.name: change.effect for change in tried.values()} == {
+        "bfloat16 autocast": "lower precision",
+        "checkpointing of 3 Block blocks": "more time",
+        "SGD without momentum": "another optimizer",
+        "fused AdamW": "",
+        "8-bit AdamW": "state in 8 bits",
+        "gradients zeroed, not set to None": "",
+        "expandable segments": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "offered"),
+    [
+        (lambda p: SGD(p, lr=0.1), ["Adam", "AdamW", "fused AdamW", "8-bit AdamW"]),
+        (
+            lambda p: SGD(p, lr=0.1, momentum=0.9),
+            ["SGD without momentum", "Adam", "AdamW", "fused AdamW", "8-bit AdamW"],
+        ),
+        (ADAM, ["SGD without momentum", "fused Adam", "8-bit AdamW"]),
+        (ADAMW, ["SGD without momentum", "fused AdamW", "8-bit AdamW"]),
+        (lambda p: ADAMW(p, fused=True), ["SGD without momentum", "8-bit AdamW"]),
+        (lambda p: EightBitAdam(p, {}), ["SGD without momentum", "Adam", "AdamW", "fused AdamW"]),
+        (torch.optim.RMSprop, ["SGD without momentum", "Adam", "AdamW", "fused AdamW", "8-bit AdamW"]),
+    ],
+    ids=["SGD", "momentum", "Adam", "AdamW", "fused", "8-bit", "RMSprop"],
+)
+def test_other_optimizers_are_offered_and_the_own_one_is_not(make, offered):
+    """Among them SGD without momentum to those who have it with; each trains what the own one trains."""
+    model = Plain(torch.float32)
+    trained = [*model.parameters()][:2]
+    others = [*other_optimizers(make(trained))]
+    assert [name for name, _, _ in others] == offered
+    for _, _, optimizer in others:
+        assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(p) for p in trained]
+
+
+def test_without_an_optimizer_none_is_offered():
+    """There is no telling what would be trained."""
+    assert not [*other_optimizers(None)]
+
+
+def test_another_optimizer_saves_its_state():
+    """Of 128 MiB of parameters: momentum is as much, Adam's state twice that, and in 8 bits a quarter of it."""
+    model = wide()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    changes = changes_of(model, torch.zeros(4, 4096), mean_of, optimizer)
+    saved = {name: round(change.saved_bytes / MIB) for name, change in changes.items()}
+    assert saved["SGD without momentum"] == pytest.approx(128, abs=66)
+    assert saved["fused AdamW"] == pytest.approx(-128, abs=4)
+    assert saved["AdamW"] <= saved["fused AdamW"]
+    assert saved["8-bit AdamW"] == pytest.approx(64 - 2, abs=4)
+
+
+def test_what_the_step_has_already_changes_nothing():
+    """Autocast inside of autocast; and the story says so."""
+
+    def run(model, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return mean_of(model, batch)
+
+    prediction = autobatch.predict(nn.Linear(2, 2), torch.zeros(4, 2), run, gpu="24GiB", what_if=True)
+    change = next(change for change in prediction.changes if change.name == "bfloat16 autocast")
+    assert (change.saved_bytes, change.failed) == (0, "")
+    assert "no change" in next(line for line in prediction.explain().splitlines() if "autocast" in line)
+
+
+def test_a_change_that_cannot_be_traced_says_why_and_comes_last():
+    """The others are tried all the same."""
+
+    def run(model, batch):
+        loss = model(batch).square().mean()
+        return loss if model(batch).dtype is torch.float32 else loss * loss.item()
+
+    changes = changes_of(nn.Linear(2, 2), torch.zeros(4, 2), run, None)
+    *others, last = changes.values()
+    assert last.name == "bfloat16 autocast"
+    assert "test_changes.py" in last.failed
+    assert others
+    assert not any(change.failed for change in others)
+
+
+def test_expandable_segments_are_not_offered_to_those_who_have_them():
+    """Nor is anything else that is only another setting."""
+    changes = changes_of(nn.Linear(2, 2), torch.zeros(4, 2), mean_of, None, expandable_segments=True)
+    assert changes.keys() == {"bfloat16 autocast", "gradients zeroed, not set to None"}
+
+
+def test_repeated_blocks_are_the_models_own():
+    """A transformer's layers; none where nothing repeats."""
+    assert [type(block).__name__ for block in repeated_blocks(GPT(layers=4))] == ["Block"] * 4
+    assert repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+def test_eight_bit_state_is_as_large_as_it_says():
+    """Two bytes a number and eight for each 256; small parameters keep float32."""
+    large, small = nn.Parameter(torch.zeros(100, 100)), nn.Parameter(torch.zeros(10))
+    optimizer = EightBitAdam([large, small], {})
+    (large.sum() + small.sum()).backward()
+    optimizer.step()
+    sizes = [sum(tensor.nbytes for tensor in optimizer.state[p].values()) for p in (large, small)]
+    assert sizes == [2 * 10_000 + 2 * 4 * 40, 2 * 4 * 10]
