@@ -25,7 +25,7 @@ install: $(INSTALLED) ## make .venv with the tested versions of everything; a se
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --constraint constraints.txt torch
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples]"
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples,watch]"
 	touch $@
 
 # By itself: nothing but the benchmarks needs those that they compare with.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from autobatch.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch import testing
+    from autobatch import hooks, testing
     from autobatch.errors import (
         AutobatchError,
         CannotPredict,
@@ -61,6 +61,7 @@ __all__ = [
     "Verdict",
     "__version__",
     "fit",
+    "hooks",
     "is_oom",
     "predict",
     "testing",
@@ -90,8 +91,8 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    if name == "testing":
-        return importlib.import_module("autobatch.testing")
+    if name in {"hooks", "testing"}:
+        return importlib.import_module(f"autobatch.{name}")
     return getattr(importlib.import_module(_ROOMS.get(name, "autobatch.errors")), name)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "PlanRefused",
     "Retried",
     "SizeChanged",
+    "StepFailed",
     "StepFinished",
     "StepSkipped",
     "TrialFinished",
@@ -237,6 +238,29 @@ class StepSkipped(Event):
         )
 
 
+class StepFailed(Event):
+    """A step ended in an error, which is raised as well.
+
+    Attributes:
+        step: Which step of the runner, counted from 0.
+        reason: The error's type, and its first line where the error is one of ours.
+        out_of_memory: Whether memory was what it lacked.
+    """
+
+    step: int
+    reason: str
+    out_of_memory: bool
+
+    @property
+    def level(self) -> int:
+        """The error itself is what is seen."""
+        return logging.DEBUG
+
+    def __str__(self) -> str:
+        """One line: which step, and why."""
+        return f"autobatch: step {self.step} failed: {self.reason}"
+
+
 class StepFinished(Event):
     """One optimizer step (or one accumulation) was committed.
 
@@ -246,6 +270,7 @@ class StepFinished(Event):
         retries: How often this step had to begin again with less.
         peak_bytes: Most bytes in tensors at once, in the whole step.
         seconds: Wall time; on an asynchronous device the time to enqueue, the runner adds no synchronisation.
+        budget_bytes: What the process may hold; 0 where the device cannot tell.
     """
 
     step: int
@@ -253,6 +278,7 @@ class StepFinished(Event):
     retries: int
     peak_bytes: int
     seconds: float
+    budget_bytes: int = 0
 
     @property
     def level(self) -> int:

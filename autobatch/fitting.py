@@ -18,6 +18,7 @@ from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
 from autobatch.exactness.verification import check_split
+from autobatch.ledger.ledger import Ledger
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
@@ -25,7 +26,7 @@ from autobatch.planning.curve import MemoryCurve, fit_curve, ran
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.recollection import Wanted
 from autobatch.records import Trial, Verdict
-from autobatch.request import Allowance, check_choice, check_count, find_allowance, find_device
+from autobatch.request import Allowance, check_choice, check_count, check_target, find_allowance, find_device
 from autobatch.size_search import Found, SizeSearch
 from autobatch.version import __version__
 from autobatch.workload.batch_norm import warn_of_batch_norms
@@ -51,7 +52,7 @@ def fit(
     objective: Objective = "throughput",
     accumulate_in_float32: bool = True,
     check: Literal["warn", "raise"] | None = "warn",
-    reuse: bool = True,  # noqa: ARG001 - the contract has it from the start; no plan is remembered yet
+    reuse: bool = True,
     progress: bool = True,
 ) -> Plan:
     """Find how to split a target batch so that one optimizer step fits the device.
@@ -84,8 +85,8 @@ def fit(
             loses most of them.
         check: What to do where splitting is known not to be exact: ``"warn"`` (in ``plan.warnings``), ``"raise"``, or
             ``None``.
-        reuse: Whether a remembered plan may be confirmed instead of searched for. No plan is remembered in this
-            version.
+        reuse: Whether a plan that an earlier run found for the same step may be confirmed by one trial at its size,
+            instead of a search. What was tried is logged, and so is why a plan did not serve.
         progress: One line a trial on stderr, when that is a terminal.
 
     Returns:
@@ -100,12 +101,13 @@ def fit(
     """
     started = time.perf_counter()
     refuse_many_ranks()
-    target_batch = check_count("target_batch", target_batch)
+    target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    bound = None if max_micro_batch is None else check_count("max_micro_batch", max_micro_batch)
+    bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     workload = Workload(model, step or default_step, weigh, optimizer)
     memory = find_device(workload.parameters(), type(model).__name__, device)
+    ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
     memory.watch(workload.resident_tensors())
     hooks = (_show_progress,) if progress and sys.stderr.isatty() else ()
     host_bytes = read_host_memory().available_bytes // 2
@@ -114,30 +116,39 @@ def fit(
         allowance = find_allowance(memory, budget, headroom)
         wanted = Wanted(
             target_batch=target_batch,
-            max_micro_batch=bound,
+            max_micro_batch=min(bound, target_batch),
             objective=objective,
             accumulate_in_float32=accumulate_in_float32,
             limit_bytes=allowance.limit_bytes,
         )
-        recall = _recall_nothing
-        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
+        remembered = ledger if reuse else Ledger(None)
+        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, remembered.recall).run(batch)
         verdict = None
         if check is not None and target_batch > 1:
             # Rewound after the last trial: the modules are in the user's modes.
             with memory.limit(allowance.limit_bytes):
                 verdict = check_split(workload, found.example, memory, found.size)
     memory.reclaim()
-    told = _explain_inexactness(found, verdict, target_batch) if found.size < target_batch else ()
-    if check == "raise" and told:
-        raise InexactSplit(told[0])
-    if check == "raise" and verdict is not None and verdict.unchecked:
-        told = (str(verdict),)
+    told = _judge(found, verdict, target_batch, strict=check == "raise")
     seconds = time.perf_counter() - started
     plan = _make_plan(
         workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told, seconds=seconds
     )
+    ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=told))
     return plan
+
+
+def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
+    """The warning of a split that is not exact; with ``strict`` that is an error, and one that is unchecked a warning.
+
+    Raises:
+        InexactSplit: As said.
+    """
+    told = _explain_inexactness(found, verdict, target) if found.size < target else ()
+    if strict and told:
+        raise InexactSplit(told[0])
+    return (str(verdict),) if strict and verdict is not None and verdict.unchecked else told
 
 
 def _explain_inexactness(found: Found, verdict: Verdict | None, target: int) -> tuple[str, ...]:
@@ -207,7 +218,3 @@ def _find_curve(found: Found, measured: list[Trial]) -> MemoryCurve | None:
 
 def _show_progress(event: Event) -> None:
     sys.stderr.write(f"{event}\n")
-
-
-def _recall_nothing(_: str) -> list[Plan]:
-    return []

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.settings import settings_for
+from autobatch.report.html import render_fragment
 from autobatch.report.text import explain_plan, summarise_plan
 
 __all__ = ["Plan"]
@@ -35,6 +36,10 @@ class Plan(PlanRecord):
     def explain(self) -> str:
         """The whole story as text: trials, curve, where the memory goes, what would help, warnings."""
         return explain_plan(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows for a plan: the report's pictures and tables."""
+        return render_fragment(self)
 
     def settings(self, framework: str) -> dict[str, int]:
         """The same plan in another framework's words, with an exact divisor of the target as the size.

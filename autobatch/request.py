@@ -24,6 +24,7 @@ __all__ = [
     "Allowance",
     "check_choice",
     "check_count",
+    "check_target",
     "find_allowance",
     "find_device",
     "parse_bytes",
@@ -160,19 +161,29 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
 
 
 def check_count(name: str, value: Any) -> int:
-    """A number of samples, at least 1 and at most a hundred million, as a Python int.
+    """A number of samples, at least 1, as a Python int.
 
     Raises:
         InvalidArgument: It is something else.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise InvalidArgument(f"{name}={value!r} must be an int of at least 1: it counts samples")
-    if int(value) > _MOST_SAMPLES:
-        raise InvalidArgument(
-            f"{name}={value!r} is more than the {_MOST_SAMPLES} samples that one optimizer step may have: count what "
-            f"dimension 0 counts, such as images or texts, not tokens or bytes"
-        )
     return int(value)
+
+
+def check_target(value: Any) -> int:
+    """The samples of a step: at least 1 and at most a hundred million.
+
+    Raises:
+        InvalidArgument: It is something else.
+    """
+    target = check_count("target_batch", value)
+    if target > _MOST_SAMPLES:
+        raise InvalidArgument(
+            f"target_batch={value!r} is more than the {_MOST_SAMPLES} samples that one optimizer step may have: count "
+            f"what dimension 0 counts, such as images or texts, not tokens or bytes"
+        )
+    return target
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

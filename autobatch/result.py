@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from autobatch.metrics import step_metrics
+
 __all__ = ["StepResult"]
 
 
@@ -40,11 +42,4 @@ class StepResult:
 
     def metrics(self) -> dict[str, int | float]:
         """Plain numbers for any tracker; the loss is left out, because reading it would wait for the device."""
-        return {
-            "autobatch/samples": sum(self.micro_batch_sizes),
-            "autobatch/micro_batch_size": max(self.micro_batch_sizes, default=0),
-            "autobatch/accumulation_steps": len(self.micro_batch_sizes),
-            "autobatch/retries": self.retries,
-            "autobatch/peak_bytes": self.peak_bytes,
-            "autobatch/seconds": self.seconds,
-        }
+        return step_metrics(self.micro_batch_sizes, self.retries, self.peak_bytes, self.seconds)

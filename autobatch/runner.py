@@ -21,6 +21,8 @@ from autobatch.accumulation.transaction import Accumulation, TakesGradient
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
+from autobatch.ledger.keeping import RunKeeper
+from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace, compiled_ladder, eager_ladder
@@ -101,7 +103,9 @@ class Runner:
         )
         self._pace = _set_pace(plan, model, step)
         self._layout = Layout(None, 0, plan.batch_lists)
-        self._telling = Telling(plan, tuple(hooks))
+        # What runs on a stand-in for a device is not worth keeping.
+        kept = () if isinstance(device, Device) else (RunKeeper(plan, Ledger.open()),)
+        self._telling = Telling(plan, (*hooks, *kept))
         self._largest_elements = 0.0
         self._peak_bytes = 0
 
@@ -166,6 +170,13 @@ class Runner:
         return self._run([batch], update=False)
 
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
+        try:
+            return self._commit(batches, update=update)
+        except Exception as error:
+            self._telling.tell_failed(self.steps, error)
+            raise
+
+    def _commit(self, batches: Sequence[Any], *, update: bool) -> StepResult:
         started = time.perf_counter()
         layouts = self._describe(batches)
         self._telling.tell_size(self.steps, layouts)

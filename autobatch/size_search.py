@@ -146,12 +146,12 @@ class SizeSearch:
 
     def _search(self, example: Layout, probe: Probe, trials: list[Trial]) -> int:
         """The answer, after as many more trials as it takes; they are added to those there are."""
-        sizes = useful_sizes(self.wanted.target_batch, self.wanted.bound)
+        sizes = useful_sizes(self.wanted.target_batch, self.wanted.max_micro_batch)
         question = Question(
-            bound=self.wanted.bound,
+            bound=self.wanted.max_micro_batch,
             limit_bytes=self.allowance.limit_bytes,
             measures=self.memory.measures,
-            smallest_probe=min(2 if batch_norms_in_train_mode(self.workload.model) else 1, self.wanted.bound),
+            smallest_probe=min(2 if batch_norms_in_train_mode(self.workload.model) else 1, self.wanted.max_micro_batch),
             candidates=sizes,
             expected=self._expect(example, sizes),
         )

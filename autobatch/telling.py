@@ -10,7 +10,18 @@ from collections.abc import Sequence
 import torch
 
 from autobatch.accumulation.progress import Shortage
-from autobatch.events import BatchDiffers, GradientsFound, Hook, Retried, SizeChanged, StepFinished, StepSkipped, emit
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit
+from autobatch.events import (
+    BatchDiffers,
+    GradientsFound,
+    Hook,
+    Retried,
+    SizeChanged,
+    StepFailed,
+    StepFinished,
+    StepSkipped,
+    emit,
+)
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.result import StepResult
@@ -70,6 +81,13 @@ class Telling:
         """A step with nothing to take a mean over."""
         emit(StepSkipped(step=step, samples=_count(layouts)), self._hooks)
 
+    def tell_failed(self, step: int, error: Exception) -> None:
+        """A step that ended in an error; the text of the user's own error stays his."""
+        ours = isinstance(error, AutobatchError)
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}" if ours else type(error).__name__
+        short = isinstance(error, (DoesNotFit, CannotRetry))
+        emit(StepFailed(step=step, reason=reason, out_of_memory=short), self._hooks)
+
     def tell_finished(self, step: int, result: StepResult) -> None:
         """A step's numbers."""
         finished = StepFinished(
@@ -78,6 +96,7 @@ class Telling:
             retries=result.retries,
             peak_bytes=result.peak_bytes,
             seconds=result.seconds,
+            budget_bytes=self._plan.budget_bytes,
         )
         emit(finished, self._hooks)
 

@@ -16,6 +16,7 @@ from autobatch.events import (
     PlanRefused,
     Retried,
     SizeChanged,
+    StepFailed,
     StepFinished,
     StepSkipped,
     TrialFinished,
@@ -104,6 +105,12 @@ EVENTS = [
         "autobatch: step 2 began with gradients from before, which are part of its update; if they were used already, "
         "call optimizer.zero_grad() before runner.step()",
         id="gradients from before",
+    ),
+    pytest.param(
+        StepFailed(step=4, reason="DoesNotFit: no room for one sample", out_of_memory=True),
+        logging.DEBUG,
+        "autobatch: step 4 failed: DoesNotFit: no room for one sample",
+        id="failed step",
     ),
     pytest.param(
         FINISHED,

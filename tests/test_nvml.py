@@ -68,6 +68,22 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle):
         return SimpleNamespace(total=80 * GIB, free=30 * GIB, used=50 * GIB)
 
+    def nvmlDeviceGetCount(self):
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        assert index == 0
+        return "handle"
+
+    def nvmlDeviceGetUUID(self, handle):
+        return self.uuid.encode()
+
+    def nvmlDeviceGetName(self, handle):
+        return b"NVIDIA H100 PCIe"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self):
+        return 12080
+
     def nvmlSystemGetDriverVersion(self):
         return b"580.95.05"
 
@@ -116,6 +132,7 @@ def test_a_card_is_read_with_the_processes_on_it(install, caplog):
             Tenant(pid=7, used_bytes=3 * GIB, name="python"),
         ),
         driver="580.95.05",
+        name="NVIDIA H100 PCIe",
     )
     assert fake.sessions == 0
     assert lines(caplog) == []
@@ -254,5 +271,31 @@ def test_the_installed_module_has_what_is_used():
     """The stand-in copies real names: the ``pynvml`` of nvidia-ml-py has each of them."""
     real = pytest.importorskip("pynvml")
     used = [name for name in dir(FakeNvml()) if name.startswith(("nvml", "NVMLError"))]
-    assert len(used) == 11
+    assert len(used) == 16
     assert [name for name in used if not hasattr(real, name)] == []
+
+
+@pytest.mark.parametrize("divided", [None, True])
+def test_all_cards_are_read_also_divided_ones(install, divided):
+    """A list for people: what is divided into slices is there too, and says so."""
+    install(FakeNvml(divided=divided, compute=[(7, GIB)]))
+    [card] = nvml.query_all()
+    assert (card.uuid, card.name, card.total_bytes) == (f"GPU-{UUID}", "NVIDIA H100 PCIe", 80 * GIB)
+    assert card.divided == bool(divided)
+    assert card.tenants[0].pid == 7
+
+
+def test_without_a_driver_the_list_says_why(install):
+    """Somebody has asked for it, so silence would be no answer."""
+    fake = install(FakeNvml())
+    fake.nvmlInit = refuse
+    with pytest.raises(LookupError, match="NVMLError: Not Supported"):
+        nvml.query_all()
+
+
+def test_the_drivers_cuda_is_read_as_two_numbers(install):
+    """12080 is 12.8; without a driver there is none."""
+    fake = install(FakeNvml())
+    assert nvml.read_cuda_version() == (12, 8)
+    fake.nvmlInit = refuse
+    assert nvml.read_cuda_version() is None

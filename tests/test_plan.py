@@ -101,6 +101,17 @@ def test_the_printed_sizes_are_the_planned_ones(target, size):
     assert max(plan.micro_batch_sizes) - min(plan.micro_batch_sizes) <= 1
 
 
+def test_a_notebook_shows_a_plan_in_its_own_corner():
+    """A fragment with pictures and the plan's numbers, not a document; names stay text."""
+    shown = make_plan(model="<script>")._repr_html_()
+    assert shown.startswith('<div class="autobatch-report">')
+    assert "256 = 6 x 43 (two of 42) on NVIDIA L4" in shown
+    assert shown.count('<svg role="img"') == 3
+    assert "&lt;script&gt;" in shown
+    assert "<script" not in shown
+    assert "<html" not in shown
+
+
 @given(target=st.integers(1, 3000), size=st.integers(1, 500), warning=st.text(max_size=20))
 def test_a_plan_survives_json(target, size, warning):
     """What is written and read again is equal, the curve included."""

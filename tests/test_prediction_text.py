@@ -159,7 +159,7 @@ def test_why_nothing_fits(nothing):
 def test_the_margin_is_told_with_its_reason(split):
     """Whose it is, and of what."""
     [line] = [line for line in section(split, "How sure this is") if "is left free" in line]
-    assert line.startswith("  10 % of the peak, CUDA's own part included, is left free on top of it: so that few")
+    assert line.startswith("  10 % of the peak, CUDA's own part included, is left free on top of it: at which")
     own = split.model_copy(update={"margin": 1e-9, "margin_reason": "because margin=1e-09 was asked for"})
     assert "1e-07 % of the peak" in own.explain()
     assert "because margin=1e-09 was" in own.explain()

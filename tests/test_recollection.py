@@ -46,6 +46,7 @@ def make_plan(size=43, limit=LIMIT, **changes):
         "device": DeviceInfo(kind="cpu", name="CPU", total_bytes=2**34),
         "version": "0",
         "id": "a",
+        "max_micro_batch": 256,
     }
     return PlanRecord(**{**fields, **changes})
 
@@ -54,7 +55,7 @@ def want(**changes):
     """The same question as the plan's, within the same limit."""
     fields = {
         "target_batch": 256,
-        "max_micro_batch": None,
+        "max_micro_batch": 256,
         "objective": "throughput",
         "accumulate_in_float32": True,
         "limit_bytes": needs(50),

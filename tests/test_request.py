@@ -17,6 +17,7 @@ from autobatch.request import (
     DEFAULT_HEADROOM,
     check_choice,
     check_count,
+    check_target,
     find_allowance,
     find_device,
     parse_bytes,
@@ -158,7 +159,7 @@ def test_a_budget_for_a_device_that_tells_nothing_is_believed():
 @pytest.mark.parametrize("value", [1, 256, 10**8])
 def test_a_count_is_a_positive_int(value):
     """Any of them comes back unchanged."""
-    assert check_count("target_batch", value) == value
+    assert check_target(value) == value
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
@@ -174,7 +175,7 @@ def test_a_count_of_another_kind_becomes_an_int(kind):
 def test_what_counts_no_samples_is_refused(value):
     """With the argument's name and the value."""
     with pytest.raises(InvalidArgument) as caught:
-        check_count("target_batch", value)
+        check_target(value)
     assert str(caught.value) == f"target_batch={value!r} must be an int of at least 1: it counts samples"
 
 

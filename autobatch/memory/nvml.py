@@ -1,9 +1,9 @@
 """What NVIDIA's driver knows of a card: its memory, and which other processes hold some of it.
 
-Covers one reading by UUID through ``pynvml`` (nvidia-ml-py). Does not cover this process's own allocator (``cuda``).
-Whatever fails (no module, no driver, no permission, a vendor that is not NVIDIA) leaves the answer unknown: it is said
-once in the log and never raised. Inside a container the driver may number processes as the host does; then this process
-cannot be told from others by its number.
+Covers one reading by UUID, and one of all cards, through ``pynvml`` (nvidia-ml-py). Does not cover this process's own
+allocator (``cuda``). Whatever fails (no module, no driver, no permission, a vendor that is not NVIDIA) leaves the
+answer of ``query`` unknown: it is said once in the log and never raised. Inside a container the driver may number
+processes as the host does; then this process cannot be told from others by its number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from autobatch.records import Record, Tenant
 
-__all__ = ["CardReading", "query"]
+__all__ = ["CardReading", "query", "query_all", "read_cuda_version"]
 
 logger = logging.getLogger("autobatch")
 _said = threading.Event()
@@ -40,6 +40,8 @@ class CardReading(Record):
         free_bytes: What nobody holds.
         tenants: Other processes whose memory the driver tells, the largest first.
         driver: The driver's version.
+        name: As the driver writes it: ``"NVIDIA L4"``.
+        divided: Whether it is divided into MIG slices, whose memory is not told here.
     """
 
     uuid: str
@@ -47,6 +49,8 @@ class CardReading(Record):
     free_bytes: int
     tenants: tuple[Tenant, ...] = ()
     driver: str = ""
+    name: str = ""
+    divided: bool = False
 
 
 def query(uuid: str) -> CardReading | None:
@@ -67,6 +71,30 @@ def query(uuid: str) -> CardReading | None:
         return None
 
 
+def query_all() -> tuple[CardReading, ...]:
+    """Every card that the driver has, in its order, whichever of them CUDA may use.
+
+    Raises:
+        LookupError: There is no driver, or it does not answer; the text says why.
+    """
+    try:
+        with _session() as nvml:
+            handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+            return tuple(_read_card(nvml, _read_text(nvml.nvmlDeviceGetUUID(handle)), handle) for handle in handles)
+    except Exception as error:
+        raise LookupError(f"{type(error).__name__}: {error}") from error
+
+
+def read_cuda_version() -> tuple[int, int] | None:
+    """The newest CUDA that the driver can run, such as ``(13, 0)``; ``None`` where there is no driver that tells."""
+    try:
+        with _session() as nvml:
+            version = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+    except Exception:  # noqa: BLE001 (as in query: unknown, for whatever reason)
+        return None
+    return version // 1000, version % 1000 // 10
+
+
 @contextmanager
 def _session() -> Iterator[Any]:
     # The driver counts these, so somebody else's use of it goes on when ours ends.
@@ -82,16 +110,22 @@ def _read(nvml: Any, uuid: str) -> CardReading:
     name, handle = _find(nvml, uuid)
     if _is_divided(nvml, handle):
         raise LookupError(f"{name} is divided into MIG slices, and which one is ours is not known")
+    return _read_card(nvml, name, handle)
+
+
+def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     held = _list_processes(nvml, handle)
     held.pop(os.getpid(), None)
     tenants = (Tenant(pid=pid, used_bytes=used, name=_name(nvml, pid)) for pid, used in held.items())
     return CardReading(
-        uuid=name,
+        uuid=uuid,
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         tenants=tuple(sorted(tenants, key=lambda tenant: (-tenant.used_bytes, tenant.pid))),
         driver=_driver(nvml),
+        name=_read_text(nvml.nvmlDeviceGetName(handle)),
+        divided=_is_divided(nvml, handle),
     )
 
 

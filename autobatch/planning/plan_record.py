@@ -49,7 +49,8 @@ class PlanRecord(Record):
         made_at: Seconds since 1970, UTC; 0 where it was not noted.
         model: The class of the model.
         objective: What ``fit`` was asked for: the fewest steps, or the least memory.
-        max_micro_batch: The user's own bound on sizes, if there was one.
+        max_micro_batch: The most samples that a trial might have: the user's own bound, or the target; 0 where that
+            is not known.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
     """
 
@@ -78,7 +79,7 @@ class PlanRecord(Record):
     made_at: float = 0.0
     model: str = ""
     objective: Literal["throughput", "memory"] = "throughput"
-    max_micro_batch: PositiveInt | None = None
+    max_micro_batch: NonNegativeInt = 0
     confirms: str = ""
 
     @property

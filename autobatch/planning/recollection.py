@@ -27,22 +27,17 @@ class Wanted(Record):
 
     Attributes:
         target_batch: Samples an optimizer step should see.
-        max_micro_batch: The user's own bound on sizes, if there is one.
+        max_micro_batch: The most samples that a trial may have: the user's own bound, or the target.
         objective: What the best size is.
         accumulate_in_float32: Whether narrow gradients are added up in float32.
         limit_bytes: What a step may hold today; 0 where the device cannot tell.
     """
 
     target_batch: int
-    max_micro_batch: int | None
+    max_micro_batch: int
     objective: Objective
     accumulate_in_float32: bool
     limit_bytes: int
-
-    @property
-    def bound(self) -> int:
-        """The most samples that a trial may have."""
-        return min(self.target_batch, self.max_micro_batch or self.target_batch)
 
 
 class Recollection(NamedTuple):
@@ -117,5 +112,5 @@ def _next_size(plan: PlanRecord, wanted: Wanted) -> int | None:
     """The next larger size that would need fewer steps, as far as memory is what bounds the size."""
     if wanted.objective == "memory":
         return None
-    sizes = useful_sizes(wanted.target_batch, wanted.bound)
+    sizes = useful_sizes(wanted.target_batch, wanted.max_micro_batch)
     return next((size for size in sizes if size > plan.micro_batch_size), None)

@@ -134,16 +134,14 @@ def _wishes(question: Question, trials: Sequence[Trial], peaks: dict[int, int], 
     elif peaks:
         yield from _wishes_from_one(question, trials, peaks, bracket)
     elif question.measures and question.expected > 1:
-        yield from _wishes_of_prediction(question, trials, bracket)
+        yield from _wishes_of_prediction(question, bracket)
     elif question.measures and 2 in bracket.open:
         yield _Wish(2)  # not 1, which is another program; the less memory, the less it costs to be wrong
 
 
-def _wishes_of_prediction(question: Question, trials: Sequence[Trial], bracket: Bracket) -> Iterator[_Wish]:
-    """A quarter of what is predicted, so that even one that is twice too high does not run out; or all, if far off."""
+def _wishes_of_prediction(question: Question, bracket: Bracket) -> Iterator[_Wish]:
+    """A quarter of what is predicted, so that even one that is twice too high does not run out."""
     last = bracket.open[-1]
-    if not trials and bracket.failing is None and last <= question.expected // 2:
-        yield _Wish(last)
     yield _Wish(_snap(bracket, max(min(question.expected, last) // 4, question.smallest_probe, 2), above=0), keep=1)
 
 

@@ -10,7 +10,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve
 from autobatch.prediction.gpu_table import Gpu
-from autobatch.prediction.text import explain_prediction, summarise_prediction
+from autobatch.prediction.text import explain_cards, explain_prediction, summarise_prediction
 from autobatch.records import Record
 
 __all__ = ["CardFit", "Change", "Part", "Point", "Prediction", "Reach"]
@@ -146,3 +146,7 @@ class Prediction(Record):
     def explain(self) -> str:
         """The whole story as text: what fits, where the memory goes, what would help, all cards."""
         return explain_prediction(self)
+
+    def explain_cards(self) -> str:
+        """The same step on every card that is known, as a table."""
+        return explain_cards(self)

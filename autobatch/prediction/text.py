@@ -16,7 +16,7 @@ from autobatch.wording import format_bytes, plural
 if TYPE_CHECKING:
     from autobatch.prediction.record import CardFit, Change, Prediction
 
-__all__ = ["explain_prediction", "summarise_prediction"]
+__all__ = ["explain_cards", "explain_prediction", "summarise_prediction"]
 
 _WIDTH = 98  # and two of indentation
 
@@ -44,6 +44,11 @@ def explain_prediction(prediction: Prediction) -> str:
             *_section("How sure this is", _wrapped(_trust_lines(prediction))),
         ]
     )
+
+
+def explain_cards(prediction: Prediction) -> str:
+    """Every card that is known, a line each; ends without a newline."""
+    return "\n".join([f"{plural(prediction.target_batch, 'sample')} a step", *_card_lines(prediction, mark="")])
 
 
 def _refuse(prediction: Prediction, peak: str) -> str:
@@ -141,10 +146,10 @@ def _tell_change(change: Change) -> Iterator[str]:
     yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {change.name}{effect}"
 
 
-def _card_lines(prediction: Prediction) -> Iterator[str]:
+def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterator[str]:
     yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
     for card in sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu)):
-        yield _tell_card(card) + ("   <- this one" if card.gpu == prediction.gpu.name else "")
+        yield _tell_card(card) + (mark if card.gpu == prediction.gpu.name else "")
     if not all(card.measured for card in prediction.cards):
         yield "* its memory is a nominal figure"
 

@@ -1,1 +1,1 @@
-"""One plan rendered for people. Text today; HTML has its room here."""
+"""A plan, and what became of it, rendered for people: text and HTML."""

@@ -1,18 +1,40 @@
-"""A plan as text: one line, and the whole story.
+"""A plan as text: one line, the whole story, and the story with its runs.
 
-Covers words and tables in 80 to 120 columns. Does not cover any measurement: every number shown stands in the plan.
+Covers words and tables in 80 to 120 columns. Does not cover any measurement: every number shown stands in the plan, or
+in the runs.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from autobatch.history import Run
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import DeviceInfo, Trial
+from autobatch.report.advice import advise
+from autobatch.report.breakdown import apportion, memory_parts
+from autobatch.report.tables import (
+    Table,
+    breakdown_table,
+    budget_table,
+    curve_table,
+    facts_table,
+    format_cell,
+    newest,
+    number_columns,
+    range_table,
+    run_table,
+    setback_table,
+    trial_table,
+)
 from autobatch.wording import format_bytes, plural, spell
 
-__all__ = ["describe_division", "explain_plan", "explain_refusal", "summarise_plan"]
+__all__ = ["describe_division", "explain_plan", "explain_refusal", "show_plan", "summarise_plan", "tenant_lines"]
+
+_WIDTH = 80
+_BAR_CELLS = 72
 
 
 def summarise_plan(plan: PlanRecord) -> str:
@@ -35,23 +57,28 @@ def describe_division(plan: PlanRecord) -> str:
 
 def explain_plan(plan: PlanRecord) -> str:
     """All that is known about a plan, in sections; ends without a newline."""
-    return "\n".join(
-        [
-            summarise_plan(plan),
-            *_section("Budget", _budget_lines(plan)),
-            *_section("Trials", _trial_lines(plan)),
-            *_section("Where the memory goes", _breakdown_lines(plan)),
-            *_section("Memory curve", _curve_lines(plan)),
-            *_section("Is splitting exact?", _verdict_lines(plan)),
-            *_section("What would help", _advice_lines(plan)),
-            *_section("Warnings", (f"! {warning}" for warning in plan.warnings)),
-        ]
-    )
+    return "\n".join([summarise_plan(plan), *_sections(plan)])
+
+
+def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
+    """What the HTML report shows, as text of at most 80 columns; ends without a newline.
+
+    Args:
+        plan: What is shown.
+        runs: Those of this plan, oldest first. All are in the table, within bounds; the last few with their steps.
+    """
+    lines = [
+        summarise_plan(plan),
+        *_section("The plan", _table_lines(facts_table(plan))),
+        *_sections(plan),
+        *_run_sections(runs),
+    ]
+    return "\n".join(part for line in lines for part in _wrap(line))
 
 
 def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: int, device: DeviceInfo) -> str:
     """Why nothing fits: what the smallest micro-batch needed, what there was, who else is there, what would help."""
-    held = "; ".join(_tenant_lines(device)) or "no other process is known to hold memory there"
+    held = "; ".join(tenant_lines(device)) or "no other process is known to hold memory there"
     advice = (
         "a larger budget= or smaller headroom=, activation checkpointing, bfloat16 autocast, smaller inputs, or an "
         "optimizer with less state"
@@ -65,6 +92,13 @@ def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: i
     )
 
 
+def tenant_lines(device: DeviceInfo) -> Iterator[str]:
+    """Who else holds memory of the device, a sentence each."""
+    for tenant in device.tenants:
+        name = f" ({tenant.name})" if tenant.name else ""
+        yield f"process {tenant.pid}{name} holds {format_bytes(tenant.used_bytes)}"
+
+
 def _peak(plan: PlanRecord) -> str:
     kind = "predicted peak" if plan.predicted else "peak"
     if not plan.peak_bytes:
@@ -75,87 +109,67 @@ def _peak(plan: PlanRecord) -> str:
     return f"{kind} {peak} of {budget}"
 
 
-def _section(title: str, lines: Iterator[str]) -> list[str]:
+def _sections(plan: PlanRecord) -> list[str]:
+    """What ``explain_plan`` and ``show_plan`` have in common."""
+    verdict = () if plan.verdict is None else (f"{plan.verdict} ({plan.verdict.seconds:.1f} s)",)
+    trials = _table_lines(trial_table(plan), gap=2) if plan.trials else ()
+    return [
+        *_section("Budget", (*_table_lines(budget_table(plan)), *tenant_lines(plan.device))),
+        *_section("Trials", trials),
+        *_section("Where the memory goes", _breakdown_lines(plan)),
+        *_section("Memory curve", _table_lines(curve_table(plan))),
+        *_section("Is splitting exact?", verdict),
+        *_section("What would help", advise(plan)),
+        *_section("Warnings", (f"! {warning}" for warning in plan.warnings)),
+    ]
+
+
+def _run_sections(runs: Sequence[Run]) -> Iterator[str]:
+    if runs:
+        yield from _section("Runs", _table_lines(run_table(runs), gap=2))
+    for run in newest(runs):
+        if run.ranges:
+            yield from _section(f"Run {run.id}: steps", _table_lines(range_table(run)))
+        if run.setbacks:
+            yield from _section(f"Run {run.id}: setbacks", _table_lines(setback_table(run), gap=2))
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
     body = [f"  {line}" for line in lines]
     return ["", title, *body] if body else []
 
 
-def _budget_lines(plan: PlanRecord) -> Iterator[str]:
-    if not plan.budget_bytes:
-        yield f"{plan.device.name} does not tell its memory; sizes were found by running out of it"
-        return
-    yield f"budget    {format_bytes(plan.budget_bytes):>12}   what this process may hold on {plan.device.name}"
-    yield f"headroom  {format_bytes(plan.headroom_bytes):>12}   left free on purpose"
-    yield f"limit     {format_bytes(plan.limit_bytes):>12}   what a trial had to stay within"
-    if plan.device.total_bytes:
-        yield f"device    {format_bytes(plan.device.total_bytes):>12}   in all"
-    yield from _tenant_lines(plan.device)
-
-
-def _tenant_lines(device: DeviceInfo) -> Iterator[str]:
-    for tenant in device.tenants:
-        name = f" ({tenant.name})" if tenant.name else ""
-        yield f"process {tenant.pid}{name} holds {format_bytes(tenant.used_bytes)}"
-
-
-def _trial_lines(plan: PlanRecord) -> Iterator[str]:
-    if not plan.trials:
-        return
-    columns = f"{'allocated':>12}{'reserved':>12}{'optimizer':>12}{'retries':>9}{'samples/s':>11}"
-    yield f"{'size':>7}  {'outcome':<8}{columns}"
-    for trial in plan.trials:
-        peaks = (trial.peak_allocated, trial.peak_reserved, trial.optimizer_peak)
-        shown = "".join(f"{format_bytes(peak):>12}" for peak in peaks)
-        speed = f"{trial.samples_per_second:.1f}" if trial.seconds else "-"
-        yield f"{trial.micro_batch_size:>7}  {trial.outcome:<8}{shown}{trial.alloc_retries:>9}{speed:>11}"
-    yield "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
-
-
 def _breakdown_lines(plan: PlanRecord) -> Iterator[str]:
-    """At the chosen size, from its own trial: what stands before the first sample, and what comes on top."""
-    chosen = [
-        trial for trial in plan.trials if trial.micro_batch_size == plan.micro_batch_size and trial.peak_allocated
-    ]
-    if not chosen:
+    """A bar of as many characters as the parts have of the whole, and what they stand for."""
+    parts = memory_parts(plan)
+    if not parts:
         return
-    trial = chosen[-1]
-    backward = trial.backward_allocated or trial.peak_allocated
-    on_top = max(backward - trial.resident_bytes, 0)
-    in_step = max(trial.optimizer_peak - trial.resident_bytes, 0)
-    yield f"{format_bytes(trial.resident_bytes):>12}   resident: parameters, buffers, optimizer state, maybe the batch"
-    yield f"{format_bytes(on_top):>12}   on top in forward and backward: gradients, activations, temporaries"
-    yield f"{format_bytes(in_step):>12}   on top in the optimizer's step: gradients, temporaries"
+    cells = apportion([part.size_bytes for part in parts], _BAR_CELLS)
+    yield f"[{''.join(part.symbol * count for part, count in zip(parts, cells, strict=True))}]"
+    yield from _table_lines(breakdown_table(plan), gap=2)
 
 
-def _curve_lines(plan: PlanRecord) -> Iterator[str]:
-    if plan.curve is None:
-        return
-    share = sum(plan.micro_batch_sizes)
-    for size in sorted({1, plan.micro_batch_size, min(2 * plan.micro_batch_size, share), share}):
-        mark = "  <- the plan" if size == plan.micro_batch_size else ""
-        yield f"{plural(size, 'sample'):>14}   {format_bytes(plan.curve.peak_reserved(size)):>12}{mark}"
-    largest = min(plan.curve.largest(plan.limit_bytes), share)
-    yield f"The curve puts the largest size within the limit at {largest} of {share}."
+def _table_lines(table: Table, gap: int = 3) -> Iterator[str]:
+    """Columns as wide as they must be, numbers to the right; a last column of words goes on below itself."""
+    rows = [tuple(map(format_cell, row)) for row in table.rows]
+    if rows and any(table.headings):
+        rows = [table.headings, *rows]
+    numbers = number_columns(table)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in numbers else cell.ljust(width) if index < len(row) - 1 else cell
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        before = "".join(cell + " " * gap for cell in cells[:-1])
+        room = max(_WIDTH - 2 - len(before), 20)
+        first, *others = textwrap.wrap(cells[-1], room) or [""]
+        yield (before + first).rstrip()
+        yield from (" " * len(before) + other for other in others)
+    yield from table.notes
 
 
-def _verdict_lines(plan: PlanRecord) -> Iterator[str]:
-    if plan.verdict is not None:
-        yield f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"
-
-
-def _advice_lines(plan: PlanRecord) -> Iterator[str]:
-    share = sum(plan.micro_batch_sizes)
-    need = plan.curve.peak_reserved(share) if plan.curve is not None else 0
-    # Within the limit it was the user's own bound or objective that divided the batch, and memory is not what to save.
-    if plan.accumulation_steps > 1 and need > plan.limit_bytes:
-        missing = format_bytes(need - plan.limit_bytes)
-        yield f"the whole {share} at once would need about {format_bytes(need)}, {missing} more than the limit"
-        yield "activation checkpointing or bfloat16 autocast shrink what each sample needs"
-    used = max((t.peak_allocated for t in plan.trials if t.micro_batch_size == plan.micro_batch_size), default=0)
-    gap = plan.peak_bytes - used
-    if plan.device.kind == "cuda" and gap > plan.peak_bytes // 5:
-        setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        yield f"{format_bytes(gap)} are held but not used by tensors: {setting} often gives most of it back"
-    for tenant in plan.device.tenants:
-        held = format_bytes(tenant.used_bytes)
-        yield f"process {tenant.pid} holds {held} of this device; without it the budget would be larger"
+def _wrap(line: str) -> list[str]:
+    """The line, or the lines that it needs in 80 columns, each as far in as the first."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, _WIDTH, subsequent_indent=f"{indent}  ", break_on_hyphens=False) or [""]

@@ -1,0 +1,49 @@
+"""``autobatch devices``: what memory there is here, and who holds it.
+
+Covers NVIDIA's cards as the driver sees them, and the host with its container's limit. Does not cover other vendors'
+cards. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from autobatch.cli.answer import Answer
+from autobatch.memory.container import HostMemory, read_host_memory
+from autobatch.memory.nvml import CardReading, query_all
+from autobatch.wording import format_bytes
+
+__all__ = ["configure", "run"]
+
+
+def configure(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    command.description = "Cards as NVIDIA's driver sees them, and the memory that this container may use."
+
+
+def run(_: argparse.Namespace) -> Answer:
+    """Read the driver and the host."""
+    host = read_host_memory()
+    try:
+        cards, missing = query_all(), ""
+    except LookupError as error:
+        cards, missing = (), str(error)
+    lines = [*_show_cards(cards, missing), _show_host(host)]
+    return Answer("\n".join(lines), {"cards": cards, "no_cards_because": missing, "cpu": host})
+
+
+def _show_cards(cards: tuple[CardReading, ...], missing: str) -> Iterator[str]:
+    if not cards:
+        yield f"no NVIDIA card: {missing or 'the driver has none'}"
+    for card in cards:
+        free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}"
+        slices = ", divided into MIG slices" if card.divided else ""
+        yield f"{card.name:<28} {free}{slices}; driver {card.driver or 'unknown'}; {card.uuid}"
+        for tenant in card.tenants:
+            yield f"  {format_bytes(tenant.used_bytes):>10}   process {tenant.pid} {tenant.name}".rstrip()
+
+
+def _show_host(host: HostMemory) -> str:
+    free = f"{format_bytes(host.available_bytes)} free of {format_bytes(host.total_bytes)}"
+    return f"{'CPU':<28} {free}; the limit is the {host.source}'s"

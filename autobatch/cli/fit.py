@@ -1,0 +1,62 @@
+"""``autobatch fit``: a plan for this machine.
+
+Covers the options and the answer. Does not cover fitting (``fitting``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autobatch.cli.answer import Answer
+from autobatch.cli.source import KNOWN, add_source, load, take
+from autobatch.errors import InvalidArgument
+from autobatch.fitting import fit
+
+__all__ = ["configure", "run"]
+
+
+def configure(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    command.description = "Runs a few sizes for real, inside the budget, and plans the target batch."
+    add_source(command)
+    command.add_argument("--target", type=int, metavar="N", help="samples that one optimizer step should see")
+    command.add_argument("--budget", metavar="SIZE", help="what the process may hold, such as 8GiB; default: all free")
+    command.add_argument("--headroom", metavar="SIZE", help="left free of it: a size, or a fraction such as 0.1")
+    command.add_argument("--max-micro-batch", type=int, metavar="N", help="never try more samples than this")
+    command.add_argument("--objective", choices=("throughput", "memory"), help="fewest steps, or least memory")
+    command.add_argument("--no-reuse", action="store_true", help="search, even if an earlier plan could be confirmed")
+    command.add_argument("--explain", action="store_true", help="the whole story instead of one line")
+    command.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Load, fit, and say what came of it."""
+    arguments = take(load(options.source), KNOWN, options.source)
+    arguments.update(_read_options(options))
+    if "target_batch" not in arguments:
+        raise InvalidArgument(f"say --target: {options.source!r} returned no 'target_batch'")
+    plan = fit(**arguments)
+    if options.save:
+        plan.save(options.save)
+    lines = [plan.explain()] if options.explain else [str(plan), *(f"! {warning}" for warning in plan.warnings)]
+    return Answer("\n".join(lines), plan)
+
+
+def _read_options(options: argparse.Namespace) -> dict[str, Any]:
+    asked = {
+        "target_batch": options.target,
+        "budget": options.budget,
+        "headroom": _read_headroom(options.headroom),
+        "max_micro_batch": options.max_micro_batch,
+        "objective": options.objective,
+        "reuse": False if options.no_reuse else None,
+    }
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _read_headroom(text: str | None) -> float | str | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,88 @@
+"""The ledger as people ask for it: what is wrong with it is told, not passed over.
+
+Covers opening it, and a plan by id or by file. Does not cover what is kept in it (``ledger``).
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from autobatch.errors import InvalidArgument
+from autobatch.history import Run
+from autobatch.ledger.place import find_home, find_ledger, is_on
+from autobatch.ledger.rows import identify
+from autobatch.ledger.schema import LedgerUnavailable
+from autobatch.ledger.store import Store
+from autobatch.plan import Plan
+
+__all__ = ["find_fault", "find_plan", "open_store"]
+
+
+@contextmanager
+def open_store() -> Iterator[Store]:
+    """The ledger's file, open.
+
+    Raises:
+        InvalidArgument: None is kept.
+        LedgerUnavailable: It cannot be opened or read; the text says where it is and why.
+    """
+    if not is_on():
+        raise InvalidArgument("no plans are kept: AUTOBATCH_LEDGER turns the ledger off; unset it")
+    home = find_home()
+    try:
+        with Store(find_ledger(home)) as store:
+            yield store
+    except (sqlite3.Error, OSError) as error:
+        raise LedgerUnavailable(
+            f"the ledger in {home} cannot be used ({type(error).__name__}: {error}); AUTOBATCH_HOME moves it"
+        ) from error
+
+
+def find_plan(name: str) -> tuple[Plan, list[Run]]:
+    """A plan and its runs, oldest first, by the beginning of its id or by the name of a file that ``Plan.save`` wrote.
+
+    A file's runs are those that are kept of its plan, if a ledger is.
+    """
+    if Path(name).is_file():
+        plan = Plan.load(name)
+        return plan, _runs_if_kept(plan)
+    if name.endswith(".json"):
+        raise InvalidArgument(f"there is no file {name}")
+    with open_store() as store:
+        plan = store.find_plan(name)
+        return plan, _runs_of(store, plan)
+
+
+def _runs_of(store: Store, plan: Plan) -> list[Run]:
+    return store.runs_of(identify(plan))[::-1]
+
+
+def _runs_if_kept(plan: Plan) -> list[Run]:
+    try:
+        with open_store() as store:
+            return _runs_of(store, plan)
+    except (InvalidArgument, LedgerUnavailable):  # the file itself is whole, and it is what was asked for
+        return []
+
+
+def find_fault() -> tuple[str, str]:
+    """Where plans are kept, and why they cannot be; the second text is empty where they can, or shall not be."""
+    try:
+        home = find_home()
+        if is_on():
+            with open_store():
+                pass
+    except (LedgerUnavailable, OSError) as error:
+        return str(find_home_or_nothing()), str(error)
+    return (str(home), "") if is_on() else ("", "AUTOBATCH_LEDGER turns the ledger off")
+
+
+def find_home_or_nothing() -> Path | str:
+    """The folder, or words for its absence."""
+    try:
+        return find_home()
+    except OSError:
+        return "no folder"

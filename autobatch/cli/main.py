@@ -1,0 +1,125 @@
+"""The command line: which command is meant, what it answers, and how the process ends.
+
+Covers the parser and the way of errors. Does not cover any command: each is a module, imported only when it is meant,
+so that what needs no torch answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from autobatch.cli.answer import NO, USAGE, Answer
+from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
+from autobatch.version import __version__
+
+__all__ = ["main"]
+
+_MISUSE = (InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch)
+_INTERRUPTED = 130
+_COMMANDS = {
+    "fit": "run a few sizes and plan the target batch for this machine",
+    "predict": "what would fit a card that is not here, and where the memory would go",
+    "verify": "is splitting this step exact, and if not, why?",
+    "devices": "cards and the CPU: total, free, and who holds what",
+    "plans": "plans that were kept, the newest first",
+    "show": "one plan and how its runs went, as text",
+    "diff": "what differs between two plans",
+    "report": "one plan and its runs as a page with pictures",
+    "forget": "delete plans with their runs",
+    "doctor": "drivers, packages, allocator settings, limits: what is wrong, and what to type",
+}
+
+_EPILOG = """\
+MODULE:FUNCTION names a function of yours without arguments, such as train:make or train.py:make, that returns a dict
+of what autobatch.fit takes: model, and whichever of batch, step, optimizer, weigh ... it needs.
+
+a day with it:
+  autobatch doctor                           is everything here as it should be?
+  autobatch fit train:make --target 256      what fits on this machine; the plan is kept
+  autobatch plans                            all plans that were kept, the newest first
+  autobatch show 5f3a                        one of them, and how its runs went
+  autobatch diff 5f3a 91bc                   what changed between two
+  autobatch report 5f3a -o plan.html         the same as a page with pictures
+  autobatch predict train:make --all         which card would do; none is needed for that
+
+exit codes: 0 done, 1 done and the answer is no (does not fit, not exact, something is wrong, plans differ),
+2 the command line or what it names cannot mean anything. Errors in your own code come out with their traceback.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; ``None`` for those of this process.
+
+    Returns:
+        The exit code.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _make_parser(arguments[0] if arguments else "").parse_args(arguments)
+    try:
+        with _listening(verbose=options.verbose):
+            answer: Answer = options.run(options)
+    except AutobatchError as error:
+        return _put_out(_refuse(error), as_json=options.json, to_stderr=not options.json)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return _put_out(answer, as_json=options.json)
+
+
+def _make_parser(chosen: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autobatch",
+        description="Memory-aware batching for PyTorch training: what fits, what would fit, and what was found before.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"autobatch {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print the answer as JSON")
+    common.add_argument("--verbose", action="store_true", help="say on stderr what happens on the way")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, parents=[common], help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            module = importlib.import_module(f"autobatch.cli.{name}")
+            module.configure(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+@contextmanager
+def _listening(*, verbose: bool) -> Iterator[None]:
+    # The answer says itself what would be logged; only who asks sees it twice.
+    logger = logging.getLogger("autobatch")
+    handler = logging.StreamHandler() if verbose else logging.NullHandler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if verbose else level)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def _refuse(error: AutobatchError) -> Answer:
+    code = USAGE if isinstance(error, _MISUSE) else NO
+    return Answer(f"autobatch: {error}", {"error": type(error).__name__, "message": str(error)}, code)
+
+
+def _put_out(answer: Answer, *, as_json: bool, to_stderr: bool = False) -> int:
+    stream = sys.stderr if to_stderr else sys.stdout
+    try:
+        stream.write(f"{answer.show(as_json=as_json)}\n")
+        stream.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough; Python's own last flush must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return answer.code

@@ -1,0 +1,68 @@
+"""``autobatch predict``: what would fit which card, with none here.
+
+Covers the options and the answer for one card, several, or all. Does not cover predicting (``prediction``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from autobatch.cli.answer import DONE, NO, Answer
+from autobatch.cli.source import KNOWN, add_source, load, take
+from autobatch.errors import InvalidArgument
+from autobatch.prediction.predicting import predict
+from autobatch.prediction.record import Prediction
+
+__all__ = ["configure", "run"]
+
+_TAKEN = ("model", "batch", "step", "optimizer", "weigh", "target_batch")
+_ANY_CARD = "H100-80GB"
+"""Whose prediction the table of all cards comes with, where none was named."""
+
+
+def configure(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    command.description = "Traces the step without running it. Exit code 1 where not even one sample fits."
+    add_source(command)
+    command.add_argument("--target", type=int, metavar="N", help="samples that one optimizer step should see")
+    command.add_argument("--gpu", nargs="+", metavar="NAME", help="cards, such as L4 or 24GiB; default: the one here")
+    command.add_argument("--all", action="store_true", help="every card that is known, in one table")
+    command.add_argument(
+        "--margin", type=float, metavar="SHARE", help="left free on top of the prediction, such as 0.1"
+    )
+    command.add_argument("--what-if", action="store_true", help="also trace what would help; takes some times as long")
+    command.add_argument("--explain", action="store_true", help="the whole story instead of one line a card")
+    command.add_argument("--save", metavar="FILE", help="write the plan for the (one) card as JSON")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """Load, predict for each card, and say what came of it."""
+    found = take(load(options.source), _TAKEN, options.source, others=KNOWN)
+    if options.target is not None:
+        found["target_batch"] = options.target
+    cards = options.gpu or ([_ANY_CARD] if options.all else [None])
+    if options.save and len(cards) > 1:
+        raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
+    predictions = [_predict(found, options, card) for card in cards]
+    if options.save:
+        _save(predictions[0], options.save)
+    blocks = [prediction.explain() if options.explain else str(prediction) for prediction in predictions]
+    if options.all and not options.explain:
+        blocks = [predictions[0].explain_cards()]
+    return Answer("\n\n".join(blocks) if options.explain else "\n".join(blocks), predictions, _judge(predictions))
+
+
+def _predict(found: dict[str, Any], options: argparse.Namespace, card: str | None) -> Prediction:
+    margin = {} if options.margin is None else {"margin": options.margin}
+    return predict(**found, **margin, gpu=card, what_if=options.what_if)
+
+
+def _save(prediction: Prediction, path: str) -> None:
+    if prediction.plan is None:
+        raise InvalidArgument(f"nothing to save in {path}: not even one sample fits {prediction.gpu.name}")
+    prediction.plan.save(path)
+
+
+def _judge(predictions: list[Prediction]) -> int:
+    return DONE if any(prediction.plan is not None for prediction in predictions) else NO

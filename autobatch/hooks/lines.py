@@ -1,0 +1,34 @@
+"""A file with a line of JSON for each event.
+
+Covers writing it so that a run that is killed leaves whole lines. Does not cover reading it: any tool does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from autobatch.events import Event, Hook
+
+__all__ = ["jsonl"]
+
+
+def jsonl(path: str | os.PathLike[str]) -> Hook:
+    """Append each event to a file: its ``event``, its ``time`` (seconds since 1970, UTC), and its fields.
+
+    Several processes may write to one file: a line is appended in one piece.
+
+    Args:
+        path: The file; its folder is made where it is not there.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(event: Event, /) -> None:
+        line = json.dumps({"event": type(event).__name__, "time": time.time(), **event.model_dump(mode="json")})
+        with target.open("ab", buffering=0) as file:
+            file.write(line.encode() + b"\n")
+
+    return write

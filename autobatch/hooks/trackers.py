@@ -1,0 +1,67 @@
+"""TensorBoard, Weights & Biases and MLflow: an event's numbers in their words.
+
+Covers one hook for each. Does not cover making a writer or a run: that is the user's. A tracker's library is imported
+only where its hook needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from autobatch.events import Event, Hook
+from autobatch.hooks.readings import read_event
+
+__all__ = ["mlflow", "tensorboard", "wandb"]
+
+
+def tensorboard(writer: Any) -> Hook:
+    """Scalars ``autobatch/...`` to TensorBoard, at the runner's step.
+
+    Args:
+        writer: A ``SummaryWriter``, of torch or tensorboardX. Closing it is yours.
+    """
+
+    def write(event: Event, /) -> None:
+        reading = read_event(event)
+        if reading is not None:
+            for name, value in reading.values.items():
+                writer.add_scalar(name, value, reading.step)
+
+    return write
+
+
+def wandb(run: Any | None = None) -> Hook:
+    """Numbers ``autobatch/...`` to a run of Weights & Biases.
+
+    They are logged without a step of their own, since that must never go back, and yours may count otherwise; the
+    runner's step is among them as ``autobatch/step``.
+
+    Args:
+        run: From ``wandb.init()``; ``None`` for the one that is active when an event comes.
+    """
+
+    def write(event: Event, /) -> None:
+        reading = read_event(event)
+        if reading is not None:
+            target = importlib.import_module("wandb") if run is None else run
+            target.log({**reading.values, "autobatch/step": reading.step})
+
+    return write
+
+
+def mlflow(run_id: str | None = None) -> Hook:
+    """Metrics ``autobatch/...`` to a run of MLflow, at the runner's step.
+
+    Args:
+        run_id: Of the run; ``None`` for the one that is active when an event comes.
+    """
+
+    def write(event: Event, /) -> None:
+        reading = read_event(event)
+        if reading is not None:
+            library = importlib.import_module("mlflow")
+            numbers = {name: float(value) for name, value in reading.values.items()}
+            library.log_metrics(numbers, step=reading.step, run_id=run_id)
+
+    return write

@@ -1,0 +1,1 @@
+"""What was learnt about memory, kept from one start to the next."""

@@ -1,0 +1,68 @@
+"""How SQLite makes a commit safe, by where the file lies.
+
+Covers the write-ahead log on a disk of this computer, and the rollback journal on one that other computers write to.
+Does not cover file systems that ignore locks: no setting makes SQLite safe there.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+__all__ = ["is_remote", "set_journal"]
+
+_REMOTE = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.sshfs", "afs", "9p")
+_MOUNTS = Path("/proc/self/mounts")
+
+
+def set_journal(connection: sqlite3.Connection, folder: Path, patience_s: float) -> None:
+    """Choose the journal, and what is waited for in a commit.
+
+    With a write-ahead log, readers and the writer do not wait for each other, but all processes must share memory
+    (sqlite.org/wal.html, "Overview"): the nodes of a cluster with one home folder do not. They get a rollback journal.
+
+    NORMAL writes a commit to the operating system and syncs to the disk later: a process that is killed loses nothing
+    that was committed. A power cut may take the last commits, but leaves a whole file.
+
+    Args:
+        connection: In autocommit mode.
+        folder: Where its file lies.
+        patience_s: How long to wait for others who do the same.
+
+    Raises:
+        sqlite3.Error: The file cannot be written, or is locked for longer.
+    """
+    connection.execute("PRAGMA synchronous = NORMAL")
+    mode = "TRUNCATE" if is_remote(folder) else "WAL"
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            connection.execute(f"PRAGMA journal_mode = {mode}")
+            return
+        except sqlite3.OperationalError as error:
+            # The change itself does not wait as other statements do: processes that make a file together meet here.
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def is_remote(folder: Path, mounts: Path = _MOUNTS) -> bool:
+    """Whether other computers may write there too; ``False`` where the system does not list its mounts.
+
+    Args:
+        folder: An existing folder.
+        mounts: The system's list: a line each, of device, mount point, kind and options.
+    """
+    try:
+        lines = os.fsdecode(mounts.read_bytes()).splitlines()
+    except OSError:
+        return False
+    place = folder.resolve()
+    kinds = {}  # by depth: the deepest mount point above the folder is the one it lies on, and of those the last
+    for _, point, kind, *_ in (line.split(" ") for line in lines if line.count(" ") > 1):
+        above = Path(point.replace("\\040", " "))  # a blank in a name
+        if place.is_relative_to(above):
+            kinds[len(above.parts)] = kind
+    return bool(kinds) and kinds[max(kinds)].startswith(_REMOTE)

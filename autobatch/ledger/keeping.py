@@ -1,0 +1,138 @@
+"""``RunKeeper``: the hook that writes down how a plan's steps went.
+
+Covers when a run is written: with its first step, soon after memory was short, else every ten seconds, and at the end.
+Does not cover what is counted (``notes``) nor where it goes (``ledger``). A step costs it some microseconds, in which
+nothing is written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import time
+import weakref
+
+from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
+from autobatch.history import Outcome, Run
+from autobatch.ledger.ledger import TRAINING_WAITS_S, Ledger
+from autobatch.ledger.notes import Tally
+from autobatch.ledger.reasons import shorten
+from autobatch.ledger.rows import identify
+from autobatch.plan import Plan
+
+__all__ = ["RunKeeper"]
+
+_EVERY_S = 10.0
+"""What a kill may cost of a run without trouble."""
+
+_AFTER_SETBACK_S = 1.0
+"""Of many setbacks in a second the first is written at once and the others together."""
+
+_EXIT_WAITS_S = 5.0
+"""For other writers: nothing else is left to do."""
+
+
+class RunKeeper:
+    """Keeps one run of a plan; the run begins with the first event of a step.
+
+    The run is told apart from others by an id of its own. A plan without an id is kept under one that follows from its
+    content. In a forked child it does nothing: the run is the parent's.
+    """
+
+    def __init__(self, plan: Plan, ledger: Ledger, *, every_s: float = _EVERY_S) -> None:
+        """Bind to a plan and a ledger; nothing is written yet.
+
+        Args:
+            plan: Whose steps these are; it is kept too, where it is not yet.
+            ledger: Where to.
+            every_s: The least time between two writes without a setback.
+        """
+        self._journal = _Journal(plan, ledger, every_s)
+        # The journal outlives the keeper by one write: a runner that nobody holds any more has finished.
+        weakref.finalize(self, self._journal.finish).atexit = False
+
+    def __call__(self, event: Event, /) -> None:
+        """Count a step or a setback, and write if it is time."""
+        self._journal.take(event)
+
+
+class _Journal:
+    """A run's state, which is written a last time when the keeper is gone or the process ends."""
+
+    def __init__(self, plan: Plan, ledger: Ledger, every_s: float) -> None:
+        self._plan, self._ledger, self._every_s = plan, ledger, every_s
+        self._pid = os.getpid()
+        self._run: Run | None = None
+        self._tally = Tally(plan.micro_batch_size)
+        self._outcome: Outcome = "running"
+        self._reason = ""
+        self._begun = False
+        self._tried_at, self._wait_s, self._was_refused = -float("inf"), 0.0, False
+        self._over = not ledger.is_kept
+
+    def take(self, event: Event) -> None:
+        if self._over or os.getpid() != self._pid:
+            return
+        if isinstance(event, StepFinished):
+            self._tally.add_step(event)
+            self._outcome, self._reason = "running", ""
+        elif isinstance(event, (Retried, SizeChanged)):
+            self._tally.add_setback(event)
+            self._hurry()
+        elif isinstance(event, StepFailed):  # the run has failed, unless another step follows
+            self._outcome, self._reason = "failed", shorten(event.reason)
+            self._wait_s = 0.0
+        else:
+            return
+        if time.monotonic() - self._tried_at >= self._wait_s:
+            self._write(TRAINING_WAITS_S)
+
+    def finish(self, patience_s: float = TRAINING_WAITS_S) -> None:
+        """Write the rest; where that fails it stays among the unfinished, for the end of the process."""
+        if self._over or os.getpid() != self._pid or self._run is None:
+            return
+        self._outcome = "finished" if self._outcome == "running" else self._outcome
+        if self._write(patience_s):
+            self._over = True
+            _unfinished.discard(self)
+
+    def _hurry(self) -> None:
+        if not self._was_refused:  # waiting for somebody's lock again and again would be felt
+            self._wait_s = min(_AFTER_SETBACK_S, self._wait_s)
+
+    def _write(self, patience_s: float) -> bool:
+        now = time.time()
+        run = self._run = self._run or self._begin(now)
+        self._begun = self._begun or self._ledger.begin(self._plan, run, patience_s)
+        notes = self._tally.note(run.id, now, self._outcome, self._reason)
+        written = self._ledger.note(notes, patience_s) if self._begun else "not now"
+        self._tried_at, self._wait_s = time.monotonic(), self._every_s
+        self._was_refused = written == "not now"
+        if written == "written":
+            self._tally.forget_written()
+        elif written == "forgotten":
+            self._over = True  # whoever had it forgotten does not want it back
+            _unfinished.discard(self)
+        return written == "written"
+
+    def _begin(self, now: float) -> Run:
+        _unfinished.add(self)
+        return Run(
+            id=secrets.token_hex(8),
+            plan_id=identify(self._plan),
+            pid=self._pid,
+            started_at=now,
+            last_seen_at=now,
+        )
+
+
+_unfinished: set[_Journal] = set()
+
+
+def _finish_all() -> None:
+    for journal in list(_unfinished):
+        journal.finish(_EXIT_WAITS_S)
+
+
+atexit.register(_finish_all)

@@ -1,0 +1,104 @@
+"""Where the memory goes at the planned size: parts that add up to the budget.
+
+Covers arithmetic on one plan. Does not cover how the parts are shown (``text``, ``charts``), nor what the allocator
+does inside itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autobatch.planning.curve import ran
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.records import Trial
+from autobatch.wording import format_bytes
+
+__all__ = ["Part", "apportion", "chosen_trial", "held_bytes", "memory_parts"]
+
+
+class Part(NamedTuple):
+    """A share of the budget.
+
+    Attributes:
+        key: One word for it, the same in all reports.
+        symbol: One character for it, in a bar of text.
+        size_bytes: In bytes, more than 0.
+        about: What it is, for people.
+    """
+
+    key: str
+    symbol: str
+    size_bytes: int
+    about: str
+
+
+def held_bytes(trial: Trial) -> int:
+    """The most that a trial held at once; where memory ended before the first reading, what it began with."""
+    return max(trial.peak_reserved, trial.peak_allocated, trial.resident_bytes)
+
+
+def chosen_trial(plan: PlanRecord) -> Trial | None:
+    """The trial behind the planned size; of several, the one that held most, as the plan's peak is that one's."""
+    same = [trial for trial in plan.trials if trial.micro_batch_size == plan.micro_batch_size and ran(trial)]
+    return max(same, key=held_bytes, default=None)
+
+
+def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
+    """The parts, in the order in which they are stacked; those of 0 bytes are left out.
+
+    What the chosen trial held (or, where none ran, the predicted peak), then what is left of the limit, then the
+    headroom. They add up to the budget, or to the peak where that is more or where there is no budget: the device then
+    does not tell its memory, and nothing is free that is known of.
+    """
+    trial = chosen_trial(plan)
+    used = _parts_of_prediction(plan) if trial is None or not held_bytes(trial) else _parts_of_trial(trial, plan)
+    peak = sum(part.size_bytes for part in used)
+    within = min(peak, plan.budget_bytes)
+    headroom = min(plan.headroom_bytes, plan.budget_bytes - within)
+    left = plan.budget_bytes - within - headroom
+    parts = (
+        *used,
+        Part("free", ".", left, "free: within the limit, not needed at this size"),
+        Part("headroom", "-", headroom, "headroom: left free on purpose"),
+    )
+    return tuple(part for part in parts if part.size_bytes > 0)
+
+
+def apportion(counts: Sequence[int], cells: int) -> tuple[int, ...]:
+    """So many cells divided in proportion to the counts, by largest remainders; none where there is nothing.
+
+    ``apportion((1, 1, 2), 8)`` is ``(2, 2, 4)``.
+    """
+    total = sum(counts)
+    if not total:
+        return (0,) * len(counts)
+    whole = [count * cells // total for count in counts]
+    by_remainder = sorted(range(len(counts)), key=lambda index: -(counts[index] * cells % total))
+    for index in by_remainder[: cells - sum(whole)]:
+        whole[index] += 1
+    return tuple(whole)
+
+
+def _parts_of_prediction(plan: PlanRecord) -> tuple[Part, ...]:
+    return (Part("peak", "#", plan.peak_bytes, "peak: predicted, nothing was run at this size"),)
+
+
+def _parts_of_trial(trial: Trial, plan: PlanRecord) -> tuple[Part, ...]:
+    """Two moments of one trial on top of each other: the optimizer's step counts with what it needs beyond the first.
+
+    The backward's peak and the optimizer's are not at once, so only the higher one meets the limit.
+    """
+    tensors = max(trial.peak_allocated, trial.resident_bytes, trial.optimizer_peak)
+    backward = trial.peak_allocated if trial.backward_allocated is None else trial.backward_allocated
+    beyond = max(trial.optimizer_peak - max(backward, trial.resident_bytes), 0)
+    state = f" ({format_bytes(plan.state_bytes)})" if plan.state_bytes else ""
+    peak = f" (its peak: {format_bytes(trial.optimizer_peak)})" if trial.optimizer_peak else ""
+    growing = tensors - trial.resident_bytes - beyond
+    resident = f"resident: parameters, buffers, optimizer state{state}, the batch"
+    return (
+        Part("resident", "#", trial.resident_bytes, resident),
+        Part("passes", "+", growing, "on top in forward and backward: gradients, activations, temporaries"),
+        Part("update", "*", beyond, f"more than that in the optimizer's step{peak}"),
+        Part("unused", "~", held_bytes(trial) - tensors, "held by the allocator, in no tensor"),
+    )

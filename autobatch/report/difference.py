@@ -1,0 +1,178 @@
+"""What differs between two plans, as data and in words.
+
+Covers every field of a plan, its trials size by size and its curve at common sizes. Does not cover why they differ; but
+whether the same workload was measured is said first.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.records import Trial, Verdict
+from autobatch.report.breakdown import held_bytes
+from autobatch.report.tables import format_time
+from autobatch.wording import format_bytes, plural
+
+__all__ = ["diff_plans", "diff_plans_data"]
+
+_WIDTH = 80
+
+
+def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
+    """What differs, for JSON.
+
+    Args:
+        a: The first plan, in time or by choice.
+        b: The second one; changes are from ``a`` to ``b``.
+
+    Returns:
+        ``same_workload``: whether the fingerprints are equal; ``None`` where one has none.
+        ``fields``: ``{"field", "a", "b"}`` of each field that differs, in the plan's own order; nested ones by their
+        path, such as ``device.name``.
+        ``trials``: ``{"size", "a", "b"}`` of each size whose attempts differ in outcome, peak or retries, in bytes;
+        ``None`` where it was not tried.
+        ``curve``: ``{"samples", "a", "b"}`` in bytes, at sizes that matter to either; empty where they agree or one
+        has no curve.
+    """
+    return {
+        "same_workload": a.fingerprint == b.fingerprint if a.fingerprint and b.fingerprint else None,
+        "fields": list(_differing_fields(a, b)),
+        "trials": list(_differing_trials(a, b)),
+        "curve": _differing_curve(a, b),
+    }
+
+
+def diff_plans(a: PlanRecord, b: PlanRecord) -> str:
+    """What differs, in lines of at most 80 columns; ends without a newline.
+
+    Args:
+        a: The first plan, in time or by choice.
+        b: The second one; changes are from ``a`` to ``b``.
+    """
+    data = diff_plans_data(a, b)
+    lines = [_WORKLOADS[data["same_workload"]]]
+    lines += [_field_line(entry) for entry in data["fields"]]
+    lines += [f"trial of {plural(entry['size'], 'sample')}: {_change(entry, _say_trial)}" for entry in data["trials"]]
+    lines += [f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, _say_bytes)}" for entry in data["curve"]]
+    if len(lines) == 1:
+        lines.append("nothing else differs")
+    return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+
+
+_WORKLOADS = {
+    True: "the same workload on the same software and device",
+    False: "not the same workload, software or device: their fingerprints differ",
+    None: "not known whether this is the same workload: a fingerprint is missing",
+}
+
+_WHOLE = {"batch_lists", "verdict"}
+"""Fields that are compared as one: keys of the first are the user's, and the second is one sentence."""
+
+_APART = {"trials", "curve"}
+"""Fields that are compared in their own way."""
+
+
+def _differing_fields(a: PlanRecord, b: PlanRecord) -> Iterator[dict[str, Any]]:
+    ours, theirs = (dict(_flatten(plan.model_dump(mode="json", exclude=_APART))) for plan in (a, b))
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if ours.get(name) != theirs.get(name):
+            yield {"field": name, "a": ours.get(name), "b": theirs.get(name)}
+
+
+def _flatten(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, dict) and name not in _WHOLE:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _differing_trials(a: PlanRecord, b: PlanRecord) -> Iterator[dict[str, Any]]:
+    """The last attempt at each size speaks for it. Times are left out: no two are ever the same."""
+    ours, theirs = ({trial.micro_batch_size: _facts_of(trial) for trial in plan.trials} for plan in (a, b))
+    for size in sorted({*ours, *theirs}):
+        if ours.get(size) != theirs.get(size):
+            yield {"size": size, "a": ours.get(size), "b": theirs.get(size)}
+
+
+def _facts_of(trial: Trial) -> dict[str, Any]:
+    return {"outcome": trial.outcome, "peak_bytes": held_bytes(trial), "alloc_retries": trial.alloc_retries}
+
+
+def _differing_curve(a: PlanRecord, b: PlanRecord) -> list[dict[str, int]]:
+    if a.curve is None or b.curve is None or a.curve == b.curve:
+        return []
+    sizes = sorted({1, *(size for plan in (a, b) for size in (plan.micro_batch_size, sum(plan.micro_batch_sizes)))})
+    points = [{"samples": size, "a": a.curve.peak_reserved(size), "b": b.curve.peak_reserved(size)} for size in sizes]
+    return [point for point in points if point["a"] != point["b"]]
+
+
+def _field_line(entry: dict[str, Any]) -> str:
+    field = entry["field"]
+    say = _SPECIAL.get(field) or (_say_bytes if field.endswith("_bytes") else _say)
+    return f"{_NAMES.get(field) or field.replace('.', ' ').replace('_', ' ')}: {_change(entry, say)}"
+
+
+def _change(entry: dict[str, Any], say: Callable[[Any], str]) -> str:
+    before, after = entry["a"], entry["b"]
+    told = f"{_said(before, say)} -> {_said(after, say)}"
+    if say is _say_bytes and before and after and before != after:
+        told += f" ({after / before - 1:+.1%})"
+    return told
+
+
+def _said(value: Any, say: Callable[[Any], str]) -> str:
+    return "none" if value in (None, "", [], {}) else say(value)
+
+
+def _say(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _say_bytes(value: int) -> str:
+    return format_bytes(value)
+
+
+def _say_sizes(sizes: list[int]) -> str:
+    return ", ".join(f"{count} x {size}" for size, count in Counter(sizes).items())
+
+
+def _say_tenants(tenants: list[dict[str, Any]]) -> str:
+    return ", ".join(f"process {tenant['pid']} with {format_bytes(tenant['used_bytes'])}" for tenant in tenants)
+
+
+def _say_trial(trial: dict[str, Any]) -> str:
+    retries = plural(trial["alloc_retries"], "allocator retry", "allocator retries")
+    peak = f" with {format_bytes(trial['peak_bytes'])}" if trial["peak_bytes"] else ""
+    return f"{trial['outcome']}{peak}{f' after {retries}' if trial['alloc_retries'] else ''}"
+
+
+_NAMES = {
+    "micro_batch_size": "micro-batch size",
+    "micro_batch_sizes": "micro-batches",
+    "budget_bytes": "budget",
+    "headroom_bytes": "headroom",
+    "peak_bytes": "peak",
+    "device.name": "device",
+    "device.total_bytes": "device's memory",
+    "state_bytes": "optimizer state",
+    "version": "autobatch",
+    "id": "plan",
+    "seconds": "fit took",
+    "made_at": "made",
+    "verdict": "check",
+}
+
+_SPECIAL: dict[str, Callable[[Any], str]] = {
+    "micro_batch_sizes": _say_sizes,
+    "device.tenants": _say_tenants,
+    "verdict": lambda verdict: str(Verdict(**verdict)),
+    "made_at": lambda seconds: format_time(seconds) or "not noted",
+    "seconds": lambda seconds: f"{seconds:.1f} s",
+}

@@ -1,0 +1,226 @@
+"""A plan and its runs as tables of values, from which the text and the HTML are both made.
+
+Covers which numbers are shown, in which order, and how many rows of long lists. Does not cover how a table looks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from typing import NamedTuple, TypeVar
+
+from autobatch.history import Run, Setback, StepRange
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.records import Trial
+from autobatch.report.breakdown import memory_parts
+from autobatch.wording import format_bytes, plural
+
+__all__ = [
+    "Bytes",
+    "Cell",
+    "Table",
+    "breakdown_table",
+    "budget_table",
+    "curve_table",
+    "facts_table",
+    "format_cell",
+    "format_time",
+    "newest",
+    "number_columns",
+    "range_table",
+    "run_table",
+    "setback_table",
+    "trial_table",
+]
+
+_T = TypeVar("_T")
+
+_UNKNOWN = "-"
+
+_MOST_ROWS = 24
+"""Of a list without an end; half from its beginning, half from its end."""
+
+
+_MOST_RUNS = 4
+"""Shown one by one, with their steps: the newest."""
+
+
+class Bytes(int):
+    """A number of bytes: a cell that is shown with a unit."""
+
+
+Cell = str | int | float
+
+
+class Table(NamedTuple):
+    """Rows of values under headings, and sentences beneath.
+
+    Attributes:
+        headings: One a column; empty where a column needs none.
+        rows: Cells of each row: text, counts, rates (float), or ``Bytes``.
+        notes: Sentences.
+    """
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def format_cell(cell: Cell) -> str:
+    """As people read it: bytes with a unit, rates with one decimal."""
+    if isinstance(cell, Bytes):
+        return format_bytes(cell)
+    return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
+
+
+def number_columns(table: Table) -> frozenset[int]:
+    """The columns that hold numbers, which stand below each other."""
+    columns = enumerate(zip(*table.rows, strict=True))
+    return frozenset(index for index, column in columns if all(map(_is_number, column)))
+
+
+def _is_number(cell: Cell) -> bool:
+    return not isinstance(cell, str) or cell == _UNKNOWN or cell.endswith("%")
+
+
+def newest(runs: Sequence[Run]) -> Sequence[Run]:
+    """The runs that are shown one by one."""
+    return runs[-_MOST_RUNS:]
+
+
+def format_time(seconds: float) -> str:
+    """``2026-11-21 19:01 UTC`` from seconds since 1970; empty where that is not noted or no date."""
+    if seconds <= 0:
+        return ""
+    try:
+        return f"{datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=seconds):%Y-%m-%d %H:%M} UTC"
+    except (OverflowError, ValueError):  # a damaged or foreign record must still be shown
+        return ""
+
+
+def facts_table(plan: PlanRecord) -> Table:
+    """What was decided, for what, and by whom."""
+    sizes = ", ".join(f"{count} x {size}" for size, count in Counter(plan.micro_batch_sizes).items())
+    facts: tuple[tuple[str, Cell], ...] = (
+        ("target batch", plan.target_batch),
+        ("ranks", plan.world_size),
+        ("micro-batch size", plan.micro_batch_size),
+        ("micro-batches", sizes),
+        ("predicted peak" if plan.predicted else "peak", Bytes(plan.peak_bytes)),
+        ("optimizer state", Bytes(plan.state_bytes)),
+        ("device", plan.device.name),
+        ("model", plan.model),
+        ("plan", plan.id),
+        ("confirms", plan.confirms),
+        ("made", format_time(plan.made_at)),
+        ("fit took", f"{plan.seconds:.1f} s"),
+        ("autobatch", plan.version),
+        ("fingerprint", plan.fingerprint),
+    )
+    return Table(("", ""), tuple(row for row in facts if _is_known(row)))
+
+
+def _is_known(fact: tuple[str, Cell]) -> bool:
+    name, value = fact
+    return value not in ("", 0) and (name, value) != ("ranks", 1)
+
+
+def budget_table(plan: PlanRecord) -> Table:
+    """What the process may hold; without rows where the device does not tell."""
+    if not plan.budget_bytes:
+        told = f"{plan.device.name} does not tell its memory; sizes were found by running out of it"
+        return Table((), (), (told,))
+    rows: list[tuple[Cell, ...]] = [
+        ("budget", Bytes(plan.budget_bytes), f"what this process may hold on {plan.device.name}"),
+        ("headroom", Bytes(plan.headroom_bytes), "left free on purpose"),
+        ("limit", Bytes(plan.limit_bytes), "what a trial had to stay within"),
+    ]
+    if plan.device.total_bytes:
+        rows.append(("device", Bytes(plan.device.total_bytes), "in all"))
+    return Table(("", "bytes", "what it is"), tuple(rows))
+
+
+def trial_table(plan: PlanRecord) -> Table:
+    """Every attempt, in order."""
+    headings = ("size", "outcome", "allocated", "reserved", "optimizer", "retries", "samples/s")
+    told = "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
+    ended = ("Where memory ended (oom), peaks are what was reached before.",) if plan.out_of_memory_trials else ()
+    return Table(headings, tuple(map(_trial_row, plan.trials)), (told, *ended))
+
+
+def _trial_row(trial: Trial) -> tuple[Cell, ...]:
+    peaks = (trial.peak_allocated, trial.peak_reserved, trial.optimizer_peak)
+    speed = trial.samples_per_second or _UNKNOWN
+    reached = (Bytes(peak) if peak else _UNKNOWN for peak in peaks)
+    return (trial.micro_batch_size, trial.outcome, *reached, trial.alloc_retries, speed)
+
+
+def breakdown_table(plan: PlanRecord) -> Table:
+    """The parts of the budget, each with its symbol in a bar of text."""
+    parts = memory_parts(plan)
+    total = sum(part.size_bytes for part in parts)
+    rows = ((part.symbol, Bytes(part.size_bytes), f"{part.size_bytes / total:.1%}", part.about) for part in parts)
+    told = f"In all {format_bytes(total)}{', the budget' if total == plan.budget_bytes else ''}."
+    return Table(("", "bytes", "share", "part"), tuple(rows), (told,))
+
+
+def curve_table(plan: PlanRecord) -> Table:
+    """The curve's word on a few sizes, the planned one among them; without rows where there is no curve."""
+    if plan.curve is None:
+        return Table((), ())
+    share = sum(plan.micro_batch_sizes)
+    sizes = sorted({1, plan.micro_batch_size, min(2 * plan.micro_batch_size, share), share})
+    marks = {plan.micro_batch_size: "<- the plan"}
+    rows = tuple((size, Bytes(plan.curve.peak_reserved(size)), marks.get(size, "")) for size in sizes)
+    largest = min(plan.curve.largest(plan.limit_bytes), share)
+    told = (f"The curve puts the largest size within the limit at {largest} of {share}.",) if plan.budget_bytes else ()
+    return Table(("samples", "peak", ""), rows, told)
+
+
+def run_table(runs: Sequence[Run]) -> Table:
+    """Each run in a line."""
+    shown, left_out = _ends(runs, "run")
+    ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
+    one_by_one = (f"Steps and setbacks: of the last {_MOST_RUNS} runs only.",) if len(runs) > _MOST_RUNS else ()
+    headings = ("run", "began", "steps", "retries", "peak", "outcome")
+    return Table(headings, tuple(map(_run_row, shown)), (*left_out, *ended, *one_by_one))
+
+
+def _run_row(run: Run) -> tuple[Cell, ...]:
+    began = format_time(run.started_at).removesuffix(" UTC")
+    return (run.id, began or _UNKNOWN, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
+
+
+def range_table(run: Run) -> Table:
+    """How one run's steps went: consecutive ones that went alike in one row."""
+    shown, left_out = _ends(run.ranges, "range of steps", "ranges of steps")
+    headings = ("steps", "micro-batch", "retries", "peak", "samples/s")
+    return Table(headings, tuple(map(_range_row, shown)), left_out)
+
+
+def _range_row(part: StepRange) -> tuple[Cell, ...]:
+    steps = f"{part.first_step}-{part.last_step}" if part.last_step > part.first_step else str(part.first_step)
+    speed = part.samples / part.seconds if part.seconds > 0 else _UNKNOWN
+    return (steps, part.micro_batch_size, part.retries, Bytes(part.peak_bytes), speed)
+
+
+def setback_table(run: Run) -> Table:
+    """When memory was short or came back in one run, and why."""
+    shown, left_out = _ends(run.setbacks, "setback")
+    rows = tuple(map(_setback_row, shown))
+    return Table(("step", "kind", "from", "to", "held", "reason"), rows, left_out)
+
+
+def _setback_row(back: Setback) -> tuple[Cell, ...]:
+    held = Bytes(back.used_bytes) if back.used_bytes else _UNKNOWN
+    return (back.step, back.kind, back.old_size, back.new_size, held, back.reason or _UNKNOWN)
+
+
+def _ends(items: Sequence[_T], singular: str, several: str | None = None) -> tuple[Sequence[_T], tuple[str, ...]]:
+    """A list's beginning and end, and a sentence on what lies between."""
+    if len(items) <= _MOST_ROWS:
+        return items, ()
+    half = _MOST_ROWS // 2
+    missing = plural(len(items) - 2 * half, f"more {singular}", f"more {several}" if several else None)
+    return (*items[:half], *items[-half:]), (f"{missing} between the first {half} and the last {half}, not shown.",)

@@ -1,0 +1,152 @@
+"""The tables of each version, and the way from one to the next."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+from ledgers import make_plan, make_run, start_process
+
+from autobatch.ledger import schema
+from autobatch.ledger.schema import VERSION, LedgerUnavailable, is_damaged, migrate
+from autobatch.ledger.store import Store
+
+# As version 1 made them; written out, since files of it stay as they are whatever becomes of the code.
+FIRST_TABLES = """
+CREATE TABLE plans (
+    id TEXT PRIMARY KEY NOT NULL, made_at REAL NOT NULL, model TEXT NOT NULL, device TEXT NOT NULL,
+    fingerprint TEXT NOT NULL, target_batch INTEGER NOT NULL, micro_batch_size INTEGER NOT NULL,
+    peak_bytes INTEGER NOT NULL, content TEXT NOT NULL);
+CREATE INDEX plans_by_age ON plans (made_at);
+CREATE INDEX plans_by_fingerprint ON plans (fingerprint, made_at);
+PRAGMA user_version = 1;
+"""
+
+
+def make_first_version(path, *plans):
+    """A ledger of version 1, which knew plans only."""
+    connection = sqlite3.connect(path)
+    connection.executescript(FIRST_TABLES)
+    for plan in plans:
+        values = (plan.id, plan.made_at, plan.model, plan.device.name, plan.fingerprint, 32, 8, plan.peak_bytes)
+        connection.execute("INSERT INTO plans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, plan.model_dump_json()))
+    connection.commit()
+    connection.close()
+
+
+def read_schema(path):
+    """All statements that make the file's tables, and its version."""
+    connection = sqlite3.connect(path)
+    tables = {
+        row[0]: " ".join(row[1].split())
+        for row in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql != ''")
+    }
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.close()
+    return tables, version
+
+
+def test_a_file_of_version_1_is_brought_up_to_date(tmp_path):
+    """Its plans are there, runs can be added, and its tables are those of a new file."""
+    old, new = tmp_path / "old.sqlite3", tmp_path / "new.sqlite3"
+    make_first_version(old, make_plan("a1"), make_plan("b2"))
+    with Store(old) as store, Store(new):
+        assert [plan.id for plan in store.plans()] == ["b2", "a1"]
+        store.add_run(make_run(plan="a1"))
+        assert store.runs_of("a1") == [make_run(plan="a1")]
+    assert read_schema(old) == read_schema(new)
+    assert read_schema(old)[1] == VERSION == 2
+
+
+def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    """Half of a version is none: the next start begins with the old one."""
+    path = tmp_path / "old.sqlite3"
+    make_first_version(path, make_plan())
+    before = read_schema(path)
+    first, second = schema._STEPS
+    monkeypatch.setattr(schema, "_STEPS", (first, (*second, "CREATE NONSENSE")))
+    with pytest.raises(sqlite3.OperationalError, match="NONSENSE"):
+        Store(path)
+    assert read_schema(path) == before
+    monkeypatch.undo()
+    with Store(path) as store:
+        assert len(store.plans()) == 1
+
+
+def test_another_who_was_faster_is_noticed_under_the_lock(tmp_path, monkeypatch):
+    """A process that read the version before another one migrated does not make the tables again."""
+    path = tmp_path / "old.sqlite3"
+    make_first_version(path)
+    slow = sqlite3.connect(path, isolation_level=None)
+    answers = [1]  # what the slow one still believes
+
+    def check(connection, real=schema.check_version):
+        if connection is slow and answers:
+            with Store(path):
+                return answers.pop()
+        return real(connection)
+
+    monkeypatch.setattr(schema, "check_version", check)
+    migrate(slow)
+    slow.close()
+    assert answers == []
+    assert read_schema(path)[1] == VERSION
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_many_may_migrate_at_once(tmp_path, exists):
+    """Six processes that open an old file, or none, at the same moment all succeed."""
+    path = tmp_path / "ledger.sqlite3"
+    if exists:
+        make_first_version(path, make_plan())
+    program = """
+import sys, time
+from pathlib import Path
+from ledgers import make_plan
+from autobatch.ledger.store import Store
+print("ready", flush=True)
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.001)
+with Store(Path(sys.argv[1])) as store:
+    store.add_plan(make_plan(sys.argv[3], made_at=0.0))
+"""
+    start = tmp_path / "start"
+    processes = [start_process(program, path, start, f"new{number}") for number in range(6)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    start.touch()
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    with Store(path) as store:
+        assert len(store.plans()) == 6 + exists
+
+
+def test_a_newer_file_is_refused_and_left_alone(tmp_path):
+    """Not a byte changes, and the message says what to do."""
+    path = tmp_path / "ledger.sqlite3"
+    connection = sqlite3.connect(path)
+    connection.executescript(f"CREATE TABLE later (x); PRAGMA user_version = {VERSION + 1}")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(LedgerUnavailable, match=r"newer autobatch .*AUTOBATCH_HOME"):
+        Store(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["ledger.sqlite3"]
+
+
+@pytest.mark.parametrize(
+    ("error", "damaged"),
+    [
+        (sqlite3.DatabaseError("file is not a database"), True),
+        (sqlite3.DatabaseError("database disk image is malformed"), True),
+        (sqlite3.DatabaseError("malformed database schema (plans)"), True),
+        (sqlite3.OperationalError("database is locked"), False),
+        (sqlite3.OperationalError("disk I/O error"), False),
+        (sqlite3.OperationalError("attempt to write a readonly database"), False),
+        (OSError("not a database"), False),
+    ],
+)
+def test_only_a_broken_content_is_damage(error, damaged):
+    """A lock or a full disk goes away: another file would not help."""
+    assert is_damaged(error) is damaged

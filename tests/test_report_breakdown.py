@@ -1,0 +1,63 @@
+"""The parts of the memory add up, whatever a trial measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from report_cases import CASES, GIB, card_plan, make_plan, make_trial, plans
+
+from autobatch.report.breakdown import apportion, chosen_trial, held_bytes, memory_parts
+
+
+@given(plans())
+def test_parts_add_up_to_the_budget(plan):
+    """To the budget, or to what was held where that is more or no budget is known."""
+    parts = memory_parts(plan)
+    held = held_bytes(chosen_trial(plan))
+    assert sum(part.size_bytes for part in parts) == max(plan.budget_bytes, held)
+    assert all(part.size_bytes > 0 for part in parts)
+    assert sum(part.size_bytes for part in parts if part.key not in {"free", "headroom"}) == held
+
+
+def test_parts_of_a_card():
+    """Each part is what its words say, to the byte."""
+    parts = {part.key: part.size_bytes for part in memory_parts(card_plan())}
+    assert parts == {
+        "resident": 2 * GIB,
+        "passes": 16 * GIB,
+        "unused": 187 * GIB // 10 - 18 * GIB,
+        "free": 216 * GIB // 10 - GIB - 187 * GIB // 10,
+        "headroom": GIB,
+    }
+
+
+def test_an_optimizers_step_counts_with_what_it_needs_beyond_the_backward():
+    """Both peaks on top of each other would be a moment that never was."""
+    trial = make_trial(4, 7 * GIB, backward_allocated=5 * GIB, optimizer_peak=7 * GIB, resident_bytes=2 * GIB)
+    parts = {part.key: part.size_bytes for part in memory_parts(make_plan([trial], 4, 4, 8 * GIB))}
+    assert parts == {"resident": 2 * GIB, "passes": 3 * GIB, "update": 2 * GIB, "free": GIB}
+
+
+def test_what_was_only_predicted_is_one_part():
+    """Nothing was measured from which it could be divided."""
+    parts = memory_parts(CASES["predicted"])
+    assert [part.key for part in parts] == ["peak", "free", "headroom"]
+    assert sum(part.size_bytes for part in parts) == CASES["predicted"].budget_bytes
+
+
+@pytest.mark.parametrize("name", ["unmeasured", "nothing known"])
+def test_a_device_that_tells_nothing_has_no_parts(name):
+    """No number is made up."""
+    assert memory_parts(CASES[name]) == ()
+
+
+@given(counts=st.lists(st.integers(0, 2**38), max_size=7), cells=st.integers(1, 100))
+def test_cells_are_divided_in_proportion(counts, cells):
+    """All cells are given out, and none is off its share by one or more."""
+    given_out = apportion(counts, cells)
+    total = sum(counts)
+    assert sum(given_out) == (cells if total else 0)
+    assert all(
+        abs(mine * total - count * cells) < total for mine, count in zip(given_out, counts, strict=True) if total
+    )
