@@ -43,8 +43,9 @@ bench: $(BENCH_INSTALLED) ## time, memory, retries and search beside others, som
 accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accuracy TABLE=peaks.csv [MODELS=100]
 	PYTHONPATH=. $(PYTHON_ENV) benchmarks/accuracy.py --table "$(TABLE)" --models $(or $(MODELS),100) --output benchmarks/RESULTS.md
 
-test: $(INSTALLED) ## run all tests, the slow ones too
-	$(PYTHON_ENV) -m pytest
+# A file's tests stay in one process: they share what is dear to make.
+test: $(INSTALLED) ## run all tests, the slow ones too, on two cores
+	$(PYTHON_ENV) -m pytest --numprocesses 2 --dist loadfile
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	$(PYTHON_ENV) -m pytest -m gpu tests/gpu

@@ -7,6 +7,7 @@ import torch
 from nets import GPT, step, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autobatch.errors import CannotPredict
 from autobatch.prediction.tracing.attention import Attention, choose_kernel
 from autobatch.prediction.tracing.trace import trace
 from autobatch.workload.batches import describe
@@ -49,6 +50,66 @@ def test_kernels_that_the_user_has_switched_off_are_not_chosen():
         assert choose_kernel(_call()) == "math"
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         assert choose_kernel(_call()) == "efficient"
+
+
+@pytest.mark.parametrize(
+    ("forced", "call", "kernel"),
+    [
+        (SDPBackend.FLASH_ATTENTION, _call(), "flash"),
+        (SDPBackend.EFFICIENT_ATTENTION, _call(), "efficient"),
+        (SDPBackend.CUDNN_ATTENTION, _call(), "cudnn"),
+        (SDPBackend.CUDNN_ATTENTION, _call(mask=torch.empty(16, 16, dtype=torch.bool, device="meta")), "cudnn"),
+        (SDPBackend.MATH, _call(torch.float64), "math"),
+    ],
+)
+def test_a_kernel_that_is_forced_is_taken(forced, call, kernel):
+    """The only one that is enabled, where it takes the tensors."""
+    with sdpa_kernel(forced):
+        assert choose_kernel(call) == kernel
+
+
+@pytest.mark.parametrize(
+    ("forced", "call"),
+    [
+        (SDPBackend.FLASH_ATTENTION, _call(torch.float32)),
+        (SDPBackend.FLASH_ATTENTION, _call(mask=torch.empty(16, 16, device="meta"))),
+        (SDPBackend.EFFICIENT_ATTENTION, _call(torch.float64)),
+        (SDPBackend.CUDNN_ATTENTION, _call(torch.float32)),
+        (SDPBackend.CUDNN_ATTENTION, _call(width=36)),
+    ],
+)
+def test_a_forced_kernel_that_does_not_take_the_tensors_raises(forced, call):
+    """As torch does on a card, with what was asked of it."""
+    with sdpa_kernel(forced), pytest.raises(RuntimeError, match=r"^No available kernel: .*query \(2, 4, 16, "):
+        choose_kernel(call)
+
+
+def _forcing(backend):
+    def run(model, batch):
+        with sdpa_kernel(backend):
+            return step(model, batch)
+
+    return run
+
+
+def _trace_gpt(run, dtype=torch.bfloat16):
+    return trace(Workload(GPT(length=256, words=100, dropout=0.0).to(dtype), run), describe(tokens(2, 256)), 2)
+
+
+def test_a_step_that_forces_what_cannot_run_is_refused_by_its_line():
+    """Float32 and flash."""
+    with pytest.raises(CannotPredict, match=r"nets\.py:\d+: `mixed = .*raise on a card: No available kernel"):
+        _trace_gpt(_forcing(SDPBackend.FLASH_ATTENTION), torch.float32)
+
+
+def test_cudnns_kernel_keeps_as_much_as_flash():
+    """The result and one number a query and head; neither keeps a weight for each pair."""
+    kept = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        traced = _trace_gpt(_forcing(backend))
+        blocks = zip(traced.sizes, traced.blocks, strict=True)
+        kept.append(sum(size for size, block in blocks if block.kind == "activation"))
+    assert kept[1] == pytest.approx(kept[0], rel=0.01)
 
 
 def _largest_activation(run, length=256):

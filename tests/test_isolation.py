@@ -108,3 +108,27 @@ def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):
     with pytest.raises(CannotPredict, match=r"there is none to be had .*no more processes"):
         run_apart(lambda: 3)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_what_the_child_prints_goes_nowhere(capfd):
+    """A prediction is silent: warnings, prints and torch's own log."""
+
+    def chatter():
+        sys.stdout.write("out\n")
+        sys.stderr.write("error\n")
+        os.write(2, b"from C++")
+        return 3
+
+    assert run_apart(chatter) == 3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_last_words_of_a_child_that_dies_are_told():
+    """C++ says why it aborts on the error stream."""
+
+    def die():
+        os.write(2, b"something\nterminate called after throwing: no such thing\n")
+        abort()
+
+    with pytest.raises(CannotPredict, match=r"\(signal SIGABRT: terminate called after throwing: no such thing\)"):
+        run_apart(die)

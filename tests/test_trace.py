@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from workloads import bits_of, differences
 
+import autobatch.prediction.tracing.trace as trace_module
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Replay
 from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
@@ -320,6 +321,74 @@ def test_counts_that_only_values_tell_are_not_read():
         return Mean(step(model, batch), over=(batch[1] != -100).sum())
 
     assert trace(_workload(ConvNet(), run=run), describe(images()), 2).samples == 2
+
+
+def test_a_step_that_loops_over_samples_is_not_traced_without_end(monkeypatch):
+    """Sizes are traced until the next one would have too many events; beyond, it is a line."""
+    model, sizes = nn.Linear(16, 16), []
+
+    def run(module, batch):
+        sizes.append(len(batch))
+        return torch.stack([module(sample).tanh().mean() for sample in batch]).mean()
+
+    monkeypatch.setattr(trace_module, "_MOST_EVENTS", 1000)
+    monkeypatch.setattr(trace_module, "_SIZES", (2, 3, 17))
+    workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
+    timeline = trace_timeline(workload, layout)
+    assert timeline.interpolated
+    assert max(sizes) == 17  # traced in any case
+    assert sorted(set(sizes))[:4] == [2, 3, 4, 8]
+    assert timeline.measure(160, Replay.peak) > 3 * timeline.measure(16, Replay.peak)
+
+
+def test_a_step_whose_operators_do_not_depend_on_samples_is_traced_at_all_sizes(monkeypatch):
+    """However many operators it has: what bends with the square needs the far sizes."""
+    monkeypatch.setattr(trace_module, "_MOST_EVENTS", 10)
+    monkeypatch.setattr(trace_module, "_LADDER", (4, 256, 1024))
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    timeline = trace_timeline(_workload(model, run=_contrast), describe((torch.zeros(2, 16), torch.zeros(2))))
+    assert [step.samples for step in timeline.traced] == [2, 3, 4, 67, 256, 1024]
+
+
+def test_an_encoder_in_eval_mode_takes_its_usual_way():
+    """Its packed one needs the mask's values; torch's switch is as before afterwards."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+    def run(model, batch):
+        model[0].eval()
+        with torch.no_grad():
+            hidden = model[0](batch, src_key_padding_mask=torch.zeros(batch.shape[:2], device=batch.device).bool())
+        return model[1](hidden).mean()
+
+    model = nn.Sequential(encoder, nn.Linear(16, 4))
+    assert trace(Workload(model, run), describe(torch.zeros(2, 5, 16)), 2).samples == 2
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_step_may_wait_for_the_card():
+    """There is nothing to wait for."""
+
+    def run(model, batch):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return step(model, batch)
+
+    plain = trace(_workload(ConvNet()), describe(images()), 2)
+    assert trace(_workload(ConvNet(), run=run), describe(images()), 2).sizes == plain.sizes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on loading the compiler
+def test_a_wrapper_does_not_hide_compiled_code_from_the_trace():
+    """What-if puts a function around the step; what is compiled inside still runs as written."""
+    model = ConvNet()
+    compiled = torch.compile(step)
+
+    def run(module, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return compiled(module, batch)
+
+    plain = trace(_workload(model, run=_autocast_step("cuda", torch.bfloat16)), describe(images()), 2)
+    assert trace(_workload(model, run=run), describe(images()), 2).sizes == plain.sizes
 
 
 def test_gradients_that_meet_are_added_in_place():

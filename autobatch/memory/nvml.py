@@ -117,14 +117,17 @@ def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     held = _list_processes(nvml, handle)
     held.pop(os.getpid(), None)
-    tenants = (Tenant(pid=pid, used_bytes=used, name=_name(nvml, pid)) for pid, used in held.items())
+    tenants = (
+        Tenant(pid=pid, used_bytes=used, name=_ask_text(nvml, "nvmlSystemGetProcessName", pid))
+        for pid, used in held.items()
+    )
     return CardReading(
         uuid=uuid,
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         tenants=tuple(sorted(tenants, key=lambda tenant: (-tenant.used_bytes, tenant.pid))),
-        driver=_driver(nvml),
-        name=_read_text(nvml.nvmlDeviceGetName(handle)),
+        driver=_ask_text(nvml, "nvmlSystemGetDriverVersion"),
+        name=_ask_text(nvml, "nvmlDeviceGetName", handle),
         divided=_is_divided(nvml, handle),
     )
 
@@ -173,18 +176,11 @@ def _running(nvml: Any, handle: Any) -> list[Any]:
     return processes
 
 
-def _name(nvml: Any, pid: int) -> str:
+def _ask_text(nvml: Any, function: str, *arguments: Any) -> str:
+    """What nothing that is measured hangs on: empty where it is not told."""
     try:
-        name = nvml.nvmlSystemGetProcessName(pid)
-    except (nvml.NVMLError, UnicodeDecodeError):  # it ended meanwhile, belongs to somebody else, or has an odd name
-        return ""
-    return _read_text(name)
-
-
-def _driver(nvml: Any) -> str:
-    try:
-        return _read_text(nvml.nvmlSystemGetDriverVersion())
-    except (nvml.NVMLError, AttributeError, UnicodeDecodeError):  # nothing that is measured hangs on it
+        return _read_text(getattr(nvml, function)(*arguments))
+    except (nvml.NVMLError, AttributeError, UnicodeDecodeError):
         return ""
 
 

@@ -2,8 +2,8 @@
 
 Covers tracing, which registers a device with torch for the life of a process and goes through C++ that aborts where an
 error finds it unprepared. The child is a fork: it sees the user's model without a copy, whatever it does to it ends
-with it, and only its result comes back. Where a process cannot fork (Windows) or must not (macOS, whose system
-libraries forbid it), the function runs here.
+with it, and only its result comes back. What it prints goes nowhere, but for the last line before a crash. Where a
+process cannot fork (Windows) or must not (macOS, whose system libraries forbid it), the function runs here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import pickle
 import select
 import signal
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
@@ -29,6 +30,8 @@ MOST_SECONDS = 300.0
 
 _FORKS = sys.platform.startswith("linux")
 _WELL = "exit status 0"
+_STDOUT, _STDERR = 1, 2
+_LONGEST = 200
 _Result = TypeVar("_Result")
 
 
@@ -44,17 +47,21 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
     """
     if not _FORKS:
         return function()
-    child, reading = _start(function)
-    try:
-        answer = _read(reading, time.monotonic() + most_seconds)
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        os.close(reading)
-        end = _wait(child)
+    with tempfile.TemporaryFile() as printed:
+        child, reading = _start(function, printed.fileno())
+        try:
+            answer = _read(reading, time.monotonic() + most_seconds)
+        except BaseException:
+            os.kill(child, signal.SIGKILL)
+            raise
+        finally:
+            os.close(reading)
+            end = _wait(child)
+        said = _last_line(printed)
     if end != _WELL:
-        raise CannotPredict(f"the trace ended the process that it ran in ({end}), and nothing else; run fit() on a GPU")
+        raise CannotPredict(
+            f"the trace ended the process that it ran in ({end}{said}), and nothing else; run fit() on a GPU"
+        )
     try:
         has_failed, result = pickle.loads(answer)  # noqa: S301 - our own child wrote it
     except (pickle.UnpicklingError, EOFError) as error:
@@ -64,7 +71,13 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
     return result  # type: ignore[no-any-return]
 
 
-def _start(function: Callable[[], Any]) -> tuple[int, int]:
+def _last_line(printed: IO[bytes]) -> str:
+    printed.seek(0)
+    lines = printed.read()[-_LONGEST:].decode(errors="replace").strip().splitlines()
+    return f": {lines[-1].strip()}" if lines else ""
+
+
+def _start(function: Callable[[], Any], printed: int) -> tuple[int, int]:
     """The child, and where its answer is read."""
     try:
         reading, writing = os.pipe()
@@ -81,7 +94,7 @@ def _start(function: Callable[[], Any]) -> tuple[int, int]:
         raise CannotPredict(f"a trace needs a process of its own, and there is none to be had ({error})") from error
     if child == 0:
         os.close(reading)
-        _answer(function, writing)
+        _answer(function, writing, printed)
     os.close(writing)
     return child, reading
 
@@ -96,10 +109,11 @@ def _wait(child: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
-def _answer(function: Callable[[], Any], writing: int) -> None:
+def _answer(function: Callable[[], Any], writing: int, printed: int) -> None:
     """In the child: send what comes of the function, and end without the parent's clean-up."""
     status = 1
     try:
+        _redirect(printed)
         torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
         answer = _pack(function)
         with os.fdopen(writing, "wb") as pipe:
@@ -107,6 +121,13 @@ def _answer(function: Callable[[], Any], writing: int) -> None:
         status = 0
     finally:
         os._exit(status)
+
+
+def _redirect(printed: int) -> None:
+    """Both streams, as C++ knows them and as Python does: in notebooks these are not the same."""
+    for stream in (_STDOUT, _STDERR):
+        os.dup2(printed, stream)
+    sys.stdout = sys.stderr = os.fdopen(os.dup(printed), "w", buffering=1, errors="replace")
 
 
 def _pack(function: Callable[[], Any]) -> bytes:

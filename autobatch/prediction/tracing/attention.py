@@ -2,7 +2,8 @@
 
 Covers ``F.scaled_dot_product_attention`` and all that is built on it, by the rules of
 ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` for cards of compute capability 8.0 or more, and the switches
-of ``torch.nn.attention.sdpa_kernel``. Does not cover nested tensors, nor cuDNN's kernel, which keeps as much as flash.
+of ``torch.nn.attention.sdpa_kernel``. Does not cover nested tensors, nor that Hopper cards prefer cuDNN's kernel, which
+keeps as much as flash: it is taken where it is the only one that is enabled.
 On a fake device torch itself would always take the plain formula, with 20 to 50 times the memory.
 """
 
@@ -17,6 +18,8 @@ from typing import Literal
 import torch
 
 __all__ = ["Attention", "choose_kernel", "register"]
+
+Kernel = Literal["flash", "efficient", "cudnn", "math"]
 
 _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
@@ -47,14 +50,25 @@ class Attention:
     grouped: bool = False
 
 
-def choose_kernel(call: Attention) -> Literal["flash", "efficient", "math"]:
-    """What CUDA would run: the first of flash, memory-efficient and plain that takes these tensors and is enabled."""
-    if not _is_plain(call):
-        return "math"
-    if torch.backends.cuda.flash_sdp_enabled() and _suits_flash(call):
-        return "flash"
-    if torch.backends.cuda.mem_efficient_sdp_enabled() and _suits_efficient(call):
-        return "efficient"
+def choose_kernel(call: Attention) -> Kernel:
+    """What CUDA would run: the first of flash, memory-efficient, cuDNN's and plain that takes these tensors and is on.
+
+    Raises:
+        RuntimeError: As torch does, where those that are enabled do not take them.
+    """
+    switches = torch.backends.cuda
+    if _is_plain(call):
+        if switches.flash_sdp_enabled() and _suits_flash(call):
+            return "flash"
+        if switches.mem_efficient_sdp_enabled() and _suits_efficient(call):
+            return "efficient"
+        if switches.cudnn_sdp_enabled() and not switches.math_sdp_enabled() and _suits_cudnn(call):
+            return "cudnn"
+    if not switches.math_sdp_enabled():
+        raise RuntimeError(
+            f"No available kernel: sdpa_kernel() has none enabled that takes a query {tuple(call.query.shape)} and a "
+            f"key {tuple(call.key.shape)} of {call.query.dtype}{'' if call.mask is None else ' with a mask'}"
+        )
     return "math"
 
 
@@ -85,6 +99,13 @@ def _suits_efficient(call: Attention) -> bool:
         and call.query.shape[-1] % aligned == 0
         and call.value.shape[-1] % aligned == 0
     )
+
+
+def _suits_cudnn(call: Attention) -> bool:
+    """Widths above 128 need a Hopper card."""
+    widths = (call.query.shape[-1], call.value.shape[-1])
+    heads_divide = call.query.shape[1] % call.key.shape[1] == 0 and (call.grouped or _heads_agree(call))
+    return call.query.dtype in _HALF and heads_divide and all(width % 8 == 0 and width <= 256 for width in widths)
 
 
 def _heads_agree(call: Attention) -> bool:
@@ -126,6 +147,14 @@ def _run_efficient(call: Attention) -> torch.Tensor:
     return output
 
 
+def _run_cudnn(call: Attention) -> torch.Tensor:
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.query, call.key, call.value))
+    output: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
+        call.query, call.key, call.value, _bias_of(call), needs_grad, call.dropout, call.causal, scale=call.scale
+    )[0]
+    return output
+
+
 def _bias_of(call: Attention) -> torch.Tensor | None:
     """The mask as the kernel wants it: added, in the query's dtype, with rows padded to 16 elements in memory."""
     bias = call.mask
@@ -148,9 +177,10 @@ def _run_plain(call: Attention) -> torch.Tensor:
     return output
 
 
-_KERNELS: dict[str, Callable[[Attention], torch.Tensor]] = {
+_KERNELS: dict[Kernel, Callable[[Attention], torch.Tensor]] = {
     "flash": _run_flash,
     "efficient": _run_efficient,
+    "cudnn": _run_cudnn,
     "math": _run_plain,
 }
 

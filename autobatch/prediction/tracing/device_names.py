@@ -1,13 +1,15 @@
 """The user's words for a device, taken for the fake one while a step is traced.
 
-Covers ``.to("cuda")``, ``.cuda()``, ``device="cuda"``, ``is_cuda`` and the same with the device that the model is on.
+Covers ``.to("cuda")``, ``.cuda()``, ``device="cuda"``, ``is_cuda`` and the same with the device that the model is on;
+calls that only wait or count (``torch.cuda.synchronize()``), which are left out.
 Does not cover what a step asks torch about the machine (``torch.cuda.is_available()``), nor comparisons of
 ``tensor.device.type`` with a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,9 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
 
-__all__ = ["DeviceNames"]
+__all__ = ["DeviceNames", "without_waiting"]
 
 _IS_CUDA: Any = vars(torch._C.TensorBase)["is_cuda"].__get__  # noqa: SLF001 - the property itself, no public twin
+
+_WAITS = ("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
+"""Functions of ``torch.cuda`` that change no tensor. Without a card they raise; in a child of a process that has one
+they must not run."""
 
 
 class DeviceNames(TorchFunctionMode):
@@ -50,3 +56,20 @@ class DeviceNames(TorchFunctionMode):
         if isinstance(value, int) and not isinstance(value, bool):  # a CUDA index
             return DEVICE
         return value
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """While this lasts, ``torch.cuda.synchronize()`` and the like do nothing."""
+    before = {name: getattr(torch.cuda, name) for name in _WAITS}
+    for name in _WAITS:
+        setattr(torch.cuda, name, _do_nothing)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Nothing is running on the fake device, and nothing is cached there."""

@@ -1,13 +1,18 @@
 """Why a step could not be traced, with the user's own line.
 
-Covers what fake tensors raise where a step needs values, and any other error on the fake device. Does not cover what is
-refused before a step runs (``twins``, ``fake_device``).
+Covers what fake tensors raise where a step needs values, tensors on two devices, and any other error on the fake
+device. Does not cover what is refused before a step runs (``twins``, ``fake_device``), nor losses
+(``workload.losses``).
 """
 
 from __future__ import annotations
 
 import linecache
+import os
+import re
+import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,9 +23,29 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autobatch.prediction.tracing.fake_device import DEVICE
+
 __all__ = ["explain"]
 
-_NOT_THEIRS = (*(str(Path(module).resolve().parent) for module in (torch.__file__, __file__)), "<frozen")
+_RAISES_ON_CARDS = ("Expected all tensors to be on the same device", "No available kernel", "cudnn RNN backward")
+"""What torch says on cards too, and begins with: tensors of two devices, an attention kernel that was forced, a
+recurrent layer in eval mode."""
+
+_INSTALLED = ("site-packages", "dist-packages")
+_LONGEST = 120
+
+_NO_VALUES = "needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
+_READS = (
+    ".numpy() is not supported for tensor subclasses",  # torch/csrc/autograd/python_variable_methods.cpp
+    ".tolist() is not supported for tensor subclasses",
+    "unsupported format string passed to FakeTensor.__format__",
+)
+"""What torch says where a fake tensor is read, in other words than of its value."""
+
+
+_PACKAGES = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])  # torch and this one
+_OURS = ("<frozen", *(f"{folder}{os.sep}" for folder in _PACKAGES))
+_LIBRARY = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
 
 
 def explain(error: Exception) -> str:
@@ -29,29 +54,57 @@ def explain(error: Exception) -> str:
 
 
 def _reason_of(error: Exception) -> str:
-    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
-        return "needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)) or _is_reading(error):
+        return _NO_VALUES
     if isinstance(error, DynamicOutputShapeException):
-        return "makes a tensor whose size depends on values, so its memory cannot be predicted; run fit() on a GPU"
+        return (
+            f"makes a tensor whose size depends on values ({error.func}), so its memory cannot be predicted; run fit() "
+            f"on a GPU"
+        )
     if isinstance(error, UnsupportedOperatorException):
         return f"calls {error.func}, which cannot run without memory; run fit() on a GPU"
+    if str(error).startswith(_RAISES_ON_CARDS):
+        return f"would raise on a card: {_first_line(error).replace(DEVICE, 'the card')}"
     if "fork-based multiprocessing" in str(error):  # torch/csrc/autograd/engine.cpp
         return (
             "was not run: this process has run a backward pass on a GPU, after which none can run in a child of it; "
             "predict before training begins, or in a process of its own"
         )
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"failed on a tensor without memory ({type(error).__name__}: {first[:200]})"
+    return f"failed on a tensor without memory ({type(error).__name__}: {_first_line(error)[:200]})"
+
+
+def _is_reading(error: Exception) -> bool:
+    return any(words in str(error) for words in _READS)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _place_of(error: Exception) -> str:
-    theirs = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THEIRS)
-    ]
+    """The user's innermost line; also the innermost one of an installed package, where that called torch."""
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_nobodys(frame.filename)]
+    own = [frame for frame in theirs if not _is_installed(frame.filename)]
     if not theirs:
         return "the step "
-    own = [frame for frame in theirs if "site-packages" not in frame.filename]
-    frame = (own or theirs)[-1]
+    if not own or theirs[-1] is own[-1]:
+        return f"{_show(theirs)} "
+    return f"{_show(own)} (in {_show(theirs)}) "
+
+
+def _is_nobodys(file: str) -> bool:
+    """Whether no user wrote it: torch, this package, Python's own library."""
+    return file.startswith(_OURS) or (file.startswith(_LIBRARY) and not _is_installed(file))
+
+
+def _is_installed(file: str) -> bool:
+    return any(re.search(rf"[\\/]{name}[\\/]", file) for name in _INSTALLED)
+
+
+def _show(frames: Sequence[traceback.FrameSummary]) -> str:
+    """``file:line`` and the source, where there is one: not of ``exec`` and some notebooks."""
+    frame = frames[-1]
     source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
-    source = source if len(source) <= 120 else f"{source[:120]}..."
-    return f"{frame.filename}:{frame.lineno}: `{source}` "
+    if not source:
+        return f"{frame.filename}:{frame.lineno}"
+    return f"{frame.filename}:{frame.lineno}: `{source if len(source) <= _LONGEST else f'{source[:_LONGEST]}...'}`"

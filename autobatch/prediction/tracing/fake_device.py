@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing import attention, autocast
+from autobatch.prediction.tracing import attention, autocast, recurrent
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -129,7 +129,8 @@ def register() -> None:
     torch._register_device_module(DEVICE_TYPE, _module)
     acc.register_python_privateuseone_hook(_kept[0])
     acc.register_python_privateuseone_device_guard(_kept[1])
-    _kept.extend((attention.register(), autocast.register(DEVICE_TYPE), _register_kernels()))
+    _kept.extend((attention.register(), autocast.register(DEVICE_TYPE), recurrent.register(DEVICE_TYPE)))
+    _kept.append(_register_kernels())
 
 
 def _register_kernels() -> torch.library.Library:

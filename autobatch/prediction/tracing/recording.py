@@ -3,20 +3,16 @@
 Covers every storage that an operator returns (forward, backward, optimizer), the phase and submodule it was made in,
 and real tensors that the step closes over. Does not cover memory inside one kernel, which no tensor shows.
 
-torch adds up gradients that meet in the backward pass in place if nobody else holds the first one
-(``torch/csrc/autograd/input_buffer.cpp``), but never with fake tensors or while an observer like this one is active: it
-would count a copy that a GPU does not have. So these sums are recognised and made in place here.
+Gradients that meet in the backward pass are added in place where torch would (``gradient_sums``).
 """
 
 # ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autobatch.dispatch import DispatchMode
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
-from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
+from autobatch.prediction.tracing.arguments import check_devices, has_real, is_on_device, is_written_to, only_writes
+from autobatch.prediction.tracing.fake_device import DEVICE
+from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
 from autobatch.prediction.tracing.outputs import Outputs, tensors_in
 from autobatch.prediction.tracing.workspaces import workspaces_of
 
@@ -35,6 +33,12 @@ _aten = torch.ops.aten
 _KEEPS_REAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # a constant's values stay known
 _READS = _aten._local_scalar_dense.default
 _MOVES = (_aten._to_copy.default, _aten.copy_.default)
+
+
+_IS_SPARSE = (
+    "the step makes a sparse tensor, as a gradient of nn.Embedding(sparse=True) is: its size depends on values, so its "
+    "memory cannot be predicted; predict with sparse=False to be on the safe side, or run fit() on a GPU"
+)
 
 
 class FakeMode(FakeTensorMode):
@@ -47,15 +51,20 @@ class FakeMode(FakeTensorMode):
 
 
 def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
-    """A tensor without memory, of the same shape, strides and dtype; needs an active ``FakeMode``.
+    """A tensor without memory, of the same shape and dtype, laid out as ``.to("cuda")`` does; needs a ``FakeMode``.
+
+    That keeps the strides of a dense tensor; of an expanded or sliced one it makes a dense copy.
 
     Raises:
         CannotPredict: It is of a kind whose memory is not that of one dense block.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        raise CannotPredict(f"a {tensor.layout} tensor of shape {tuple(tensor.shape)} cannot be traced: dense ones can")
+        kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
+        raise CannotPredict(f"a tensor that is not one block of numbers ({kind}) cannot be traced: dense ones can")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
+    if not is_dense(tensor):
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
@@ -76,12 +85,14 @@ class Recorder(DispatchMode):
         module: Says which submodule is running.
         order: As ``TracedStep.order``.
         sizes: Bytes, by block.
+        sole: The holders of a gradient that autograd adds to in place; ``None`` where it is never taken to do so.
     """
 
-    def __init__(self, mode: FakeMode, module: Callable[[], str]) -> None:
+    def __init__(self, mode: FakeMode, module: Callable[[], str], sole: Holders | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase = "before"
         self.module = module
+        self.sole = sole
         self._outputs = Outputs(mode, DEVICE)
         self.order: list[int] = []
         self.sizes: list[int] = []
@@ -99,11 +110,13 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if func is _READS:
             return self._read(args[0])
-        if func not in _KEEPS_REAL and _has_real(args, kwargs):
+        if func not in _KEEPS_REAL and has_real(args, kwargs):
             args, kwargs = self._adopt_all(func, args, kwargs)
-        if func is _aten.add.Tensor and self.phase == "backward" and _is_sum_of_gradients(args):
+        if func is _aten.add.Tensor and self.phase == "backward" and self.sole and holders_of(args) == self.sole:
             return args[0]
-        if _only_writes(func) and _is_written_to(args):
+        if only_writes(func) and is_written_to(args):
+            if self.phase != "optimizer":
+                check_devices(func, args)
             return args[0] if func._schema.returns else None
         result = self._outputs.run(func, args, kwargs)
         self.note(result)
@@ -114,7 +127,9 @@ class Recorder(DispatchMode):
     def note(self, result: Any, kind: Kind = "temporary") -> None:
         """Write down the storages of a result that are new."""
         if isinstance(result, torch.Tensor):
-            if _is_on_device(result):
+            if result.layout is not torch.strided:
+                raise CannotPredict(_IS_SPARSE)
+            if is_on_device(result):
                 self._note_storage(result.untyped_storage(), kind)
         elif isinstance(result, (list, tuple)):
             for part in result:
@@ -122,7 +137,7 @@ class Recorder(DispatchMode):
 
     def label(self, tensor: torch.Tensor, kind: Kind, module: str | None = None) -> None:
         """Say what a tensor that is alive is for."""
-        if not _is_on_device(tensor):
+        if not is_on_device(tensor):
             return
         self.note(tensor, kind)
         reference = self._live[tensor.untyped_storage()._cdata]
@@ -194,7 +209,7 @@ class Recorder(DispatchMode):
     def _adopt_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        beside_fake = func not in _MOVES and any(_is_on_device(value) for value in tensors_in((args, *kwargs.values())))
+        beside_fake = func not in _MOVES and any(is_on_device(value) for value in tensors_in((args, *kwargs.values())))
 
         def adopt(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -218,63 +233,3 @@ class Recorder(DispatchMode):
             known = self._adopted[id(tensor)] = (tensor, fake)
             self.note(fake, "buffer")
         return known[1]
-
-
-@cache
-def _only_writes(func: Any) -> bool:
-    """Whether an operator does nothing but write into its first argument, or list of them: no memory comes or goes."""
-    name = func._schema.name.partition("::")[2]
-    return (
-        func.namespace == "aten"
-        and name.endswith("_")
-        and torch.Tag.inplace_view not in func.tags
-        and not name.startswith(("resize", "set_", "_amp"))
-        and len(func._schema.returns) <= 1
-    )
-
-
-def _is_written_to(args: tuple[Any, ...]) -> bool:
-    first = args[0] if args else None
-    if isinstance(first, (list, tuple)):
-        return all(isinstance(tensor, torch.Tensor) and _is_on_device(tensor) for tensor in first)
-    return isinstance(first, torch.Tensor) and _is_on_device(first)
-
-
-def _has_real(args: Any, kwargs: Any) -> bool:
-    return any(not isinstance(tensor, FakeTensor) for tensor in tensors_in((args, *kwargs.values())))
-
-
-def _is_on_device(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == DEVICE_TYPE
-
-
-def _is_sum_of_gradients(args: tuple[Any, ...]) -> bool:
-    """Whether autograd itself adds two gradients, and nobody else holds the first."""
-    first, second = args[:2]
-    if torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
-        return False
-    caller = sys._getframe(2)
-    while caller.f_code.co_name == "_fn" and caller.f_back is not None:
-        caller = caller.f_back
-    return (
-        caller.f_code.co_name == "_engine_run_backward"
-        and first.dtype == second.dtype
-        and _is_dense(first)
-        and first._use_count() == _SOLE_HOLDER
-        and torch._C._storage_Use_Count(first.untyped_storage()._cdata) == _SOLE_STORAGE
-    )
-
-
-# What a tensor's and its storage's counts show in here when the gradient has one holder, which is autograd: the others
-# are Python's arguments. Measured with torch 2.13.
-_SOLE_HOLDER = 4
-_SOLE_STORAGE = 2
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

@@ -9,14 +9,13 @@ Nothing of the model, the optimizer or the generators is changed, and no value i
 also ``meta``.
 """
 
-# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
-
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,18 +23,16 @@ from torch import nn
 from autobatch.errors import AutobatchError, CannotPredict
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
-from autobatch.prediction.tracing.device_names import DeviceNames
+from autobatch.prediction.tracing.device_names import DeviceNames, without_waiting
+from autobatch.prediction.tracing.dry_run import Circumstances, DryRun
 from autobatch.prediction.tracing.failures import explain
-from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE, errors_told, present
+from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, present
+from autobatch.prediction.tracing.gradient_sums import sole_holder
 from autobatch.prediction.tracing.location import Location
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.prediction.tracing.twins import Twins, modules_of
-from autobatch.workload.batches import Layout, map_tensors, tensors_of
-from autobatch.workload.checkpoint import Checkpoint
+from autobatch.workload.batches import Layout, map_tensors
 from autobatch.workload.compilation import is_compiled
-from autobatch.workload.gradients import Float32Sums
-from autobatch.workload.nests import with_fresh_containers
-from autobatch.workload.optimizer_state import make_state
 from autobatch.workload.random_state import RandomState
 from autobatch.workload.step import Workload
 
@@ -46,20 +43,9 @@ _SIZES = (2, 3, 67)
 """Views of size 1 skip copies, so one sample is another program. Two sizes give the lines; the third, odd and far off,
 is the proof: what grows with the square, pads to a multiple or splits into chunks looks like a line at 2 and 3."""
 _LADDER = (4, 8, 16, 32, 64, 256, 1024)  # where two sizes run different operators
-
-
-class Circumstances(NamedTuple):
-    """What a step is run in, around the user's own code; as the Runner does it, unless told otherwise.
-
-    Attributes:
-        micro_batches: Of each optimizer step. The second one runs with gradients resident; more of them need no more.
-        scaler: Whether the loss is scaled, and gradients unscaled.
-        keeps_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
-    """
-
-    micro_batches: int = 2
-    scaler: bool = False
-    keeps_gradients: bool = False
+_MOST_EVENTS = 60_000
+"""Of one more trace on the ladder, unless the smallest has as many: about 5 s (torch 2.13, one core). A step that loops
+over its samples has more of them at each size."""
 
 
 def trace_timeline(
@@ -75,7 +61,8 @@ def trace_timeline(
         circumstances: What is done around the step.
 
     Returns:
-        Exact where a third size is what two others say, else interpolated between more sizes.
+        Exact where a third size is what two others say, else interpolated between more sizes: as many as take a few
+        seconds each.
 
     Raises:
         CannotPredict: The step cannot run without values, or not on a fake device; it names the step's own line.
@@ -88,7 +75,23 @@ def trace_timeline(
     exact = align(first, second)
     if exact is not None and exact.equals(third):
         return exact
-    return combine([first, second, third, *(run(size) for size in _LADDER)])
+    return combine(_climb([first, second, third], run))
+
+
+def _climb(traced: list[TracedStep], run: Callable[[int], TracedStep]) -> list[TracedStep]:
+    """More sizes, the small ones first, until the next one would have too many events."""
+    for size in _LADDER:
+        if _expect_events(traced, size) > max(_MOST_EVENTS, 2 * len(traced[0].order)):
+            break
+        traced.append(run(size))
+    return traced
+
+
+def _expect_events(traced: list[TracedStep], size: int) -> int:
+    """At this size, if they grow as they have from the smallest one traced to the largest."""
+    first, last = traced[0], max(traced, key=lambda step: step.samples)
+    growth = (len(last.order) - len(first.order)) / (last.samples - first.samples)
+    return len(first.order) + round(growth * (size - first.samples))
 
 
 def trace(
@@ -127,17 +130,23 @@ def _record(
     modules = modules_of(workload.model, workload.step)
     types = {tensor.device.type for tensor in workload.parameters()} | {"cuda"}
     location = Location(workload.model)
-    stack.enter_context(_uncompiled(workload))
     stack.enter_context(present())
     mode = FakeMode()
-    recorder = Recorder(mode, location.name)
     stack.enter_context(mode)
+    recorder = Recorder(mode, location.name, sole_holder())
     stack.enter_context(recorder)
     twins = Twins(recorder)
-    for context in (twins.inhabit(modules), location.follow(), autocast.redirect(DEVICE_TYPE, types)):
+    for context in (
+        twins.inhabit(modules),
+        location.follow(),
+        autocast.redirect(DEVICE_TYPE, types),
+        _uncompiled(workload),
+        _without_nested_tensors(),
+        without_waiting(),
+    ):
         stack.enter_context(context)
     workload.model.train()  # as the trials and the Runner; it is the twins' own mode that changes
-    run = _Run(workload, recorder, twins, DeviceNames(types), circumstances)
+    run = DryRun(workload, recorder, twins, DeviceNames(types), circumstances)
     batch = _on_host(layout, samples)
     for _ in range(_STEPS):
         run.step(batch)
@@ -161,113 +170,27 @@ def _collected_between_steps() -> Iterator[None]:
 
 
 def _uncompiled(workload: Workload) -> AbstractContextManager[Any]:
-    if not is_compiled(workload.model, workload.step):
+    """While this lasts nothing is compiled; also what a function around the step hides from ``is_compiled``."""
+    if not is_compiled(workload.model, workload.step) and "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_nested_tensors() -> Iterator[None]:
+    """While this lasts, an encoder in eval mode does not pack its padded batch, which needs the mask's values.
+
+    ``nn.TransformerEncoder``'s way without gradients takes less than the one that is traced instead.
+    """
+    was = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)
 
 
 def _on_host(layout: Layout, samples: int) -> Any:
     """The batch at this size, without memory there either."""
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
     return Layout(fake, layout.count, layout.lists).grow(samples)
-
-
-class _Run:
-    """One step after another on the twins, as the Runner does them."""
-
-    def __init__(
-        self, workload: Workload, recorder: Recorder, twins: Twins, names: DeviceNames, circumstances: Circumstances
-    ) -> None:
-        self._workload, self._recorder, self._names = workload, recorder, names
-        self._modules = [*workload.model.modules()]
-        owned = [(name, p) for name, module in workload.model.named_modules() for p in module._parameters.values()]
-        self._owners = {id(parameter): name for name, parameter in reversed(owned)}
-        self._optimizer = None if workload.optimizer is None else twins.optimizer(workload.optimizer)
-        groups = () if self._optimizer is None else self._optimizer.param_groups
-        parameters = [*workload.model.parameters(), *(p for group in groups for p in group["params"])]
-        self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
-        self._sums = Float32Sums()
-        self._scale = torch.empty(1, device=DEVICE) if circumstances.scaler else None
-        self._keeps_gradients = circumstances.keeps_gradients
-        self._micro_batches = circumstances.micro_batches
-
-    def step(self, batch: Any) -> None:
-        """One optimizer step; it begins and ends without gradients."""
-        kept: list[Any] = []
-        self._accumulate(batch, kept)
-        self._recorder.phase = "optimizer"
-        if self._optimizer is not None:
-            self._optimizer.step()
-            for tensor in tensors_of([dict(state) for state in self._optimizer.state.values()]):
-                self._recorder.label(tensor, "optimizer state")
-        for parameter in self._parameters:
-            if not self._keeps_gradients:
-                parameter.grad = None
-
-    def _accumulate(self, batch: Any, kept: list[Any]) -> None:
-        """All micro-batches, and what comes before the optimizer's own step; ``kept`` is what outlives that."""
-        before = Checkpoint(self._modules, torch.device("cpu"))
-        self._sums.begin(self._parameters)
-        for index in range(self._micro_batches):
-            here = Checkpoint(self._modules, torch.device("cpu")) if index else before
-            self._run_micro_batch(batch, kept)
-            del here
-        self._recorder.phase = "optimizer"
-        self._sums.write()
-        self._sums.end()
-        self._label_gradients()
-        if self._optimizer is not None:
-            make_state(self._optimizer)
-            self._unscale()
-
-    def _run_micro_batch(self, batch: Any, kept: list[Any]) -> None:
-        with self._names:
-            with self._recorder.forward():
-                losses, aux = self._forward(with_fresh_containers(map_tensors(batch, self._place)))
-                loss = self._share(losses)
-            kept.append((loss.detach().float(), aux))
-            with errors_told():
-                (loss if self._scale is None else loss * self._scale).backward()
-        gc.collect()
-        self._label_gradients()
-
-    def _forward(self, micro_batch: Any) -> tuple[list[torch.Tensor], Any]:
-        """As ``Workload.run``, without reading counts: they have no values here."""
-        returned = self._workload.step(self._workload.model, micro_batch)
-        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        named = list(loss.values()) if hasattr(loss, "values") and not isinstance(loss, torch.Tensor) else [loss]
-        return [_bare(term) for term in named], map_tensors(aux, torch.Tensor.detach)
-
-    def _share(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = [loss.reshape(()) * (1 / self._micro_batches) for loss in losses]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
-
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        placed = make_fake(tensor).requires_grad_(tensor.requires_grad)
-        self._recorder.label(placed, "input")
-        return placed
-
-    def _unscale(self) -> None:
-        if self._scale is None:
-            return
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        inverse = self._scale.double().reciprocal().float()
-        found = torch.full((1,), 0.0, device=DEVICE)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-
-    def _label_gradients(self) -> None:
-        sums = self._sums._sums
-        for parameter in self._parameters:
-            gradient = sums.get(parameter) if parameter.grad is None else parameter.grad
-            if gradient is not None:
-                self._recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
-
-
-def _bare(term: Any) -> torch.Tensor:
-    loss = getattr(term, "loss", term)
-    if not isinstance(loss, torch.Tensor):
-        raise CannotPredict(f"step() returned {type(term).__name__}; it must return a scalar tensor, the mean loss")
-    return loss

@@ -29,6 +29,9 @@ from autobatch.prediction.tracing.recording import Recorder, make_fake
 __all__ = ["Twins", "modules_of"]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
+_LEADS = (nn.Module, partial, types.FunctionType, types.MethodType, list, tuple, dict)
+_MOST_REACHED = 10_000  # values on the way from a step to the modules that it uses
+_ENDS = ("torch", "functools", "contextlib")  # whose globals lead to no module of the user's
 
 
 class Twins:
@@ -173,7 +176,7 @@ def modules_of(model: nn.Module, step: Callable[..., Any]) -> list[tuple[str, nn
     That order is in which ``model.to("cuda")`` allocates (``nn.Module._apply``).
     """
     found: dict[int, tuple[str, nn.Module]] = {}
-    for root in (model, *_modules_in(step, depth=3)):
+    for root in (model, *_modules_in(step)):
         names = {id(module): name for name, module in root.named_modules()} if root is model else {}
         for module in _inner_first(root, set()):
             found.setdefault(id(module), (names.get(id(module), ""), module))
@@ -189,13 +192,21 @@ def _inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
-    """Modules that a function can reach: arguments bound to it, its closure, the globals it names."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif depth:
+def _modules_in(step: Callable[..., Any]) -> Iterator[nn.Module]:
+    """Modules that a function can reach, the nearest first: bound arguments, its closure, the globals it names.
+
+    However many functions are around it: a wrapper changes the depth of what is inside and not the count.
+    """
+    waiting, seen = deque([step]), {id(step): step}
+    while waiting:
+        value = waiting.popleft()
+        if isinstance(value, nn.Module):
+            yield value
+            continue
         for part in _reached_by(value):
-            yield from _modules_in(part, depth - 1)
+            if id(part) not in seen and len(seen) < _MOST_REACHED:
+                seen[id(part)] = part  # held, so that no other object gets its id
+                waiting.append(part)
 
 
 def _reached_by(value: Any) -> Iterator[Any]:
@@ -210,7 +221,7 @@ def _reached_by(value: Any) -> Iterator[Any]:
     elif isinstance(value, dict):
         yield from value.values()
     elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-        yield from (part for part in vars(value).values() if isinstance(part, nn.Module))
+        yield from (part for part in vars(value).values() if isinstance(part, _LEADS))
 
 
 def _reached_by_function(function: types.FunctionType) -> Iterator[Any]:
@@ -220,4 +231,6 @@ def _reached_by_function(function: types.FunctionType) -> Iterator[Any]:
         except ValueError:  # not assigned yet
             continue
     yield from function.__defaults__ or ()
+    if str(function.__globals__.get("__name__")).partition(".")[0] in _ENDS:
+        return  # a decorator of theirs: the step is in its closure
     yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)

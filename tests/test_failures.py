@@ -1,0 +1,245 @@
+"""``prediction.tracing.failures``: each thing that cannot be traced is said in the user's own terms."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+
+import pytest
+import torch
+from nets import ConvNet, images, step
+from torch import nn
+from torch.nn import functional as F
+
+import autobatch
+from autobatch.errors import CannotPredict, InvalidStep
+from autobatch.prediction.tracing.trace import trace
+from autobatch.workload.batches import describe
+from autobatch.workload.default_step import default_step
+from autobatch.workload.losses import Mean, Sum
+from autobatch.workload.step import Workload
+
+pytestmark = pytest.mark.apart
+
+
+def _trace(run, model=None, batch=None):
+    return trace(Workload(model or nn.Linear(16, 16), run), describe(torch.zeros(2, 16) if batch is None else batch), 2)
+
+
+def _item(model, batch):
+    loss = model(batch).mean()
+    loss.detach().item()
+    return loss
+
+
+def _as_float(model, batch):
+    loss = model(batch).mean()
+    float(loss.detach())
+    return loss
+
+
+def _formatted(model, batch):
+    loss = model(batch).mean()
+    f"{loss:.3f}"
+    return loss
+
+
+def _as_array(model, batch):
+    loss = model(batch).mean()
+    loss.detach().cpu().numpy()
+    return loss
+
+
+def _as_list(model, batch):
+    loss = model(batch).mean()
+    batch.tolist()
+    return loss
+
+
+def _branch(model, batch):
+    if batch.sum() > 0:
+        return model(batch).mean()
+    return model(batch).sum()
+
+
+@pytest.mark.parametrize(
+    ("run", "source"),
+    [
+        (_item, "loss.detach().item()"),
+        (_as_float, "float(loss.detach())"),
+        (_formatted, 'f"{loss:.3f}"'),
+        (_as_array, "loss.detach().cpu().numpy()"),
+        (_as_list, "batch.tolist()"),
+        (_branch, "if batch.sum() > 0:"),
+    ],
+)
+def test_a_value_that_is_read_is_told_as_that(run, source):
+    """However it is read: one sentence, behind the line that reads it."""
+    with pytest.raises(CannotPredict) as caught:
+        _trace(run)
+    told = f"`{source}` needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
+    assert str(caught.value).endswith(told)
+    assert re.match(rf"{re.escape(__file__)}:\d+: ", str(caught.value))
+
+
+class Experts(nn.Module):
+    """A mixture of two, in the way that libraries write it: each expert gets the tokens that chose it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 2), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, tokens):
+        weights, chosen = self.gate(tokens).softmax(-1).topk(1)
+        mixed = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            rows, _ = torch.where(chosen == index)
+            mixed.index_add_(0, rows, expert(tokens[rows]) * weights[rows])
+        return mixed
+
+
+def test_a_size_that_values_decide_is_told_with_the_operator():
+    """A mixture of experts: the line that asks who chose whom, and what torch calls it."""
+    with pytest.raises(CannotPredict) as caught:
+        _trace(lambda model, batch: model(batch).mean(), Experts())
+    told = str(caught.value)
+    assert "`rows, _ = torch.where(chosen == index)` makes a tensor whose size depends on values (aten.nonzero" in told
+
+
+def test_code_without_a_source_has_no_empty_quotation():
+    """As in some notebooks: the line number is all there is."""
+    names = {}
+    exec(
+        compile("def run(model, batch):\n    return model(batch).mean() * batch.sum().item()", "<cell 3>", "exec"),
+        names,
+    )
+    with pytest.raises(CannotPredict, match=r"^<cell 3>:2 needs a tensor's value"):
+        _trace(names["run"])
+
+
+def test_a_librarys_own_line_is_told_beside_the_users(tmp_path, monkeypatch):
+    """The user's line says which call it is, the library's what it does there."""
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "counting_library.py").write_text("def count(rows):\n    return rows.nonzero()\n")
+    monkeypatch.syspath_prepend(package)
+    import counting_library
+
+    def run(model, batch):
+        counting_library.count(batch)
+        return model(batch).mean()
+
+    with pytest.raises(CannotPredict) as caught:
+        _trace(run)
+    told = str(caught.value)
+    assert told.startswith(f"{__file__}:")
+    assert "`counting_library.count(batch)` (in " in told
+    assert "counting_library.py:2: `return rows.nonzero()`) makes a tensor whose size depends on values" in told
+
+
+def test_pythons_library_and_this_package_are_nobodys_code():
+    """Only they are on the way of a default step: no line of theirs is shown."""
+    with pytest.raises(CannotPredict, match=r"^the step makes a sparse tensor"):
+        _trace(default_step, nn.Embedding(5, 3, sparse=True), torch.zeros(2, 4, dtype=torch.long))
+
+
+def test_a_context_of_pythons_library_is_not_the_place():
+    """The user's line inside the block is, not ``contextlib``'s, through which the error leaves it."""
+
+    @contextmanager
+    def block():
+        yield
+
+    def run(model, batch):
+        with block():
+            return model(batch).mean() * batch.sum().item()
+
+    with pytest.raises(CannotPredict, match=re.escape("`return model(batch).mean() * batch.sum().item()` needs")):
+        _trace(run)
+
+
+_MISPLACED = [
+    lambda model, batch: (model(batch) + torch.arange(16)).mean(),
+    lambda model, batch: (model(batch) * 2).add_(torch.arange(16)).mean(),
+    lambda model, batch: torch.where(torch.ones(16, dtype=torch.bool), model(batch), 0.0).mean(),
+]
+
+
+@pytest.mark.parametrize("run", _MISPLACED)
+def test_tensors_of_the_host_that_the_step_makes_raise_as_on_a_card(run):
+    """In torch's words, with the user's line; on a laptop everything is on one device."""
+    with pytest.raises(CannotPredict, match=r"would raise on a card: Expected all tensors to be on the same device"):
+        _trace(run)
+
+
+def _index_and_scale(model, batch):
+    hidden = model(batch) * torch.tensor(2.0)
+    hidden[:, torch.arange(3)] = 0
+    hidden.mul_(torch.tensor(2.0))
+    hidden[:, :4].copy_(torch.ones(4))
+    return hidden[:, torch.arange(3)].mean()
+
+
+def test_tensors_of_the_host_that_cuda_takes_are_taken():
+    """Single values, indices, and what is copied."""
+    assert _trace(_index_and_scale).samples == 2
+
+
+_LOSSES = [
+    lambda model, batch: step(model, batch).detach(),
+    lambda _model, _batch: None,
+    lambda model, batch: model(batch[0]),
+    lambda _model, _batch: {},
+    lambda model, batch: {"a": step(model, batch), "b": 3.0},
+    lambda model, batch: (step(model, batch), step(model, batch)),
+    lambda model, batch: Sum(step(model, batch).detach(), count=3),
+]
+
+
+@pytest.mark.parametrize("run", _LOSSES)
+def test_a_loss_that_fit_refuses_is_refused_in_the_same_words(run):
+    """One class and one text, wherever the mistake is met."""
+    model = ConvNet()
+    with pytest.raises(InvalidStep) as in_fit:
+        autobatch.fit(model, 2, batch=images(), step=run)
+    with pytest.raises(InvalidStep) as predicted:
+        _trace(run, model, images())
+    assert str(predicted.value) == str(in_fit.value)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loss, labels: Mean(loss, over=(labels != -100).sum()),
+        lambda loss, labels: {"a": Sum(loss, count=labels.sum()), "b": loss * 2},
+        lambda loss, labels: (Mean(loss, over=labels.sum()), {"labels": labels}),
+    ],
+)
+def test_counts_in_tensors_are_not_read(wrap):
+    """They change no allocation, and have no values here."""
+    assert _trace(lambda m, b: wrap(step(m, b), b[1]), ConvNet(), images()).samples == 2
+
+
+def test_a_models_output_with_a_loss_is_a_step_of_its_own():
+    """Hugging Face's models return mappings with ``.loss``: nothing needs to be written."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100
+    )
+    batch = {
+        "input_ids": torch.ones(2, 16, dtype=torch.long),
+        "attention_mask": torch.ones(2, 16, dtype=torch.long),
+        "labels": torch.zeros(2, dtype=torch.long),
+    }
+    model = transformers.BertForSequenceClassification(config)
+    assert _trace(default_step, model, batch).samples == 2
+
+
+def test_any_other_error_is_told_with_its_first_line():
+    """Type and text, shortened."""
+
+    def run(model, batch):
+        F.cross_entropy(model(batch), torch.zeros(3, dtype=torch.long, device=batch.device))
+
+    with pytest.raises(CannotPredict, match=r"failed on a tensor without memory \(ValueError: Expected input"):
+        _trace(run)
