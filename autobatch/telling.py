@@ -84,7 +84,7 @@ class Telling:
     def tell_failed(self, step: int, error: Exception) -> None:
         """A step that ended in an error; the text of the user's own error stays his."""
         ours = isinstance(error, AutobatchError)
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}" if ours else type(error).__name__
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0] if ours else type(error).__name__
         short = isinstance(error, (DoesNotFit, CannotRetry))
         emit(StepFailed(step=step, reason=reason, out_of_memory=short), self._hooks)
 

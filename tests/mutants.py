@@ -1,7 +1,8 @@
 """Bugs planted on purpose: each must turn a fast test red, or the tests prove less than they say.
 
-A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once. Does
-not cover planning and memory, whose tests are tables and properties of their own.
+A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; of a
+prediction and of a remembered plan. Does not cover planning and memory, whose tests are tables and properties of their
+own.
 """
 # ruff: noqa: T201 - a script: it talks to a person
 
@@ -31,6 +32,12 @@ GRADIENTS = "autobatch/workload/gradients.py"
 CHECKPOINT = "autobatch/workload/checkpoint.py"
 RANDOM = "autobatch/workload/random_state.py"
 STEP = "autobatch/workload/step.py"
+
+RECOLLECTION = "autobatch/planning/recollection.py"
+SEARCH = "autobatch/size_search.py"
+KEEPING = "autobatch/ledger/keeping.py"
+STORE = "autobatch/ledger/store.py"
+PREDICTION = "autobatch/prediction/"
 
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
@@ -194,6 +201,76 @@ MUTANTS = (
         "                forget_state(self.optimizer, made)\n",
         "                pass\n",
         FAULT_TESTS,
+    ),
+    Mutant(
+        "a remembered plan may need more than there is",
+        RECOLLECTION,
+        "    if limit and plan.peak_bytes > limit:",
+        "    if False:",
+        ("tests/test_recollection.py",),
+    ),
+    Mutant(
+        "a remembered plan may answer another question",
+        RECOLLECTION,
+        "plan.predicted or not _asks_the_same(plan, wanted)",
+        "plan.predicted",
+        ("tests/test_recollection.py",),
+    ),
+    Mutant(
+        "a trial that differs confirms a plan",
+        SEARCH,
+        "return [trial], None if changed else plan",
+        "return [trial], plan",
+        ("tests/test_reuse.py",),
+    ),
+    Mutant(
+        "a forked child writes its parent's run",
+        KEEPING,
+        "if self._over or os.getpid() != self._pid or self._run is None:",
+        "if self._over or self._run is None:",
+        ("tests/test_ledger_keeping.py",),
+    ),
+    Mutant(
+        "what is written is not committed",
+        STORE,
+        '            self._connection.execute("COMMIT")\n',
+        '            self._connection.execute("ROLLBACK")\n',
+        ("tests/test_ledger_store.py",),
+    ),
+    Mutant(
+        "a prediction forgets the margin",
+        f"{PREDICTION}sizing.py",
+        "int(gpu.total_bytes / (1 + margin))",
+        "gpu.total_bytes",
+        ("tests/test_sizing.py", "tests/test_prediction.py"),
+    ),
+    Mutant(
+        "freed neighbours are not merged",
+        f"{PREDICTION}allocator/block_pool.py",
+        "        before = self._ending.pop(start, 0)\n",
+        "        before = 0\n",
+        ("tests/test_allocator.py",),
+    ),
+    Mutant(
+        "one cuBLAS workspace instead of two",
+        f"{PREDICTION}estimate.py",
+        "_HANDLES = 2\n",
+        "_HANDLES = 1\n",
+        ("tests/test_estimate.py",),
+    ),
+    Mutant(
+        "sizes grow from another sample on",
+        f"{PREDICTION}timeline.py",
+        "size - slope * first.samples for",
+        "size - slope * (first.samples - 1) for",
+        ("tests/test_timeline.py",),
+    ),
+    Mutant(
+        "what lies beyond the largest trace is judged",
+        f"{PREDICTION}estimate.py",
+        "return self.timeline.traced[-1].samples if self.timeline.interpolated else None",
+        "return None",
+        ("tests/test_sizing.py", "tests/test_estimate.py"),
     ),
 )
 
