@@ -249,6 +249,28 @@ def test_verbose_says_what_happens_on_the_way(ask):
     assert ask("fit", "train_it:make", "--target", "64")[2] == ""
 
 
+def test_a_plan_of_another_version_is_told_and_left_out(here, ask, monkeypatch):
+    """On stderr, so that nobody takes it for gone."""
+    import sqlite3
+
+    monkeypatch.setattr("autobatch.ledger.complaint._told", set())
+    ask("fit", "train_it:make", "--target", "64")
+    with sqlite3.connect(here / "home" / "ledger.sqlite3") as connection:
+        connection.execute("UPDATE plans SET content = json_set(content, '$.target_batch', 'many')")
+    connection.close()
+    code, text, error = ask("plans", "--json")
+    assert (code, json.loads(text)) == (0, [])
+    assert "is not one that this version reads (target_batch)" in error
+
+
+@pytest.mark.usefixtures("here")
+def test_warnings_of_a_plan_are_said_once(ask):
+    """In the answer, and not on stderr as well."""
+    _, text, error = ask("fit", "train_it:normalised", "--target", "64", "--budget", "2MiB", "--max-micro-batch", "16")
+    assert "BatchNorm" in text
+    assert error == ""
+
+
 @pytest.mark.usefixtures("here")
 def test_devices_tells_the_hosts_memory(ask):
     """Also where there is no card."""

@@ -97,12 +97,14 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
 
 @contextmanager
 def _listening(*, verbose: bool) -> Iterator[None]:
-    # The answer says itself what would be logged; only who asks sees it twice.
-    logger = logging.getLogger("autobatch")
-    handler = logging.StreamHandler() if verbose else logging.NullHandler()
+    logger, handler = logging.getLogger("autobatch"), logging.StreamHandler()
     level = logger.level
+    if verbose:
+        logger.setLevel(logging.DEBUG)
+    else:  # what is wrong, but not events: the answer says those itself
+        handler.setLevel(logging.WARNING)
+        handler.addFilter(lambda record: record.funcName != "log_event")
     logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if verbose else level)
     try:
         yield
     finally:
