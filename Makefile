@@ -9,12 +9,13 @@ VENV := .venv
 PYTHON_ENV ?= $(VENV)/bin/python
 INSTALLED := $(if $(filter $(VENV)/bin/python,$(PYTHON_ENV)),$(VENV)/.installed)
 BENCH_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-bench)
+DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench accuracy test test-gpu proof mutants lint check clean
+.PHONY: help install demo bench accuracy docs test test-gpu proof mutants lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +35,11 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --no-deps timm # without torchvision, which it does not need here
 	touch $@
 
+# By itself, for the same reason.
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
 	$(PYTHON_ENV) examples/digits.py
 
@@ -42,6 +48,9 @@ bench: $(BENCH_INSTALLED) ## time, memory, retries and search beside others, som
 
 accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accuracy TABLE=peaks.csv [MODELS=100]
 	PYTHONPATH=. $(PYTHON_ENV) benchmarks/accuracy.py --table "$(TABLE)" --models $(or $(MODELS),100) --output benchmarks/RESULTS.md
+
+docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning is an error
+	$(PYTHON_ENV) -m sphinx --fail-on-warning --keep-going --quiet --builder html --doctree-dir site/.doctrees docs site
 
 # A file's tests stay in one process: they share what is dear to make.
 test: $(INSTALLED) ## run all tests, the slow ones too, on two cores
@@ -62,8 +71,8 @@ lint: $(INSTALLED) ## ruff, mypy --strict, and the floors of the imports
 	$(PYTHON_ENV) -m mypy --strict autobatch
 	$(PYTHON_ENV) -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
-check: lint test ## what CI runs
+check: lint docs test ## what CI runs
 
 clean: ## remove what tests, linters and builds leave behind; .venv stays
-	rm -rf build dist *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
