@@ -109,6 +109,7 @@ def fit(
     memory = find_device(workload.parameters(), type(model).__name__, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
     memory.watch(workload.resident_tensors())
+    memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
     hooks = (_show_progress,) if progress and sys.stderr.isatty() else ()
     host_bytes = read_host_memory().available_bytes // 2
     with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:

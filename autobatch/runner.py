@@ -187,7 +187,7 @@ class Runner:
             self._device.watch(self._workload.resident_tensors())
         with self._device.limit(self.plan.budget_bytes) if limited else nullcontext():
             if limited:
-                self._change_pace(self._pace.before_step(self._room.there(), self._room.left()), self.steps)
+                self._change_pace(self._look_ahead(), self.steps)
             self._device.reset_peak()
             alloc_retries = self._device.usage().alloc_retries
             accumulated = self._accumulate(layouts, self._apply_update if update else None)
@@ -210,6 +210,14 @@ class Runner:
         pace = self._pace.after_step(max(accumulated.micro_batch_sizes), room_bytes, thrashed=thrashed)
         self._change_pace(pace, self.steps)
         return result
+
+    def _look_ahead(self) -> Pace:
+        """The size for this step: less only if there is less room even when all that is unused is given back."""
+        pace = self._pace.before_step(self._room.there(), self._room.left())
+        if pace.size >= self._pace.size:
+            return pace
+        self._device.reclaim()
+        return self._pace.before_step(self._room.there(), self._room.left())
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
         """Read the batches' lists as the plan's example was read, and later ones as earlier ones."""

@@ -6,7 +6,6 @@ error that can be retried instead of the kernel's out-of-memory killer. Does not
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from autobatch.memory.container import read_host_memory
+from autobatch.memory.leftovers import drop_leftovers
 from autobatch.memory.live_storage import LiveStorage, StorageBudget
 from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
@@ -118,8 +118,8 @@ class CpuDevice:
         """Nothing to wait for."""
 
     def reclaim(self) -> None:
-        """Break reference cycles that hold tensors."""
-        gc.collect()
+        """Let go of what nobody uses any more."""
+        drop_leftovers()
 
 
 def run_eagerly() -> AbstractContextManager[Any]:

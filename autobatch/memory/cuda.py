@@ -6,7 +6,6 @@ and other libraries' memory show only in how little the driver has free.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from autobatch.memory import nvml
+from autobatch.memory.leftovers import drop_leftovers
 from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
 
@@ -111,8 +111,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def reclaim(self) -> None:
-        """Break reference cycles that hold tensors, then give cached blocks back to the driver."""
-        gc.collect()
+        """Let go of what nobody uses any more, then give cached blocks back to the driver."""
+        drop_leftovers()
         torch.cuda.empty_cache()
 
 

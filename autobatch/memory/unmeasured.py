@@ -6,13 +6,13 @@ only signal there, and what is found is found by trying.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
 
+from autobatch.memory.leftovers import drop_leftovers
 from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
 
@@ -67,8 +67,8 @@ class UnmeasuredDevice:
         _call(self._module(), "synchronize")
 
     def reclaim(self) -> None:
-        """Break reference cycles that hold tensors, then empty the device's cache where it has one."""
-        gc.collect()
+        """Let go of what nobody uses any more, then empty the device's cache where it has one."""
+        drop_leftovers()
         _call(self._module(), "empty_cache")
 
     def _module(self) -> ModuleType | None:
