@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import Protocol
+from weakref import WeakSet
 
 from autobatch.records import Record, Trial
 from autobatch.wording import format_bytes, plural
@@ -312,5 +313,25 @@ def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
     for hook in hooks:
         try:
             hook(event)
-        except Exception:
-            logger.exception("autobatch: hook %r failed on %s and was passed over", hook, type(event).__name__)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the hook's and not the step's
+            _complain(hook, event, error)
+
+
+def _complain(hook: Hook, event: Event, error: Exception) -> None:
+    """With its traceback the first time; a tracker that is away fails at every step."""
+    try:
+        is_known = hook in _failed
+        _failed.add(hook)
+    except TypeError:  # a builtin, which cannot be referred to weakly
+        is_known = False
+    if not is_known:
+        name = type(event).__name__
+        logger.error(
+            "autobatch: hook %r failed on %s and was passed over; further failures of it are not told",
+            hook,
+            name,
+            exc_info=error,
+        )
+
+
+_failed: WeakSet[Hook] = WeakSet()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -208,8 +209,14 @@ def _make_plan(
         model=type(workload.model).__name__,
         objective=wanted.objective,
         max_micro_batch=wanted.max_micro_batch,
+        failing_size=found.confirmed.failing_size if found.confirmed else _find_failing(found.trials),
+        searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
         confirms=found.confirmed.id if found.confirmed else "",
     )
+
+
+def _find_failing(trials: Sequence[Trial]) -> int:
+    return min((trial.micro_batch_size for trial in trials if trial.outcome != "fits"), default=0)
 
 
 def _find_curve(found: Found, measured: list[Trial]) -> MemoryCurve | None:

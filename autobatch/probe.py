@@ -33,6 +33,9 @@ from autobatch.workload.training_state import TrainingState
 
 __all__ = ["Probe"]
 
+_WARM_SIZE = 2
+"""Samples of the first step, whose batch is a copy: at a trial's own size that would need more than training does."""
+
 
 @dataclass
 class _Readings:
@@ -85,7 +88,7 @@ class Probe:
         usage = self.device.usage()
         readings, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
         if not self._warm:
-            reason = self._attempt(self._warm_up, size, readings)
+            reason = self._attempt(self._warm_up, min(size, _WARM_SIZE), readings)
             self._warm = reason is None
         if reason is None:
             reason = self._attempt(self._measure, size, readings)

@@ -29,7 +29,7 @@ from autobatch.planning.pacing import Pace, compiled_ladder, eager_ladder
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
-from autobatch.telling import Telling
+from autobatch.telling import Telling, check_hooks
 from autobatch.update import Update, check_options
 from autobatch.wording import format_bytes
 from autobatch.workload.batch_norm import batch_norms_in_train_mode
@@ -86,6 +86,7 @@ class Runner:
         refuse_many_ranks()
         _check_plan(plan, weigh)
         check_options(scaler, max_grad_norm, scheduler)
+        hooks = check_hooks(hooks)
         self.plan = plan
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, optimizer)
@@ -172,7 +173,7 @@ class Runner:
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
         try:
             return self._commit(batches, update=update)
-        except Exception as error:
+        except BaseException as error:
             self._telling.tell_failed(self.steps, error)
             raise
 

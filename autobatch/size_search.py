@@ -139,7 +139,7 @@ class SizeSearch:
             return [], None
         emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size), self.hooks)
         trial = self._told(probe.run(plan.micro_batch_size))
-        changed = why_not_confirmed(plan, trial)
+        changed = why_not_confirmed(plan, trial, self.allowance.limit_bytes)
         if changed:
             emit(PlanRefused(plan_id=plan.id, reason=changed), self.hooks)
         return [trial], None if changed else plan

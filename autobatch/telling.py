@@ -5,12 +5,14 @@ Covers the events of training. Does not cover what they say (``events``) nor the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 
 from autobatch.accumulation.progress import Shortage
-from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import (
     BatchDiffers,
     GradientsFound,
@@ -27,7 +29,20 @@ from autobatch.planning.pacing import Pace
 from autobatch.result import StepResult
 from autobatch.workload.batches import Layout
 
-__all__ = ["Telling"]
+__all__ = ["Telling", "check_hooks"]
+
+
+def check_hooks(hooks: Any) -> tuple[Hook, ...]:
+    """Each can be called, which is found out before the first step and not in each.
+
+    Raises:
+        InvalidArgument: One cannot, or they are no row of hooks at all.
+    """
+    found = (hooks,) if isinstance(hooks, str) or not isinstance(hooks, Iterable) else tuple(hooks)
+    for hook in found:
+        if not callable(hook):
+            raise InvalidArgument(f"hooks has {hook!r}, which cannot be called: pass a list of hooks, each hook(event)")
+    return found
 
 
 class Telling:
@@ -81,8 +96,12 @@ class Telling:
         """A step with nothing to take a mean over."""
         emit(StepSkipped(step=step, samples=_count(layouts)), self._hooks)
 
-    def tell_failed(self, step: int, error: Exception) -> None:
-        """A step that ended in an error; the text of the user's own error stays his."""
+    def tell_failed(self, step: int, error: BaseException) -> None:
+        """A step that ended in an error; the text of the user's own error stays his, and nothing here replaces it."""
+        with suppress(Exception):
+            self._tell_failed(step, error)
+
+    def _tell_failed(self, step: int, error: BaseException) -> None:
         ours = isinstance(error, AutobatchError)
         reason = f"{type(error).__name__}: {error}".partition("\n")[0] if ours else type(error).__name__
         short = isinstance(error, (DoesNotFit, CannotRetry))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from test_verification import NOT_STILL, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
@@ -116,11 +118,12 @@ def test_batch_norm_is_named_even_where_nothing_could_be_compared():
 
 
 @pytest.mark.parametrize("name", NOT_STILL)
-def test_what_cannot_be_held_still_does_not_end_fit(name):
-    """The trials have run the step: the plan is good, and its story tells why there is no verdict."""
+def test_what_cannot_be_held_still_does_not_end_fit(name, caplog):
+    """The trials have run the step: the plan is good, and its story and the log tell why there is no verdict."""
+    caplog.set_level(logging.INFO, "autobatch")
     plan = fit_case(NOT_STILL[name], check="raise")
     assert plan.verdict.unchecked in plan.explain()
-    assert NOT_STILL[name][-1] in plan.verdict.unchecked
+    assert NOT_STILL[name][-1] in plan.verdict.unchecked + caplog.text
 
 
 def guarded(model, batch):

@@ -346,3 +346,114 @@ def test_a_reader_that_has_seen_enough_is_no_error(here):
     program = f"sleep 0.2 | {sys.executable} -m autobatch devices --json | true"
     done = start("-c", f"import subprocess, sys; sys.exit(subprocess.run({program!r}, shell=True).returncode)")
     assert done.stderr == ""
+
+
+PRINTS = """
+from train_it import make as make_quietly
+
+def make():
+    print("loading my data")
+    return make_quietly()
+"""
+
+
+@pytest.mark.parametrize("command", [("fit", "--target", "64"), ("predict", "--gpu", "L4"), ("verify",)])
+def test_what_the_users_code_prints_is_no_part_of_the_json(here, ask, command):
+    """It goes to stderr; without --json it stays where the user put it."""
+    (here / "prints_it.py").write_text(PRINTS)
+    _, text, error = ask(command[0], "prints_it:make", *command[1:], "--json")
+    json.loads(text)
+    assert "loading my data" in error
+    assert "loading my data" in ask(command[0], "prints_it:make", *command[1:])[1]
+    sys.modules.pop("prints_it")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "command", [("fit", "train_it:make", "--target", "64"), ("predict", "train_it:make", "--gpu", "L4")]
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_work(ask, command):
+    """No plan is made, and there is no traceback."""
+    code, text, error = ask(*command, "--save", "nowhere/plan.json")
+    assert (code, text) == (2, "")
+    assert "--save nowhere/plan.json: no file can be written there" in error
+    assert json.loads(ask("plans", "--json")[1]) == []
+
+
+@pytest.mark.usefixtures("here")
+def test_the_function_may_follow_the_cards(ask):
+    """As it does in the help; --all and --gpu exclude each other."""
+    assert ask("predict", "--gpu", "L4", "T4", "train_it:make")[1].count("predicted on") == 2
+    assert ask("predict", "--gpu", "L4", "--gpu", "T4", "--target", "8", "train_it:make")[0] == 0
+    assert "say MODULE:FUNCTION" in ask("predict", "--gpu", "L4")[2]
+    with pytest.raises(SystemExit):
+        ask("predict", "--gpu", "L4", "--all", "train_it:make")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("days", ["-1", "0", "nan", "inf"])
+def test_what_is_no_age_forgets_nothing(ask, days):
+    """A sign that slipped in must not delete all there is."""
+    ask("fit", "train_it:make", "--target", "64")
+    code, _, error = ask("forget", "--older-than", days)
+    assert code == 2
+    assert "must be a number of days above 0" in error
+    assert len(json.loads(ask("plans", "--json")[1])) == 1
+
+
+READS_ARGUMENTS = """
+import argparse
+from train_it import make as make_it
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=8)
+width = options.parse_args().width
+
+def make():
+    return make_it()
+"""
+
+
+def test_a_script_that_reads_its_arguments_is_not_given_ours(here, ask):
+    """As training scripts do when they are imported; its defaults hold, and ours are there again afterwards."""
+    (here / "reads_it.py").write_text(READS_ARGUMENTS)
+    before = list(sys.argv)
+    assert ask("fit", "reads_it:make", "--target", "64", "--json")[0] == 0
+    assert sys.argv == before
+    sys.modules.pop("reads_it")
+
+
+def test_what_a_child_of_the_users_code_prints_is_no_part_of_the_json(here):
+    """Nor what a library writes to the file descriptor itself."""
+    (here / "loud_it.py").write_text(
+        "import os\nos.write(1, b'raw\\n')\nos.system('echo child')\nfrom train_it import make\n"
+    )
+    done = start("-m", "autobatch", "fit", "loud_it:make", "--target", "64", "--json", AUTOBATCH_LEDGER="off")
+    assert Plan.model_validate_json(done.stdout)
+    assert {"raw", "child"} <= {*done.stderr.split()}
+
+
+@pytest.mark.usefixtures("here")
+def test_two_searches_that_found_the_same_do_not_differ(ask):
+    """Names, dates and durations are each plan's own."""
+    ids = [
+        Plan.model_validate_json(ask("fit", "train_it:make", "--target", "64", "--no-reuse", "--json")[1]).id
+        for _ in range(2)
+    ]
+    code, text, _ = ask("diff", *ids)
+    assert (code, text.splitlines()[1:]) == (0, ["nothing else differs"])
+
+
+@pytest.mark.usefixtures("here")
+def test_a_list_that_was_cut_says_so(ask):
+    """With what shows the rest."""
+    ask("fit", "train_it:make", "--target", "64")
+    ask("fit", "train_it:make", "--target", "64")
+    assert ask("plans", "--limit", "1")[1].splitlines()[-1] == "the newest 1; --limit shows more"
+    assert "shows more" not in ask("plans")[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_ledger_that_is_turned_off_is_no_trouble(ask, monkeypatch):
+    """Somebody wanted it so."""
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
+    assert "fine    plans are not kept: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]

@@ -72,7 +72,7 @@ def normalise(text: str, mark: str = "") -> str:
     text = re.sub(r"\d+\.\d s\b", "? s", text).strip()
     text = re.sub(r"relative error \S+?(?=[:,;)\s]|$)", "relative error ?", text)
     if mark.startswith("differs"):
-        text = re.sub(r"[0-9a-f]{12}|[\d.]+", "#", text)
+        text = re.sub(r"[0-9a-f]{12,}|[\d.]+", "#", text)
         text = re.sub(r"\s+", " ", re.sub(r"[-+#~*.]{3,}", "#", text))
     return text
 

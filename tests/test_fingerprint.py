@@ -129,6 +129,15 @@ DIFFERENT = {
     "amsgrad": lambda: take(make_workload(optimizer=lambda p: torch.optim.AdamW(p, amsgrad=True))),
     "two groups": lambda: take(make_workload(optimizer=in_two_groups)),
     "another card": lambda: take(device=DEVICE.model_copy(update={"name": "NVIDIA L4"})),
+    "a dropout that drops": lambda: take(switched(lambda model: setattr(model.first, "p", 0.5))),
+    "a step's default": lambda: take(make_workload(source=PLAIN_STEP.replace("batch):", "batch, width=8):"))),
+    "another default": lambda: take(make_workload(source=PLAIN_STEP.replace("batch):", "batch, width=9):"))),
+    "an argument of a partial step": lambda: take(
+        replace(make_workload(), step=functools.partial(define(PLAIN_STEP), width=8))
+    ),
+    "another argument of a partial step": lambda: take(
+        replace(make_workload(), step=functools.partial(define(PLAIN_STEP), width=9))
+    ),
     "another driver": lambda: take(device=DEVICE.model_copy(update={"driver": "580.95.05"})),
     "more memory": lambda: take(device=DEVICE.model_copy(update={"total_bytes": 2**31})),
     "another kind of device": lambda: take(device=DEVICE.model_copy(update={"kind": "cuda"})),

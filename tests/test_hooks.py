@@ -231,9 +231,10 @@ def test_a_memory_snapshot_is_written_at_each_shortage_up_to_a_number(tmp_path, 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     hook = hooks.memory_snapshot(most=2)
-    tell(hook, [FINISHED, RETRIED, RETRIED, RETRIED])
+    tell(hook, [FINISHED, RETRIED, FAILED, RETRIED])
     assert recorded == [{"max_entries": 100_000}]
-    assert len([*(tmp_path / "snapshots").glob("*-step7-*.pickle")]) == 2
+    names = sorted(path.name.split("-")[3] for path in (tmp_path / "snapshots").glob("*.pickle"))
+    assert names == ["step7", "step9"]
 
 
 def test_a_hook_that_raises_costs_a_line_and_no_step(caplog):
@@ -254,3 +255,35 @@ def test_nothing_is_imported_before_it_is_used():
         "sys.exit(bool({'torch', 'tensorboard', 'wandb', 'mlflow', 'prometheus_client', 'tqdm'} & {*sys.modules}))"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_hook_that_always_fails_is_told_once(caplog):
+    """With its traceback; a tracker that is away for a night must not fill the disk with them."""
+
+    def away(event):
+        raise ConnectionError("no route to the tracker")
+
+    train(away, steps=4)
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.exc_info is not None
+    assert "further failures of it are not told" in record.message
+
+
+@pytest.mark.parametrize("wrong", [[5], [[]], "abc", 5, [None]], ids=str)
+def test_what_cannot_be_called_is_no_hook(wrong):
+    """Found before the first step."""
+    model = nn.Linear(3, 1)
+    gpu = FakeDevice(lambda samples: 1000 + 50 * samples, total_bytes=4000)
+    plan = autobatch.fit(model, 8, batch=torch.ones(8, 3), device=gpu, step=lambda m, b: m(b).mean(), progress=False)
+    with pytest.raises(autobatch.InvalidArgument, match="which cannot be called: pass a list of hooks"):
+        autobatch.Runner(plan, model, None, None, device=gpu, hooks=wrong)
+
+
+def test_what_a_tracker_needs_is_asked_for_at_once(monkeypatch):
+    """A writer that is none, a library that is not installed."""
+    with pytest.raises(autobatch.InvalidArgument, match="pass a SummaryWriter"):
+        hooks.tensorboard(None)
+    for name in ("wandb", "mlflow"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ImportError):
+            getattr(hooks, name)()

@@ -47,6 +47,7 @@ def make_plan(size=43, limit=LIMIT, **changes):
         "version": "0",
         "id": "a",
         "max_micro_batch": 256,
+        "searched_bytes": limit,
     }
     return PlanRecord(**{**fields, **changes})
 
@@ -158,10 +159,64 @@ def test_what_is_taken_is_what_a_search_would_find(then, today):
 )
 def test_one_trial_confirms_a_plan_or_says_why_not(trial, reason):
     """The same peak within 5 %, without running out; less than then is a change as well."""
-    assert why_not_confirmed(make_plan(), trial) == reason
+    assert why_not_confirmed(make_plan(), trial, needs(99)) == reason
 
 
 def test_two_segments_of_cudas_allocator_are_no_change():
     """On a small budget they are more than 5 %."""
     plan = make_plan(device=DeviceInfo(kind="cuda", name="NVIDIA L4", total_bytes=2**34))
-    assert why_not_confirmed(plan, try_size(43).model_copy(update={"peak_reserved": needs(43) + 40 * MIB})) == ""
+    trial = try_size(43).model_copy(update={"peak_reserved": needs(43) + 40 * MIB})
+    assert why_not_confirmed(plan, trial, needs(99)) == ""
+    assert why_not_confirmed(make_plan(), trial, needs(99)) != ""
+
+
+def test_a_trial_beyond_todays_limit_confirms_nothing():
+    """Though it ran, and took what it took then."""
+    assert why_not_confirmed(make_plan(), try_size(43), needs(43)) == ""
+    reason = why_not_confirmed(make_plan(), try_size(43), needs(43) - 1)
+    assert reason == "43 samples took 530.0 MiB, and the limit is 530.0 MiB"
+
+
+def test_many_small_changes_are_one_large_one():
+    """Each confirmation is held against the search, not against the one before it."""
+    plan, starts = make_plan(), 0
+    while not why_not_confirmed(plan, trial := grown(plan, 1.02), needs(99)):
+        plan = plan.model_copy(update={"peak_bytes": trial.peak_reserved, "confirms": "a"})
+        starts += 1
+    assert starts == 2  # 1.02 ** 3 is more than 1.05
+
+
+def grown(plan, factor):
+    """A trial of the plan's size that takes more than the plan's last one."""
+    peak = round(plan.peak_bytes * factor)
+    return try_size(43).model_copy(update={"peak_allocated": peak, "peak_reserved": peak})
+
+
+def test_what_the_update_hides_is_compared_too():
+    """The optimizer's step leads, so the peak is the same while the passes take three times as much."""
+
+    def try_hidden(size, backward):
+        return Trial(
+            micro_batch_size=size,
+            outcome="fits",
+            peak_allocated=1000 * MIB,
+            peak_reserved=1000 * MIB,
+            optimizer_peak=1000 * MIB,
+            backward_allocated=backward * MIB,
+            backward_reserved=backward * MIB,
+        )
+
+    curve = fit_curve([try_hidden(2, 120), try_hidden(43, 260)])
+    plan = make_plan(curve=curve, peak_bytes=1000 * MIB)
+    assert why_not_confirmed(plan, try_hidden(43, 260), needs(999)) == ""
+    assert "took 900.0 MiB this time and 260.0 MiB then" in why_not_confirmed(plan, try_hidden(43, 900), needs(999))
+
+
+@pytest.mark.parametrize(("more", "serves"), [(1, True), (4096, True), (30 * MIB, True), (32 * MIB, False)])
+def test_a_size_that_has_failed_is_not_tried_again_for_a_few_bytes(more, serves):
+    """Beyond what ran the curve is a lower bound: 52 samples are said to fit, and did not."""
+    bent = fit_curve([try_size(2), try_size(8), try_size(43)])
+    assert bent.peak_reserved(52) <= needs(52)
+    plan = make_plan(limit=needs(50), curve=bent, failing_size=52, searched_bytes=needs(52))
+    found = find_remembered([plan], want(limit_bytes=needs(52) + more))
+    assert (found.plan is plan) == serves

@@ -240,3 +240,77 @@ def test_a_ledger_that_cannot_be_used_costs_a_line(tmp_path, monkeypatch, caplog
     result = autobatch.Runner(plan, arguments["model"], step, arguments["optimizer"]).step(arguments["batch"])
     assert sum(result.micro_batch_sizes) == 1024
     assert [record.levelname for record in caplog.records if "the ledger in" in record.message] == ["WARNING"]
+
+
+@pytest.mark.usefixtures("home")
+def test_a_few_bytes_more_do_not_repeat_a_search_that_had_failed(caplog):
+    """Memory that grows with the square: the next size has run out, though the curve would let it fit."""
+    caplog.set_level(logging.INFO, "autobatch")
+
+    def fit(budget):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 64)
+
+        def compare(model, rows):
+            hidden = model(rows)
+            return (hidden @ hidden.T).exp().mean(dim=1).mean()
+
+        return autobatch.fit(layer, 1024, batch=torch.randn(64, 8), step=compare, budget=budget, check=None)
+
+    first = fit(3 * MIB)
+    assert first.failing_size > first.micro_batch_size
+    for more in (1, 4096, 8192):
+        again = fit(3 * MIB + more)
+        assert len(again.trials) == 1
+        assert (again.failing_size, again.searched_bytes) == (first.failing_size, first.searched_bytes)
+
+
+@pytest.mark.usefixtures("home")
+def test_an_interrupt_ends_a_run_as_failed(home):
+    """Ctrl-C is no end that anybody planned."""
+    arguments = make()
+    plan = autobatch.fit(**arguments)
+
+    def interrupted(model, batch):
+        raise KeyboardInterrupt
+
+    runner = autobatch.Runner(plan, arguments["model"], interrupted, arguments["optimizer"])
+    with pytest.raises(KeyboardInterrupt):
+        runner.step(arguments["batch"])
+    with Store(home / "ledger.sqlite3") as store:
+        [run] = store.runs_of(plan.id)
+    assert (run.outcome, run.reason) == ("failed", "KeyboardInterrupt")
+
+
+def test_nothing_of_the_users_errors_is_kept(home):
+    """Also of one that only the check of the split meets."""
+    arguments = make()
+    calls = []
+
+    def fails_held_still(model, batch):
+        calls.append(len(batch[0]))
+        if batch[0].dtype == torch.float64 or len(batch[0]) in {4, 16}:
+            raise ValueError("cannot read /home/alice/patients.csv row: 'Alice Smith'")
+        return step(model, batch)
+
+    arguments["step"] = fails_held_still
+    plan = autobatch.fit(**arguments)
+    assert plan.verdict is not None
+    for file in home.iterdir():
+        assert b"Alice" not in file.read_bytes()
+
+
+@pytest.mark.usefixtures("home")
+def test_a_plan_at_the_very_limit_is_confirmed():
+    """Its trial needs no more than training does: not even a copy of its own batch."""
+
+    def fit(limit):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(2304, 8), nn.ReLU(), nn.Linear(8, 4))
+        images = torch.randn(256, 2304), torch.randint(4, (256,))
+        return autobatch.fit(model, 256, batch=images, step=step, budget=limit, headroom=0, check=None)
+
+    first = fit("64MiB")
+    tight = fit(first.peak_bytes)  # all there is, to the byte
+    assert tight.micro_batch_sizes == first.micro_batch_sizes == (256,)
+    assert tight.confirms == first.id

@@ -37,3 +37,15 @@ def test_a_failed_step_is_told_without_the_users_words(plan, error, reason, out_
     Telling(plan, [events.append]).tell_failed(3, error)
     [event] = events
     assert (event.step, event.reason, event.out_of_memory) == (3, reason, out_of_memory)
+
+
+class Unspeakable(autobatch.AutobatchError):
+    """Cannot even be printed."""
+
+    def __str__(self):
+        raise TypeError("no words")
+
+
+def test_telling_never_replaces_the_error(plan):
+    """An error that cannot be printed is the user's problem, and stays the one that is raised."""
+    Telling(plan, []).tell_failed(0, Unspeakable())

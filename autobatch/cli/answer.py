@@ -1,17 +1,34 @@
 """What a command answers: text for people, the same as data, and an exit code.
 
-Covers the record and how it is put out. Does not cover any command.
+Covers the record, how it is put out, and whether a file can be written. Does not cover any command.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DONE", "NO", "USAGE", "Answer"]
+from autobatch.errors import InvalidArgument
+
+__all__ = ["DONE", "NO", "USAGE", "Answer", "check_folder"]
 
 DONE, NO, USAGE = 0, 1, 2
 """Exit codes: it was done; it was done and the answer is no; the command line cannot mean anything."""
+
+
+def check_folder(option: str, file: str | None) -> None:
+    """Before long work: can its answer be written there?
+
+    Raises:
+        InvalidArgument: There is no such folder, or nothing can be written to it.
+    """
+    if file is None or file == "-":
+        return
+    folder = Path(file).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+        raise InvalidArgument(f"{option} {file}: no file can be written there")
 
 
 class Answer(NamedTuple):

@@ -246,7 +246,9 @@ def _look_at_host(found: Surroundings) -> Iterator[Finding]:
 
 
 def _look_at_ledger(found: Surroundings) -> Iterator[Finding]:
-    if found.ledger_error:
+    if not found.home:
+        yield Finding(level="fine", what="plans are not kept: AUTOBATCH_LEDGER turns that off")
+    elif found.ledger_error:
         yield Finding(
             level="beware",
             what=f"plans cannot be kept in {found.home}: {found.ledger_error}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import Answer
+from autobatch.cli.answer import Answer, check_folder
 from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.fitting import fit
@@ -32,6 +32,7 @@ def configure(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """Load, fit, and say what came of it."""
+    check_folder("--save", options.save)
     arguments = take(load(options.source), KNOWN, options.source)
     arguments.update(_read_options(options))
     if "target_batch" not in arguments:

@@ -6,6 +6,7 @@ Covers the options and the answer. Does not cover deleting (``ledger``). Nothing
 from __future__ import annotations
 
 import argparse
+import math
 
 from autobatch.cli.answer import Answer
 from autobatch.cli.kept import open_store
@@ -30,6 +31,8 @@ def run(options: argparse.Namespace) -> Answer:
         raise InvalidArgument("forget takes ids, --older-than DAYS or --all: one of them")
     with open_store() as store:
         if options.older_than is not None:
+            if not (math.isfinite(options.older_than) and options.older_than > 0):
+                raise InvalidArgument(f"--older-than {options.older_than:g} must be a number of days above 0")
             count = store.forget(older_than_seconds=options.older_than * _DAY_S)
         else:
             count = store.forget(everything=True) if options.all else store.forget(options.plans)

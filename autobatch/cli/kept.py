@@ -31,7 +31,10 @@ def open_store() -> Iterator[Store]:
     """
     if not is_on():
         raise InvalidArgument("no plans are kept: AUTOBATCH_LEDGER turns the ledger off; unset it")
-    home = find_home()
+    try:
+        home = find_home()
+    except OSError as error:
+        raise LedgerUnavailable(str(error)) from error
     try:
         with Store(find_ledger(home)) as store:
             yield store
@@ -69,20 +72,15 @@ def _runs_if_kept(plan: Plan) -> list[Run]:
 
 
 def find_fault() -> tuple[str, str]:
-    """Where plans are kept, and why they cannot be; the second text is empty where they can, or shall not be."""
+    """Where plans are kept, and why they cannot be; no place where they shall not be, no fault where all is well."""
+    if not is_on():
+        return "", ""
     try:
-        home = find_home()
-        if is_on():
-            with open_store():
-                pass
-    except (LedgerUnavailable, OSError) as error:
-        return str(find_home_or_nothing()), str(error)
-    return (str(home), "") if is_on() else ("", "AUTOBATCH_LEDGER turns the ledger off")
-
-
-def find_home_or_nothing() -> Path | str:
-    """The folder, or words for its absence."""
+        home = str(find_home())
+    except OSError as error:
+        return "no folder", str(error)
     try:
-        return find_home()
-    except OSError:
-        return "no folder"
+        with open_store():
+            return home, ""
+    except LedgerUnavailable as error:
+        return home, str(error)

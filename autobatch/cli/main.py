@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 
 from autobatch.cli.answer import NO, USAGE, Answer
 from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _make_parser(arguments[0] if arguments else "").parse_args(arguments)
     try:
-        with _listening(verbose=options.verbose):
+        with _listening(verbose=options.verbose), _alone_on_stdout() if options.json else nullcontext():
             answer: Answer = options.run(options)
     except AutobatchError as error:
         return _put_out(_refuse(error), as_json=options.json, to_stderr=not options.json)
@@ -93,6 +93,19 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
             module.configure(command)
             command.set_defaults(run=module.run)
     return parser
+
+
+@contextmanager
+def _alone_on_stdout() -> Iterator[None]:
+    """What the user's own code prints, and its libraries and processes, is no part of the JSON: it goes to stderr."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 @contextmanager

@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> Answer:
     if not found:
         return Answer("no such plan is kept; autobatch fit MODULE:FUNCTION --target N makes one", data)
     head = f"{'id':<13} {'made':<17} {'model':<20} {'device':<20} {'plan':<18} {'peak':>10}  runs"
-    return Answer("\n".join([head, *(_show(plan, runs) for plan, runs in found)]), data)
+    more = [f"the newest {len(found)}; --limit shows more"] if len(found) == options.limit else []
+    return Answer("\n".join([head, *(_show(plan, runs) for plan, runs in found), *more]), data)
 
 
 def _show(plan: Plan, runs: list[Run]) -> str:

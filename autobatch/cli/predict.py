@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import DONE, NO, Answer
+from autobatch.cli.answer import DONE, NO, Answer, check_folder
 from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.predicting import predict
@@ -24,10 +24,13 @@ _ANY_CARD = "H100-80GB"
 def configure(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.description = "Traces the step without running it. Exit code 1 where not even one sample fits."
-    add_source(command)
+    add_source(command, nargs="?")
     command.add_argument("--target", type=int, metavar="N", help="samples that one optimizer step should see")
-    command.add_argument("--gpu", nargs="+", metavar="NAME", help="cards, such as L4 or 24GiB; default: the one here")
-    command.add_argument("--all", action="store_true", help="every card that is known, in one table")
+    cards = command.add_mutually_exclusive_group()
+    cards.add_argument(
+        "--gpu", nargs="+", action="extend", metavar="NAME", help="such as L4 or 24GiB; default: the one here"
+    )
+    cards.add_argument("--all", action="store_true", help="every card that is known, in one table")
     command.add_argument(
         "--margin", type=float, metavar="SHARE", help="left free on top of the prediction, such as 0.1"
     )
@@ -38,7 +41,13 @@ def configure(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """Load, predict for each card, and say what came of it."""
-    found = take(load(options.source), _TAKEN, options.source, others=KNOWN)
+    check_folder("--save", options.save)
+    source = options.source
+    if source is None and options.gpu and ":" in options.gpu[-1]:  # --gpu L4 train:make, where it took both
+        *options.gpu, source = options.gpu
+    if source is None:
+        raise InvalidArgument("say MODULE:FUNCTION, a function of yours that returns the model, such as train:make")
+    found = take(load(source), _TAKEN, source, others=KNOWN)
     if options.target is not None:
         found["target_batch"] = options.target
     cards = options.gpu or ([_ANY_CARD] if options.all else [None])

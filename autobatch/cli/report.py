@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autobatch.cli.answer import Answer
+from autobatch.cli.answer import Answer, check_folder
 from autobatch.cli.kept import find_plan
 from autobatch.errors import InvalidArgument
 from autobatch.report.html import render_report
@@ -24,6 +24,7 @@ def configure(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """The page, written to a file."""
+    check_folder("--output", options.output)
     plan, runs = find_plan(options.plan)
     page = render_report(plan, runs)
     if options.output == "-":

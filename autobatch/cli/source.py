@@ -11,7 +11,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,10 +40,11 @@ KNOWN = (
 """What a user's function may return."""
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
+def add_source(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
     """The one argument of a command that needs a model."""
     parser.add_argument(
         "source",
+        nargs=nargs,
         metavar="MODULE:FUNCTION",
         help="a function without arguments that returns a dict of what autobatch.fit takes, such as train:make",
     )
@@ -60,16 +62,27 @@ def load(source: str) -> dict[str, Any]:
     name, _, function_name = source.rpartition(":")
     if not name or not function_name.isidentifier():
         raise InvalidArgument(f"{source!r} is no MODULE:FUNCTION, such as train:make or train.py:make")
-    function = getattr(_import(name, source), function_name, None)
-    if not callable(function):
-        raise InvalidArgument(f"{source!r}: {name} has no function {function_name}")
-    found = _call(function, source)
+    with _own_arguments(name):
+        function = getattr(_import(name, source), function_name, None)
+        if not callable(function):
+            raise InvalidArgument(f"{source!r}: {name} has no function {function_name}")
+        found = _call(function, source)
     if not isinstance(found, Mapping) or "model" not in found:
         raise InvalidArgument(
             f"{source!r} returned {_describe(found)}: return a dict such as "
             f"{{'model': model, 'batch': batch, 'step': step, 'optimizer': optimizer}}"
         )
     return dict(found)
+
+
+@contextmanager
+def _own_arguments(name: str) -> Iterator[None]:
+    """A script that reads its arguments when it is imported must not be given ours."""
+    arguments, sys.argv = sys.argv, [name]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def take(found: Mapping[str, Any], names: Iterable[str], source: str, others: Iterable[str] = ()) -> dict[str, Any]:

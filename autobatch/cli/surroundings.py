@@ -44,7 +44,7 @@ class Surroundings(Record):
         is_wsl: Whether this Linux runs inside Windows.
         host: The host's memory.
         shared_memory_bytes: Of /dev/shm, through which loader processes hand over batches; 0 where there is none.
-        home: Where plans are kept.
+        home: Where plans are kept; empty where they shall not be.
         ledger_error: Why nothing can be kept there; empty where it can.
     """
 

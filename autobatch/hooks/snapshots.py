@@ -10,9 +10,9 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from autobatch.events import Event, Hook, Retried
+from autobatch.events import Event, Hook, Retried, StepFailed
 from autobatch.ledger.place import find_home
 
 __all__ = ["memory_snapshot"]
@@ -23,8 +23,8 @@ logger = logging.getLogger("autobatch")
 def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int = 3, entries: int = 100_000) -> Hook:
     """Write a snapshot of CUDA's memory each time it ends, up to so many.
 
-    torch writes down every allocation from here on, which costs some microseconds each and the memory of the entries.
-    The files open in torch's viewer (pytorch.org/memory_viz).
+    torch writes down every allocation from here on, which takes time and the memory of the entries. The files open in
+    torch's viewer (pytorch.org/memory_viz).
 
     Args:
         folder: Where to; default: ``snapshots`` beside the ledger.
@@ -37,7 +37,7 @@ def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int =
     written: list[Path] = []
 
     def write(event: Event, /) -> None:
-        if recording and isinstance(event, Retried) and len(written) < most:
+        if recording and _is_shortage(event) and len(written) < most:
             target.mkdir(parents=True, exist_ok=True)
             moment = time.strftime("%Y%m%d-%H%M%S")
             path = target / f"{moment}-{os.getpid()}-step{event.step}-{len(written)}.pickle"
@@ -46,6 +46,10 @@ def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int =
             logger.info("autobatch: memory when step %d ran out of it: %s", event.step, path)
 
     return write
+
+
+def _is_shortage(event: Event) -> TypeGuard[Retried | StepFailed]:
+    return isinstance(event, Retried) or (isinstance(event, StepFailed) and event.out_of_memory)
 
 
 def _start_recording(memory: Any, entries: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
 from autobatch.hooks.readings import read_event
 
@@ -20,7 +21,12 @@ def tensorboard(writer: Any) -> Hook:
 
     Args:
         writer: A ``SummaryWriter``, of torch or tensorboardX. Closing it is yours.
+
+    Raises:
+        InvalidArgument: It is none.
     """
+    if not hasattr(writer, "add_scalar"):
+        raise InvalidArgument(f"tensorboard({writer!r}): pass a SummaryWriter")
 
     def write(event: Event, /) -> None:
         reading = read_event(event)
@@ -39,7 +45,12 @@ def wandb(run: Any | None = None) -> Hook:
 
     Args:
         run: From ``wandb.init()``; ``None`` for the one that is active when an event comes.
+
+    Raises:
+        ImportError: No run was given and wandb is not installed.
     """
+    if run is None:
+        importlib.import_module("wandb")  # what is missing is told now, and not at every step
 
     def write(event: Event, /) -> None:
         reading = read_event(event)
@@ -55,12 +66,15 @@ def mlflow(run_id: str | None = None) -> Hook:
 
     Args:
         run_id: Of the run; ``None`` for the one that is active when an event comes.
+
+    Raises:
+        ImportError: MLflow is not installed.
     """
+    library = importlib.import_module("mlflow")
 
     def write(event: Event, /) -> None:
         reading = read_event(event)
         if reading is not None:
-            library = importlib.import_module("mlflow")
             numbers = {name: float(value) for name, value in reading.values.items()}
             library.log_metrics(numbers, step=reading.step, run_id=run_id)
 

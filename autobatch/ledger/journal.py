@@ -13,7 +13,11 @@ from pathlib import Path
 
 __all__ = ["is_remote", "set_journal"]
 
-_REMOTE = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.sshfs", "afs", "9p")
+_LOCAL = frozenset(
+    {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "tmpfs"}
+    | {"aufs", "rootfs", "ufs", "xfs", "zfs"}
+)
+"""Kinds that no other computer writes to. Of others there are too many, and a rollback journal is right anywhere."""
 _MOUNTS = Path("/proc/self/mounts")
 
 
@@ -65,4 +69,4 @@ def is_remote(folder: Path, mounts: Path = _MOUNTS) -> bool:
         above = Path(point.replace("\\040", " "))  # a blank in a name
         if place.is_relative_to(above):
             kinds[len(above.parts)] = kind
-    return bool(kinds) and kinds[max(kinds)].startswith(_REMOTE)
+    return bool(kinds) and kinds[max(kinds)] not in _LOCAL

@@ -29,6 +29,10 @@ _EVERY_S = 10.0
 _AFTER_SETBACK_S = 1.0
 """Of many setbacks in a second the first is written at once and the others together."""
 
+_SLOW_S = 0.25
+_SELDOM = 100
+"""Where a write took longer than that, so many times as long is waited: a slow disk costs a hundredth of the time."""
+
 _EXIT_WAITS_S = 5.0
 """For other writers: nothing else is left to do."""
 
@@ -68,6 +72,7 @@ class _Journal:
         self._outcome: Outcome = "running"
         self._reason = ""
         self._begun = False
+        self._least_wait_s = 0.0
         self._tried_at, self._wait_s, self._was_refused = -float("inf"), 0.0, False
         self._over = not ledger.is_kept
 
@@ -99,15 +104,18 @@ class _Journal:
 
     def _hurry(self) -> None:
         if not self._was_refused:  # waiting for somebody's lock again and again would be felt
-            self._wait_s = min(_AFTER_SETBACK_S, self._wait_s)
+            self._wait_s = max(min(_AFTER_SETBACK_S, self._wait_s), self._least_wait_s)
 
     def _write(self, patience_s: float) -> bool:
         now = time.time()
         run = self._run = self._run or self._begin(now)
+        self._tried_at = time.monotonic()
         self._begun = self._begun or self._ledger.begin(self._plan, run, patience_s)
         notes = self._tally.note(run.id, now, self._outcome, self._reason)
         written = self._ledger.note(notes, patience_s) if self._begun else "not now"
-        self._tried_at, self._wait_s = time.monotonic(), self._every_s
+        took_s = time.monotonic() - self._tried_at
+        self._least_wait_s = _SELDOM * took_s if took_s > _SLOW_S else 0.0
+        self._tried_at, self._wait_s = time.monotonic(), max(self._every_s, self._least_wait_s)
         self._was_refused = written == "not now"
         if written == "written":
             self._tally.forget_written()
@@ -131,8 +139,12 @@ _unfinished: set[_Journal] = set()
 
 
 def _finish_all() -> None:
+    """Within one time limit: a process must end, however many runs it had and whatever became of the disk."""
+    deadline = time.monotonic() + _EXIT_WAITS_S
     for journal in list(_unfinished):
-        journal.finish(_EXIT_WAITS_S)
+        journal.finish(max(deadline - time.monotonic(), 0.0))
+        if journal in _unfinished:  # nor will the next one be written
+            return
 
 
 atexit.register(_finish_all)

@@ -24,6 +24,9 @@ from autobatch.plan import Plan
 
 __all__ = ["Store"]
 
+_MOST_ALIKE = 200
+"""Each start of a script adds one, and they differ in target and budget: older ones than these are not asked for."""
+
 _DAY_S = 24 * 60 * 60
 
 
@@ -121,8 +124,8 @@ class Store:
         )
 
     def plans_like(self, fingerprint: str) -> list[Plan]:
-        """Plans that were measured on the same, the newest first; none for no fingerprint."""
-        return self._select_plans("fingerprint = ? AND fingerprint != ''", (fingerprint,), None)
+        """The newest plans that were measured on the same, the newest first; none for no fingerprint."""
+        return self._select_plans("fingerprint = ? AND fingerprint != ''", (fingerprint,), _MOST_ALIKE)
 
     def _select_plans(self, condition: str, values: tuple[str, ...], limit: int | None) -> list[Plan]:
         query = f"SELECT id, content FROM plans WHERE {condition} ORDER BY made_at DESC, rowid DESC"  # noqa: S608 - ours
@@ -198,6 +201,8 @@ class Store:
         """
         if (ids is not None) + (older_than_seconds is not None) + everything != 1:
             raise InvalidArgument("forget() takes ids, older_than_seconds= or everything=True: one of them")
+        if older_than_seconds is not None and not older_than_seconds >= 0:  # nan is refused too
+            raise InvalidArgument(f"older_than_seconds={older_than_seconds!r} must be at least 0")
         with self._transaction() as connection:
             if ids is not None:
                 found = {(self._find_id(wanted),) for wanted in ids}

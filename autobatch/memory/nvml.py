@@ -118,7 +118,7 @@ def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
     held = _list_processes(nvml, handle)
     held.pop(os.getpid(), None)
     tenants = (
-        Tenant(pid=pid, used_bytes=used, name=_ask_text(nvml, "nvmlSystemGetProcessName", pid))
+        Tenant(pid=pid, used_bytes=used, name=_name_program(_ask_text(nvml, "nvmlSystemGetProcessName", pid)))
         for pid, used in held.items()
     )
     return CardReading(
@@ -174,6 +174,11 @@ def _running(nvml: Any, handle: Any) -> list[Any]:
     if len(refusals) == len(_PROCESS_LISTS):
         _say_once(refusals[0])
     return processes
+
+
+def _name_program(command: str) -> str:
+    """Without its folder and arguments, which are somebody else's to tell."""
+    return command.rpartition("\\")[2] if "\\" in command else command.partition(" ")[0].rpartition("/")[2]
 
 
 def _ask_text(nvml: Any, function: str, *arguments: Any) -> str:

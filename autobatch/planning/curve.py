@@ -62,6 +62,10 @@ class MemoryCurve(Record):
         """Bytes held by the allocator at once with micro-batches of ``n`` samples, rounded up."""
         return max(self.reserved_floor, _evaluate(self.reserved, n))
 
+    def growing_reserved(self, n: int) -> int:
+        """The part of it that depends on the size, also where the optimizer's step hides it."""
+        return _evaluate(self.reserved, n)
+
     def largest(self, limit: int) -> int:
         """The most samples in a micro-batch whose reserved peak stays within ``limit`` bytes.
 

@@ -51,6 +51,9 @@ class PlanRecord(Record):
         objective: What ``fit`` was asked for: the fewest steps, or the least memory.
         max_micro_batch: The most samples that a trial might have: the user's own bound, or the target; 0 where that
             is not known.
+        failing_size: The smallest size that did not fit when sizes were searched for; 0 where each one tried did.
+        searched_bytes: The limit within which they were searched for; that of a remembered plan's search, where one
+            trial has confirmed it.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
     """
 
@@ -80,6 +83,8 @@ class PlanRecord(Record):
     model: str = ""
     objective: Literal["throughput", "memory"] = "throughput"
     max_micro_batch: NonNegativeInt = 0
+    failing_size: NonNegativeInt = 0
+    searched_bytes: NonNegativeInt = 0
     confirms: str = ""
 
     @property

@@ -6,9 +6,10 @@ kept (``ledger``) nor how the trial is run (``probe``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from autobatch.planning.curve import growing_reserved
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import Objective, useful_sizes
 from autobatch.records import Record, Trial
@@ -67,22 +68,43 @@ def find_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Recollection
     return Recollection(None, reason, passed_over)
 
 
-def why_not_confirmed(plan: PlanRecord, trial: Trial) -> str:
-    """Why the trial of a remembered plan's size does not confirm it; empty where it does."""
+def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
+    """Why the trial of a remembered plan's size does not confirm it; empty where it does.
+
+    The trial is held against the curve of the search, which is handed on from plan to plan: held against the last
+    confirmation, many small changes would pass one by one.
+
+    Args:
+        plan: The remembered one.
+        trial: Of its size.
+        limit_bytes: What a step may hold today; 0 where the device cannot tell.
+    """
+    size = trial.micro_batch_size
     if trial.outcome == "oom":
-        return f"{trial.micro_batch_size} samples ran out of memory this time"
+        return f"{size} samples ran out of memory this time"
     if trial.outcome == "thrash":
-        return f"{trial.micro_batch_size} samples fit this time only because the allocator gave memory back"
-    if abs(trial.peak_reserved - plan.peak_bytes) > _tolerance(plan):
-        return (
-            f"{trial.micro_batch_size} samples took {format_bytes(trial.peak_reserved)} this time and "
-            f"{format_bytes(plan.peak_bytes)} then: something that the fingerprint cannot see has changed"
-        )
+        return f"{size} samples fit this time only because the allocator gave memory back"
+    if limit_bytes and trial.peak_reserved > limit_bytes:
+        return f"{size} samples took {format_bytes(trial.peak_reserved)}, and the limit is {format_bytes(limit_bytes)}"
+    for found, known in _compare(plan, trial):
+        if abs(found - known) > _tolerance(plan, known):
+            return (
+                f"{size} samples took {format_bytes(found)} this time and {format_bytes(known)} then: something that "
+                f"the fingerprint cannot see has changed"
+            )
     return ""
 
 
-def _tolerance(plan: PlanRecord) -> float:
-    share = _CHANGED * plan.peak_bytes
+def _compare(plan: PlanRecord, trial: Trial) -> Iterator[tuple[int, int]]:
+    """What the trial took and what was found then: at the peak, and in the passes alone, which the update may hide."""
+    size, curve = trial.micro_batch_size, plan.curve
+    yield trial.peak_reserved, plan.peak_bytes if curve is None else curve.peak_reserved(size)
+    if curve is not None:
+        yield growing_reserved(trial), curve.growing_reserved(size)
+
+
+def _tolerance(plan: PlanRecord, known: int) -> float:
+    share = _CHANGED * known
     return max(share, _SEGMENTS) if plan.device.kind == "cuda" else share  # elsewhere bytes are counted one by one
 
 
@@ -100,12 +122,24 @@ def _why_not(plan: PlanRecord, wanted: Wanted) -> str:
     if limit and plan.peak_bytes > limit:
         return f"it needs {format_bytes(plan.peak_bytes)}, and the limit is {format_bytes(limit)} today"
     larger = _next_size(plan, wanted)
-    if larger and plan.curve is not None and limit > plan.limit_bytes and plan.curve.peak_reserved(larger) <= limit:
+    if larger and _may_fit(plan, larger, limit):
         return (
-            f"the limit is {format_bytes(limit)} today and was {format_bytes(plan.limit_bytes)} then: more than its "
+            f"the limit is {format_bytes(limit)} today and was {format_bytes(plan.searched_bytes)} then: more than its "
             f"{plan.micro_batch_size} samples may fit"
         )
     return ""
+
+
+def _may_fit(plan: PlanRecord, larger: int, limit: int) -> bool:
+    """Whether a search would find a larger size now: only with more memory than it had then.
+
+    Beyond the sizes that ran the curve is a lower bound. Where a size up to this one has failed, a few bytes more would
+    only make it fail again.
+    """
+    if plan.curve is None or plan.curve.peak_reserved(larger) > limit:
+        return False
+    has_failed = 0 < plan.failing_size <= larger
+    return limit > plan.searched_bytes + (_tolerance(plan, plan.searched_bytes) if has_failed else 0)
 
 
 def _next_size(plan: PlanRecord, wanted: Wanted) -> int | None:

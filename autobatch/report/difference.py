@@ -1,7 +1,7 @@
 """What differs between two plans, as data and in words.
 
-Covers every field of a plan, its trials size by size and its curve at common sizes. Does not cover why they differ; but
-whether the same workload was measured is said first.
+Covers every field of a plan but its name, date and duration, its trials size by size and its curve at common sizes.
+Does not cover why they differ; but whether the same workload was measured is said first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import Trial, Verdict
+from autobatch.records import Trial
 from autobatch.report.breakdown import held_bytes
 from autobatch.report.tables import format_time
 from autobatch.wording import format_bytes, plural
@@ -75,12 +75,23 @@ _WHOLE = {"batch_lists", "verdict"}
 _APART = {"trials", "curve"}
 """Fields that are compared in their own way."""
 
+_EACH_ITS_OWN = {"id", "made_at", "seconds", "confirms"}
+"""Fields that differ between any two plans, and say nothing of what was found."""
+
 
 def _differing_fields(a: PlanRecord, b: PlanRecord) -> Iterator[dict[str, Any]]:
-    ours, theirs = (dict(_flatten(plan.model_dump(mode="json", exclude=_APART))) for plan in (a, b))
+    ours, theirs = (dict(_flatten(_comparable(plan))) for plan in (a, b))
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         if ours.get(name) != theirs.get(name):
             yield {"field": name, "a": ours.get(name), "b": theirs.get(name)}
+
+
+def _comparable(plan: PlanRecord) -> dict[str, Any]:
+    fields = plan.model_dump(mode="json", exclude=_APART | _EACH_ITS_OWN)
+    if plan.verdict is not None:  # what was found, and not how long it took and to which decimal
+        found = plan.verdict
+        fields["verdict"] = found.unchecked or ("exact" if found.exact else f"not exact: {'; '.join(found.causes)}")
+    return fields
 
 
 def _flatten(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -163,16 +174,12 @@ _NAMES = {
     "device.total_bytes": "device's memory",
     "state_bytes": "optimizer state",
     "version": "autobatch",
-    "id": "plan",
-    "seconds": "fit took",
-    "made_at": "made",
     "verdict": "check",
 }
 
 _SPECIAL: dict[str, Callable[[Any], str]] = {
     "micro_batch_sizes": _say_sizes,
     "device.tenants": _say_tenants,
-    "verdict": lambda verdict: str(Verdict(**verdict)),
     "made_at": lambda seconds: format_time(seconds) or "not noted",
     "seconds": lambda seconds: f"{seconds:.1f} s",
 }

@@ -182,9 +182,10 @@ def run_table(runs: Sequence[Run]) -> Table:
     """Each run in a line."""
     shown, left_out = _ends(runs, "run")
     ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
+    silent = (_last_heard_of(run) for run in shown if run.outcome == "running")
     one_by_one = (f"Steps and setbacks: of the last {_MOST_RUNS} runs only.",) if len(runs) > _MOST_RUNS else ()
     headings = ("run", "began", "steps", "retries", "peak", "outcome")
-    return Table(headings, tuple(map(_run_row, shown)), (*left_out, *ended, *one_by_one))
+    return Table(headings, tuple(map(_run_row, shown)), (*left_out, *ended, *silent, *one_by_one))
 
 
 def _run_row(run: Run) -> tuple[Cell, ...]:
@@ -192,11 +193,19 @@ def _run_row(run: Run) -> tuple[Cell, ...]:
     return (run.id, began or _UNKNOWN, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
 
 
+def _last_heard_of(run: Run) -> str:
+    """One that was killed could not say so."""
+    return f"Run {run.id} was last heard of at {format_time(run.last_seen_at)}; what it did since then is not known."
+
+
+_ENQUEUED = "On a card these rates are of the time until the work was handed over: a runner waits for nothing."
+
+
 def range_table(run: Run) -> Table:
     """How one run's steps went: consecutive ones that went alike in one row."""
     shown, left_out = _ends(run.ranges, "range of steps", "ranges of steps")
     headings = ("steps", "micro-batch", "retries", "peak", "samples/s")
-    return Table(headings, tuple(map(_range_row, shown)), left_out)
+    return Table(headings, tuple(map(_range_row, shown)), (*left_out, _ENQUEUED))
 
 
 def _range_row(part: StepRange) -> tuple[Cell, ...]:

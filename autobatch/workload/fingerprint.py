@@ -58,8 +58,9 @@ def _spell(name: str, tensor: torch.Tensor) -> str:
 
 
 def _spell_module(name: str, module: nn.Module) -> str:
-    # Only bools: they are switches (training, gradient_checkpointing, batch_first), while an int may be a counter.
-    switches = sorted(key for key, value in vars(module).items() if value is True)
+    # Bools are switches (training, gradient_checkpointing, batch_first), and so may floats be: a dropout of 0 keeps no
+    # mask. An int may be a counter.
+    switches = sorted(key for key, value in vars(module).items() if isinstance(value, (bool, float)) and value)
     return f"{name} {type(module).__qualname__} {switches}"
 
 
@@ -74,10 +75,14 @@ def _spell_code(function: Callable[..., Any] | None) -> str:
         return ""
     function = inspect.unwrap(function)
     if isinstance(function, functools.partial):
-        return f"partial {_spell_code(function.func)}"
+        given = [*function.args, *(value for _, value in sorted(function.keywords.items()))]
+        return f"partial {_spell_code(function.func)} {[*function.keywords]} {list(map(_spell_option, given))}"
     called = function if hasattr(function, "__code__") or hasattr(function, "__func__") else type(function).__call__
     code = getattr(getattr(called, "__func__", called), "__code__", None)
-    return _spell_constant(code) if isinstance(code, CodeType) else type(function).__qualname__
+    if not isinstance(code, CodeType):
+        return type(function).__qualname__
+    defaults = getattr(getattr(called, "__func__", called), "__defaults__", None) or ()
+    return f"{_spell_constant(code)} {list(map(_spell_option, defaults))}"
 
 
 def _spell_constant(value: Any) -> str:
