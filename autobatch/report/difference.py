@@ -174,6 +174,7 @@ _NAMES = {
     "device.total_bytes": "device's memory",
     "state_bytes": "optimizer state",
     "version": "autobatch",
+    "searched_bytes": "searched within",
     "verdict": "check",
 }
 
