@@ -21,6 +21,7 @@ from torch import nn
 from autobatch.prediction.estimate import COPIES, Estimate
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.timeline import Timeline
+from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.workload.batches import describe
 from autobatch.workload.step import Workload
@@ -90,7 +91,7 @@ def simulate(name: str, peaks: Mapping[int, float], workspace_bytes: int, family
     Raises:
         CannotPredict: The model cannot be traced.
     """
-    timeline, grouped, seconds = _trace(name)
+    timeline, grouped, seconds = _trace(name, max(peaks))
     started = time.perf_counter()
     estimate = Estimate(timeline, workspace_bytes)
     cells = []
@@ -102,8 +103,11 @@ def simulate(name: str, peaks: Mapping[int, float], workspace_bytes: int, family
     yield from (replace(cell, seconds=seconds + more) for cell in cells)
 
 
-def _trace(name: str) -> tuple[Timeline, bool, float]:
-    """A timm model's step, whether it has grouped convolutions that are not depthwise, and the seconds of the trace."""
+def _trace(name: str, largest: int) -> tuple[Timeline, bool, float]:
+    """A timm model's step, whether it has grouped convolutions that are not depthwise, and the seconds of the traces.
+
+    As ``predict`` does, the lines of the first traces are put to the test at the size in question.
+    """
     import timm  # noqa: PLC0415 - as above
 
     model = timm.create_model(name, pretrained=False)
@@ -113,6 +117,8 @@ def _trace(name: str) -> tuple[Timeline, bool, float]:
     workload = Workload(model, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), None, optimizer)
     layout = describe((torch.empty(2, *size), torch.zeros(2, dtype=torch.long)))
     started = time.perf_counter()
-    # The table's steps are not accumulated: one micro-batch each.
-    timeline = run_apart(lambda: trace_timeline(workload, layout, Circumstances(micro_batches=1)))
+    circumstances = Circumstances(micro_batches=1)  # the table's steps are not accumulated
+    timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
+    bent = run_apart(lambda: check_timeline(timeline, workload, layout, largest, circumstances))
+    timeline = bent or timeline
     return timeline, grouped, time.perf_counter() - started

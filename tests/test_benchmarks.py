@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import logging
 import time
+from pathlib import Path
 
 import accuracy
 import models
@@ -21,6 +22,11 @@ import results
 import runner
 import search
 import tables
+
+from autobatch.errors import CannotPredict
+from autobatch.prediction import estimate
+from autobatch.prediction.predicting import MARGIN, MARGIN_REASON
+from autobatch.prediction.text import FAMILIES_REASON
 
 
 def test_a_case_is_timed_pair_by_pair():
@@ -218,6 +224,74 @@ def test_a_family_is_shown_by_itself_only_with_enough_models():
     rows = accuracy.by_family([*few, *many], accuracy.SHIPPED)
     assert [row[:4] for row in rows] == [("all others", "2", "2", "50.0%"), ("many", "10", "10", "0.0%")]
     assert [row[5] for row in rows] == ["100.0%", "0.0%"]
+
+
+def test_a_model_that_fails_prints_no_other_models_seconds(monkeypatch, tmp_path, capsys):
+    """Its line says that it failed, and what the page says of it is why."""
+
+    def simulate(name, *_):
+        if name == "b":
+            raise CannotPredict("it needs values")
+        return iter(make_cells(1000, 1.0, held_out=name == "c"))
+
+    monkeypatch.setattr(accuracy, "simulate", simulate)
+    monkeypatch.setattr(accuracy, "families", lambda: lambda name: name)
+    path = tmp_path / "table.csv"
+    path.write_text("model,batch,peak_mib\na,8,100\nb,8,100\nc,8,100\n")
+    tables_found = accuracy.measure(path, 3)
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    assert lines == {"a": ["1.0", "s"], "b": ["could", "not", "be", "traced"], "c": ["1.0", "s"]}
+    assert "1 models could not be traced: b: it needs values" in tables_found[0].explanation
+
+
+@pytest.mark.parametrize(("name", "goal"), [("_MOST_ERROR", 0), ("_MOST_UNDER", 1), ("_MOST_SECONDS", 2)])
+def test_a_goal_is_the_number_that_it_says(monkeypatch, name, goal):
+    """What is wanted and what is judged by are one constant."""
+    cells = [*make_cells(1000, 1.0), *make_cells(accuracy.SHIPPED.outside, accuracy.SHIPPED.copies, held_out=True)]
+    wanted = accuracy.tabulate(cells, [])[0].goals[goal].wanted
+    monkeypatch.setattr(accuracy, name, -1)
+    changed = accuracy.tabulate(cells, [])[0].goals[goal]
+    assert changed.verdict == "MISSED"
+    assert changed.wanted != wanted
+
+
+RESULTS = (Path(__file__).parents[1] / "benchmarks" / "RESULTS.md").read_text()
+
+
+def rows_of(title):
+    """The cells of each row of a table on the page of results, below its two lines of head."""
+    _, _, rest = RESULTS.partition(f"\n## {title}\n")
+    lines = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_margins_reason_is_what_was_measured():
+    """The cells of the half that was held out, and the share of them that was above the margin, as shipped."""
+    [row] = [
+        row
+        for row in rows_of("Prediction beside published peaks")
+        if row[0].startswith("as shipped") and row[1] == "held out"
+    ]
+    assert f"{MARGIN:.0%}" == "10%"
+    assert MARGIN_REASON.startswith(f"at which {row[8].removesuffix('%')} % of {row[2]} published peaks were above")
+    assert f"{accuracy.SHIPPED.copies:.2f} copies" in row[0]
+
+
+def test_what_is_said_of_the_worst_families_is_what_was_measured():
+    """How many they are, and how much of theirs was above the prediction with its margin."""
+    shares = [float(row[5].removesuffix("%")) for row in rows_of("By family") if row[0] != "all others"]
+    bad = [share for share in shares if share >= 20]
+    assert FAMILIES_REASON.startswith(f"in {len(bad)} of {len(shares)} families")
+    assert (round(min(bad)), round(max(bad))) == (20, 33)
+    assert "a fifth to a third of the peaks" in FAMILIES_REASON
+
+
+def test_the_fit_that_the_copies_were_chosen_above_is_the_one_on_the_page():
+    """2.25, and nobody's other number."""
+    [fitted] = {row[0] for row in rows_of("Prediction beside published peaks") if row[0].startswith("fitted")}
+    assert fitted.endswith("2.25 copies")
+    assert "gives 2.25" in Path(estimate.__file__).read_text()
+    assert estimate.COPIES > 2.25
 
 
 def test_goals_are_judged_by_what_ships():

@@ -131,3 +131,27 @@ def test_a_changed_estimate_remembers_nothing(expandable):
     first = estimate.reserved(7)
     changed = estimate.changed(expandable_segments=expandable)
     assert (changed.reserved(7) == first) == (not expandable)
+
+
+AUX = Block(phase="forward", kind="aux", module="layer")
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("each", [700, 3 * MIB, 11 * MIB + 1])
+def test_what_stands_beside_losses_is_counted_of_every_micro_batch(each, expandable):
+    """Two of them were traced, and further ones leave as much each, rounded up as the allocator does."""
+    timeline = Timeline(
+        order=(1, 2, 3, -3, -2, -1), fixed=(50 * MIB, 0, 0), per_sample=(0, each, each), blocks=(WEIGHT, AUX, AUX)
+    )
+    two, ten = (Estimate(timeline, 8 * MIB, expandable, target) for target in (8, 40))
+    assert two.kept_bytes(4) == 0
+    assert ten.kept_bytes(4) == 8 * -(-4 * each // 512) * 512
+    assert ten.allocated(4) == two.allocated(4) + ten.kept_bytes(4)
+    segments = 8 * 46 * MIB if each > 10 * MIB else 8 * 12 * MIB if each > MIB else ten.kept_bytes(4)
+    assert ten.reserved(4) == two.reserved(4) + segments
+    assert ten.thresholds(4).tight == two.thresholds(4).tight + segments
+    assert ten.runs_within(4, ten.reserved(4))
+    assert not ten.runs_within(4, two.reserved(4))
+    share = ten.share(4)
+    assert sum(byte_count for _, byte_count in share.by_kind) + share.held_bytes == ten.reserved(4)
+    assert dict(share.by_kind)["aux"] == 2 * 4 * each + ten.kept_bytes(4)

@@ -19,7 +19,8 @@ from autobatch.planning.search import most_trials, next_size
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.expecting import expect_largest, expects_expandable_segments
 from autobatch.prediction.isolation import run_apart
-from autobatch.prediction.tracing.trace import trace_timeline
+from autobatch.prediction.timeline import combine
+from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.records import Trial
 from autobatch.testing import FakeDevice
 from autobatch.workload.batches import describe
@@ -236,3 +237,33 @@ def test_nothing_is_expected_beyond_what_was_traced():
 
     workload = Workload(nn.Linear(2, 2), run)
     assert 2 < expect_largest(workload, describe(torch.zeros(2, 2)), 2**40, useful_sizes(10**6, 10**6)) < 10_000
+
+
+def _pad_to_128(model, batch):
+    return model(nn.functional.pad(batch, (0, 0, 0, -len(batch) % 128))).square().mean()
+
+
+def test_an_expectation_is_put_to_the_test_at_its_own_size():
+    """Padding to 128 looks as if any number of samples fitted."""
+    workload, layout = (
+        Workload(nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 16)), _pad_to_128),
+        describe(torch.zeros(2, 16)),
+    )
+    limit, sizes = 100 * 2**20, useful_sizes(8192, 8192)
+    expected = expect_largest(workload, layout, limit, sizes)
+    assert 256 < expected < 2048
+    traced = run_apart(lambda: trace(workload, layout, expected))
+    assert 0.7 * limit < Estimate(combine([traced]), 4096 * 8 * 1024).reserved(expected) <= limit
+
+
+def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_traced():
+    """Beyond the three sizes nothing is known then."""
+
+    def run(model, batch):
+        if len(batch) > 70:
+            raise ValueError("too many for me")
+        return model(batch).mean()
+
+    sizes = useful_sizes(4096, 4096)
+    expected = expect_largest(Workload(nn.Linear(2, 2), run), describe(torch.zeros(2, 2)), 2**40, sizes)
+    assert expected == max(size for size in sizes if size <= 67)

@@ -6,12 +6,19 @@ import pytest
 import torch
 from nets import GPT, ConvNet, images, step, tokens
 from torch import nn
+from torch.nn import functional as F
 from workloads import bits_of, differences
 
 import autobatch
 from autobatch.errors import CannotPredict, InvalidArgument
+from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS
+from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.predicting import MARGIN, MARGIN_REASON
+from autobatch.prediction.timeline import combine
+from autobatch.prediction.tracing.trace import Circumstances, trace
+from autobatch.workload.batches import describe
+from autobatch.workload.step import Workload
 
 
 def predict(model=None, batch=None, run=step, **options):
@@ -152,3 +159,90 @@ def test_what_has_no_meaning_is_refused(options, text):
     with pytest.raises(InvalidArgument) as caught:
         predict(**options)
     assert text in str(caught.value)
+
+
+def _pad_to_128(model, batch):
+    return model(F.pad(batch, (0, 0, 0, -len(batch) % 128))).square().mean()
+
+
+def _wide():
+    return nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 16))
+
+
+@pytest.mark.parametrize("gpu", ["2GiB", "1.1GiB"])
+def test_a_prediction_holds_where_the_step_is_no_line(gpu):
+    """Padding to 128 takes the same at 2, 3 and 67 samples; at the size of the plan it is what a trace there says."""
+    model = _wide()
+    found = autobatch.predict(model, torch.zeros(2, 16), _pad_to_128, gpu=gpu, target_batch=4096, what_if=True)
+    assert found.interpolated
+    assert found.proven_at == found.judged_size == found.plan.micro_batch_size > 512
+    layout, workload = describe(torch.zeros(2, 16)), Workload(model, _pad_to_128)
+    direct = run_apart(lambda: trace(workload, layout, found.judged_size))
+    assert found.peak_bytes - found.context_bytes >= combine([direct]).at(found.judged_size).peak() > 2**25
+    assert all(change.peak_bytes > 2**25 for change in found.changes)
+
+
+def test_a_step_that_is_a_line_is_proven_at_the_size_of_the_plan(prediction):
+    """By one more trace, and the story says so."""
+    assert prediction.proven_at == prediction.judged_size == prediction.plan.micro_batch_size
+    assert prediction.doubt == ""
+    assert f"the step was traced at {prediction.proven_at} samples" in prediction.explain()
+
+
+def test_a_size_that_cannot_be_traced_is_said_to_be_in_doubt():
+    """With the reason of the step itself."""
+
+    def run(model, batch):
+        if len(batch) > 70:
+            raise ValueError("too many for me")
+        return model(batch).mean()
+
+    found = autobatch.predict(nn.Linear(4, 4), torch.zeros(2, 4), run, gpu="24GiB", target_batch=256)
+    assert found.proven_at == 0
+    assert "too many for me" in found.doubt
+    assert "the step was not traced at 256 samples" in " ".join(found.explain().split())
+
+
+def _with_outputs(model, batch):
+    outputs = model(batch)
+    return outputs.square().mean(), outputs
+
+
+def test_what_is_kept_beside_the_loss_is_of_all_micro_batches():
+    """As a trace of as many micro-batches says it, within what the allocator rounds."""
+    model = nn.Sequential(nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 8192))
+    batch, target = torch.zeros(2, 1024), 16384
+    found = autobatch.predict(model, batch, _with_outputs, gpu="2.5GiB", target_batch=target)
+    count = found.plan.accumulation_steps
+    assert count > 3
+    workload, circumstances = Workload(model, _with_outputs), Circumstances(micro_batches=count)
+    direct = run_apart(lambda: trace(workload, describe(batch), found.judged_size, circumstances))
+    estimate = Estimate(combine([direct]), found.gpu.cublas_workspace_bytes)
+    [point] = [point for point in found.points if point.size == found.judged_size]
+    assert point.allocated == pytest.approx(estimate.allocated(found.judged_size), rel=0.005)
+    # Where kept tensors lie, and what is held beside them, is the allocator's: they are added in whole segments.
+    assert 0.97 <= point.reserved / estimate.reserved(found.judged_size) <= 1.05
+    kinds = {part.name: part.byte_count for part in found.breakdown}
+    assert kinds["aux"] == pytest.approx(target * 8192 * 4, rel=0.02)
+
+
+class _Padded(nn.Linear):
+    """Its loss is the mean of what it returns."""
+
+
+def test_a_predicted_plan_warns_as_one_that_was_tried_does():
+    """Of the loss that is taken, of the optimizer that is not there, and of samples that were inferred."""
+    tried = autobatch.fit(_Padded(4, 4), 16, device="cpu")
+    predicted = autobatch.predict(_Padded(4, 4), gpu="24GiB", target_batch=16).plan
+    told = set(tried.warnings) & set(predicted.warnings)
+    assert {sentence.split(":")[0] for sentence in told} >= {
+        "no optimizer= was given",
+        "no step= was given and the output holds no loss",
+        "no batch= was given",
+    }
+    assert predicted.warnings[-1].startswith("predicted: ")
+
+
+def test_what_was_given_is_not_warned_of(prediction):
+    """With batch, step and optimizer one warning is left."""
+    assert [sentence.split(":")[0] for sentence in prediction.plan.warnings] == ["predicted"]

@@ -17,6 +17,8 @@ from workloads import bits_of, differences
 import autobatch.prediction.tracing.trace as trace_module
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Replay
+from autobatch.prediction.tracing.check import check_timeline
+from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
 from autobatch.workload.batches import describe
 from autobatch.workload.losses import Mean
@@ -332,7 +334,7 @@ def test_a_step_that_loops_over_samples_is_not_traced_without_end(monkeypatch):
         return torch.stack([module(sample).tanh().mean() for sample in batch]).mean()
 
     monkeypatch.setattr(trace_module, "_MOST_EVENTS", 1000)
-    monkeypatch.setattr(trace_module, "_SIZES", (2, 3, 17))
+    monkeypatch.setattr(trace_module, "SIZES", (2, 3, 17))
     workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
     timeline = trace_timeline(workload, layout)
     assert timeline.interpolated
@@ -426,8 +428,15 @@ def _contrast(model, batch):
 
 
 def _pad(model, batch):
-    inputs = batch[0]
-    return model(F.pad(inputs, (0, 0, 0, -len(inputs) % 8))).square().mean()
+    return _pad_to(8)(model, batch)
+
+
+def _pad_to(multiple):
+    def run(model, batch):
+        inputs = batch[0]
+        return model(F.pad(inputs, (0, 0, 0, -len(inputs) % multiple))).square().mean()
+
+    return run
 
 
 def _split(model, batch):
@@ -446,6 +455,74 @@ def test_what_is_no_line_in_the_samples_is_not_called_exact(run):
     for samples in (100, 600):
         direct = Replay(**trace(workload, layout, samples).model_dump(exclude={"samples"})).peak()
         assert timeline.measure(samples, Replay.peak) == pytest.approx(direct, rel=0.5)
+
+
+def _direct_peak(workload, layout, samples):
+    return Replay(**trace(workload, layout, samples).model_dump(exclude={"samples"})).peak()
+
+
+@pytest.mark.parametrize("multiple", [128, 1000])
+@pytest.mark.parametrize("samples", [256, 2600, 4096])
+def test_what_looks_like_a_line_at_three_sizes_is_seen_at_a_fourth(multiple, samples):
+    """Padding to more than the largest of the three takes the same at each of them; where it is checked it is exact."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    layout = describe((torch.zeros(2, 16), torch.zeros(2)))
+    workload = _workload(model, run=_pad_to(multiple))
+    lines = trace_timeline(workload, layout)
+    changed = check_timeline(lines, workload, layout, samples, Circumstances())
+    if multiple > samples:
+        assert changed is None
+        return
+    assert changed.interpolated
+    assert changed.measure(samples, Replay.peak) == _direct_peak(workload, layout, samples)
+    assert changed.measure(600, Replay.peak) == pytest.approx(_direct_peak(workload, layout, 600), rel=0.7)
+    assert changed.at(samples).peak() != lines.at(samples).peak()
+
+
+def test_a_line_that_holds_at_a_fourth_size_stays_one():
+    """Nothing is changed, and nothing is said to be."""
+    workload, layout = _workload(ConvNet(), _sgd), describe(images())
+    assert check_timeline(trace_timeline(workload, layout), workload, layout, 300, Circumstances()) is None
+
+
+def test_chunks_too_large_for_three_sizes_are_seen_and_too_many_are_not_traced():
+    """A step that takes 100 samples at a time runs more operators than can be traced, at a size that is far enough."""
+    model = nn.Linear(16, 16)
+
+    def run(module, batch):
+        return sum(module(part).square().sum() for part in batch.split(100)) / len(batch)
+
+    workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
+    lines = trace_timeline(workload, layout)
+    assert not lines.interpolated
+    changed = check_timeline(lines, workload, layout, 250, Circumstances())
+    assert changed.measure(250, Replay.peak) == _direct_peak(workload, layout, 250)
+    with pytest.raises(TooLong, match="more than 30000 times"):
+        check_timeline(lines, workload, layout, 10**6, Circumstances())
+    with pytest.raises(TooLong, match="too many to trace"):
+        check_timeline(changed, workload, layout, 10**6, Circumstances())
+
+
+def test_the_trace_of_one_step_is_how_one_of_two_begins():
+    """For each kind of net, in order and bytes: that is what a check of one step relies on."""
+    for model, example in ((ConvNet(), images), (GPT(dropout=0.1), tokens)):
+        workload, layout = _workload(model), describe(example())
+        once, twice = (trace(workload, layout, 3, c) for c in (Circumstances().once(), Circumstances()))
+        assert (once.order, once.sizes) == (twice.order[: len(once.order)], twice.sizes[: len(once.sizes)])
+        assert len(once.order) < 0.7 * len(twice.order)
+
+
+def test_what_stands_beside_the_loss_is_told_apart():
+    """It stays until the last micro-batch has run; what was there before the forward pass is not counted with it."""
+    model = nn.Linear(64, 64)
+
+    def run(module, batch):
+        outputs = module(batch)
+        return outputs.square().mean(), {"outputs": outputs, "count": torch.zeros(3), "weight": module.weight}
+
+    traced = trace(Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 64)), 10)
+    sizes = [size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == "aux"]
+    assert sizes == [10 * 64 * 4] * 4
 
 
 def test_a_model_in_eval_mode_is_traced_in_train_mode_and_stays_as_it_is():

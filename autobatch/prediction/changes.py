@@ -20,6 +20,8 @@ from autobatch.errors import CannotPredict
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.record import Change
+from autobatch.prediction.timeline import Timeline
+from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.workload.batches import Layout
 from autobatch.workload.step import Workload
@@ -68,7 +70,9 @@ def try_changes(
             micro_batch_size=largest(changed),
         )
 
-    ways = [*_traced_ways(workload, layout, circumstances)]
+    # A step that is no line is none in another way either: then it is traced at the size of the comparison too.
+    also = size if estimate.timeline.interpolated and size > 1 else 0
+    ways = [*_traced_ways(workload, layout, circumstances, also)]
     if not estimate.expandable_segments:
         ways.append(_Way("expandable segments", "", lambda usual: usual.changed(expandable_segments=True)))
     return tuple(sorted(map(judge, ways), key=lambda change: (bool(change.failed), -change.saved_bytes)))
@@ -82,10 +86,10 @@ class _Way(NamedTuple):
     estimate: Callable[[Estimate], Estimate]
 
 
-def _traced_ways(workload: Workload, layout: Layout, usual: Circumstances) -> Iterator[_Way]:
+def _traced_ways(workload: Workload, layout: Layout, usual: Circumstances, also: int) -> Iterator[_Way]:
     def way(name: str, effect: str, changed: Workload, circumstances: Circumstances = usual) -> _Way:
         def estimate(before: Estimate) -> Estimate:
-            return before.changed(timeline=run_apart(lambda: trace_timeline(changed, layout, circumstances)))
+            return before.changed(timeline=run_apart(lambda: _trace(changed, layout, circumstances, also)))
 
         return _Way(name, effect, estimate)
 
@@ -98,6 +102,14 @@ def _traced_ways(workload: Workload, layout: Layout, usual: Circumstances) -> It
         yield way(name, effect, replace(workload, optimizer=optimizer))
     if not usual.keeps_gradients:
         yield way("gradients zeroed, not set to None", "", workload, usual._replace(keeps_gradients=True))
+
+
+def _trace(workload: Workload, layout: Layout, circumstances: Circumstances, also: int) -> Timeline:
+    """At any size; at ``also`` for sure, unless it is 0."""
+    timeline = trace_timeline(workload, layout, circumstances)
+    if not also or also in {step.samples for step in timeline.traced}:
+        return timeline
+    return check_timeline(timeline, workload, layout, also, circumstances) or timeline
 
 
 def _with_autocast(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -17,12 +17,19 @@ from autobatch.prediction.timeline import Block, Replay, Timeline
 __all__ = ["COPIES", "Estimate", "Share"]
 
 COPIES = 2.4
-"""How often the largest convolution's input and output are held beside the tensors (``workspaces``). Fitted to
-published peaks of half of 130 timm models on a 40 GB card and scored on the other half (``make accuracy``): the median
-error went from 3.2 % to 1.5 %, and what was under-estimated at a margin of 10 % from 7.2 % to 2.5 % of the cells."""
+"""How often the largest convolution's input and output are held beside the tensors (``workspaces``). A fit to published
+peaks of half of 130 timm models on a 40 GB card gives 2.25 (``make accuracy``); 2.4 was chosen above it, so that fewer
+predictions are too low. On the other half the median error went from 3.2 % without it to 1.5 %, and what was
+under-estimated at a margin of 10 % from 7.2 % to 2.5 % of the cells."""
 
 _HANDLES = 2
 """cuBLAS keeps a workspace a handle, and a handle a thread: the caller's, and autograd's for the backward pass."""
+
+_HELD_BY_A_TRACE = 2
+"""Micro-batches of a traced step, of which each leaves something beside its loss."""
+_SEGMENT, _LARGEST_SHARED = 2 * 2**20, 10 * 2**20
+"""From 10 MiB on a request gets a segment of its own, in multiples of 2 MiB; below, 512 bytes of one with others."""
+_UNIT = 512
 
 _Identity = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -52,11 +59,14 @@ class Estimate:
         timeline: What the step allocates and frees.
         workspace_bytes: Of one cuBLAS handle.
         expandable_segments: Whether the allocator's option of that name is on.
+        target: Samples of an optimizer step. Each of its micro-batches leaves what stands beside its loss, ``aux``, and
+            a trace holds that of two; 0: no step has more than two.
     """
 
     timeline: Timeline
     workspace_bytes: int
     expandable_segments: bool = False
+    target: int = 0
     _seen: dict[tuple[str, int], int] = field(default_factory=dict)
     _peaks: dict[_Identity, AllocatorPeak] = field(default_factory=dict)
 
@@ -74,25 +84,39 @@ class Estimate:
         return self.timeline.traced[-1].samples if self.timeline.interpolated else None
 
     def tensor_bytes(self, n: int) -> int:
-        """Most bytes in tensors alone at once, as they were asked for: blocks may be larger by up to 1 MiB each."""
+        """Most bytes in tensors alone at once, as they were asked for: blocks may be larger by up to 1 MiB each.
+
+        Of two micro-batches: without what further ones leave beside their losses.
+        """
         return self._measure("tensors", n, _peak_of_tensors)
 
     def allocated(self, n: int) -> int:
         """Most bytes in tensors and cuBLAS's workspaces at once with ``n`` samples in a micro-batch."""
-        return self._measure("allocated", n, lambda replay: self._peak(replay).allocated)
+        return self._allocated_by_two(n) + self.kept_bytes(n)
 
     def reserved(self, n: int) -> int:
         """Most bytes that the allocator takes from the driver, if it never has to give any back."""
         held = self._measure("reserved", n, lambda replay: self._peak(replay).reserved)
-        return max(held, self.allocated(n)) + self.convolution_bytes(n)  # lines may cross beyond the last trace
+        held = max(held, self._allocated_by_two(n))  # lines may cross beyond the last trace
+        return held + self._beside(n)
 
     def convolution_bytes(self, n: int) -> int:
         """What cuDNN takes for the convolution that needs most."""
         return round(COPIES * self._measure("copied", n, _most_copied))
 
+    def kept_bytes(self, n: int) -> int:
+        """What stands beside the losses of all micro-batches of a step but two, in tensors."""
+        return self._times_untraced("kept", n, lambda size: -(-size // _UNIT) * _UNIT)
+
+    def _times_untraced(self, name: str, n: int, round_up: Callable[[int], int]) -> int:
+        if self.target <= _HELD_BY_A_TRACE * n:
+            return 0
+        each = self._measure(name, n, lambda replay: _kept_by_each(replay, round_up))
+        return (-(-self.target // n) - _HELD_BY_A_TRACE) * each
+
     def thresholds(self, n: int) -> Thresholds:
         """How much memory ``n`` samples need to run undisturbed, to run at all, and at the very least."""
-        more = self.convolution_bytes(n)
+        more = self._beside(n)
 
         def need(quantity: str) -> int:
             return more + self._measure(quantity, n, lambda replay: int(getattr(self._threshold(replay), quantity)))
@@ -102,7 +126,7 @@ class Estimate:
     def fits_within(self, n: int, limit_bytes: int) -> bool:
         """Whether ``n`` samples reserve no more than that; where tensors alone exceed it, nothing is simulated."""
         if not self.timeline.interpolated:
-            least = self.tensor_bytes(n) + _HANDLES * self.workspace_bytes + self.convolution_bytes(n)
+            least = self.tensor_bytes(n) + _HANDLES * self.workspace_bytes + self._beside(n)
             if least > limit_bytes:
                 return False
         return self.reserved(n) <= limit_bytes
@@ -113,8 +137,8 @@ class Estimate:
             return True
         if self.timeline.interpolated:
             return self.thresholds(n).tight <= limit_bytes
-        capacity = limit_bytes - self.convolution_bytes(n)
-        if self.allocated(n) > capacity:
+        capacity = limit_bytes - self._beside(n)
+        if self._allocated_by_two(n) > capacity:
             return False
         order, sizes = self._with_workspaces(self.timeline.at(n))
         expandable = self.expandable_segments
@@ -125,11 +149,19 @@ class Estimate:
         by_kind = self._sum_alive(n, lambda block: block.kind)
         by_kind["cuBLAS workspace"] = _HANDLES * self.workspace_bytes
         by_kind["cuDNN workspace"] = self.convolution_bytes(n)
+        by_kind["aux"] += self.kept_bytes(n)
         by_kind += Counter()  # drops what has none
         held = self.reserved(n) - by_kind.total()
         by_kind[by_kind.most_common(1)[0][0]] += min(held, 0)  # lines may cross beyond the last trace
         by_module = self._sum_alive(n, lambda block: block.module)
         return Share(tuple(by_kind.most_common()), tuple(by_module.most_common()), max(held, 0))
+
+    def _allocated_by_two(self, n: int) -> int:
+        return self._measure("allocated", n, lambda replay: self._peak(replay).allocated)
+
+    def _beside(self, n: int) -> int:
+        """What the allocator holds beside what was traced."""
+        return self.convolution_bytes(n) + self._times_untraced("kept in segments", n, _round)
 
     def _sum_alive(self, n: int, key: Callable[[Block], str]) -> Counter[str]:
         """Bytes of the tensors that are alive at the peak, by a key of their blocks."""
@@ -194,3 +226,14 @@ def _peak_of_tensors(replay: Replay) -> int:
 def _most_copied(replay: Replay) -> int:
     blocks = zip(replay.sizes, replay.blocks, strict=True)
     return max((size for size, block in blocks if block.kind == "workspace"), default=0)
+
+
+def _kept_by_each(replay: Replay, round_up: Callable[[int], int]) -> int:
+    blocks = zip(replay.sizes, replay.blocks, strict=True)
+    sizes = tuple(round_up(size) if block.kind == "aux" else 0 for size, block in blocks)
+    return replay.model_copy(update={"sizes": sizes}).peak() // _HELD_BY_A_TRACE
+
+
+def _round(size: int) -> int:
+    unit = _UNIT if size < _LARGEST_SHARED else _SEGMENT
+    return -(-size // unit) * unit

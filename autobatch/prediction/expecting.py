@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import make_gpu
 from autobatch.prediction.isolation import run_apart
-from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.prediction.proof import prove
+from autobatch.prediction.timeline import Timeline
+from autobatch.prediction.tracing.check import check_timeline
+from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
 from autobatch.workload.batches import Layout
 from autobatch.workload.step import Workload
 
@@ -40,13 +44,29 @@ def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: 
     if len(sizes) <= _FEW_SIZES:
         return 0
     try:
-        timeline = run_apart(lambda: trace_timeline(workload, layout, Circumstances()), _MOST_SECONDS)
-        # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
-        workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
-        return _bisect(Estimate(timeline, workspace_bytes, expects_expandable_segments()), limit_bytes, sizes)
+        return _expect(workload, layout, limit_bytes, sizes)
     except Exception as error:  # noqa: BLE001 - trials need no expectation, so nothing about it may stop them
         _log.debug("autobatch: nothing is expected of the first trial: %s", error)
         return 0
+
+
+def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> int:
+    deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
+
+    def judge(estimate: Estimate) -> int:
+        return _bisect(estimate, limit_bytes, sizes)
+
+    def check(timeline: Timeline, size: int) -> Timeline | None:
+        left = deadline - time.monotonic()
+        return run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances), left)
+
+    timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
+    # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
+    workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
+    proof = prove(Estimate(timeline, workspace_bytes, expects_expandable_segments()), SIZES, judge, check)
+    if proof.doubt:  # nothing is known beyond the traces that there are
+        sizes = sizes[: bisect_right(sizes, SIZES[-1])]
+    return judge(proof.estimate)
 
 
 def expects_expandable_segments() -> bool:

@@ -22,9 +22,12 @@ from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
 from autobatch.prediction.gpus import find_gpu
 from autobatch.prediction.isolation import run_apart
+from autobatch.prediction.proof import Proof, prove
 from autobatch.prediction.record import Part, Point, Prediction
 from autobatch.prediction.sizing import Sizing, find_limit
-from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.prediction.timeline import Timeline
+from autobatch.prediction.tracing.check import check_timeline
+from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
 from autobatch.records import DeviceInfo, Trial
 from autobatch.request import check_target
 from autobatch.version import __version__
@@ -39,11 +42,14 @@ MARGIN = 0.10
 """Of the predicted peak of the whole process, left free on top of it."""
 
 MARGIN_REASON = "at which 2.5 % of 363 published peaks were above the prediction, of models that nothing was fitted to"
-"""``make accuracy``, in benchmarks/RESULTS.md."""
-"""Why it is as much as it is."""
+"""Why it is as much as it is: ``make accuracy``, in benchmarks/RESULTS.md."""
 
 _MODULES = 10
 _HELD = "held by the allocator beside them"
+_NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"
+_WITHOUT_OPTIMIZER = (
+    "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the parameters"
+)
 
 
 def predict(
@@ -62,8 +68,9 @@ def predict(
 ) -> Prediction:
     """What one training step would need on a card, and what fits there; nothing is run and no card is needed.
 
-    The user's own step runs twice on tensors that have no memory, as CUDA would run it; what it allocates and frees is
-    replayed at any size in a simulation of CUDA's caching allocator. Model, optimizer and generators are not touched.
+    The user's own step runs a few times on tensors that have no memory, as CUDA would run it; what it allocates and
+    frees is replayed at any size in a simulation of CUDA's caching allocator, and traced once more at the size that
+    fits. Model, optimizer and generators are not touched.
 
     Args:
         model: The model, on any device, ``meta`` included.
@@ -93,11 +100,13 @@ def predict(
         raise InvalidArgument(f"margin={margin!r} must be a fraction from 0 to less than 1, such as 0.1")
     card = _find_local() if gpu is None else find_gpu(gpu)
     workload = Workload(model, step or default_step, weigh, optimizer)
-    layout = find_example(model, batch, target_batch).layout
-    circumstances = Circumstances(scaler=scaler)
-    timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
-    sizing = Sizing(Estimate(timeline, card.cublas_workspace_bytes, expandable_segments), card, target_batch, margin)
-    prediction = _predict(workload, layout, sizing)
+    example = find_example(model, batch, target_batch)
+    layout, circumstances = example.layout, Circumstances(scaler=scaler)
+    timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
+    estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
+    sizing, proof = _prove(Sizing(estimate, card, target_batch, margin), workload, layout, circumstances)
+    warnings = (*example.warnings, *explained, *((_WITHOUT_OPTIMIZER,) if optimizer is None else ()))
+    prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
         changes = try_changes(
             workload,
@@ -111,7 +120,24 @@ def predict(
     return prediction.model_copy(update={"seconds": time.perf_counter() - started})
 
 
-def _predict(workload: Workload, layout: Layout, sizing: Sizing) -> Prediction:
+def _trace(workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Timeline, tuple[str, ...]]:
+    """What the step allocates, and what has to be said of its loss."""
+    timeline = trace_timeline(workload, layout, circumstances)
+    return timeline, (explain_loss(workload, layout),) if workload.step is default_step else ()
+
+
+def _prove(sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Sizing, Proof]:
+    """The same on an estimate that has been put to the test at the size that it leads to."""
+    proof = prove(
+        sizing.estimate,
+        SIZES,
+        judge=lambda estimate: replace(sizing, estimate=estimate).largest,
+        check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
+    )
+    return replace(sizing, estimate=proof.estimate), proof
+
+
+def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:
     estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or 1
     share = estimate.share(judged)
     held = (Part(name=_HELD, byte_count=share.held_bytes),) if share.held_bytes else ()
@@ -121,7 +147,7 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing) -> Prediction:
         target_batch=sizing.target,
         curve=curve,
         points=points,
-        plan=_make_plan(workload, layout, sizing, curve) if sizing.largest else None,
+        plan=_make_plan(workload, layout, sizing, curve, (*warnings, _NEVER_RAN)) if sizing.largest else None,
         largest_judged=sizing.bound,
         reach=sizing.reach,
         judged_size=judged,
@@ -134,6 +160,8 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing) -> Prediction:
         margin_reason=MARGIN_REASON if sizing.margin == MARGIN else f"because margin={sizing.margin:g} was asked for",
         cards=sizing.cards(),
         interpolated=estimate.timeline.interpolated,
+        proven_at=proof.proven_at,
+        doubt=proof.doubt,
     )
 
 
@@ -143,7 +171,9 @@ def _as_trial(point: Point) -> Trial:
     )
 
 
-def _make_plan(workload: Workload, layout: Layout, sizing: Sizing, curve: MemoryCurve) -> Plan:
+def _make_plan(
+    workload: Workload, layout: Layout, sizing: Sizing, curve: MemoryCurve, warnings: tuple[str, ...]
+) -> Plan:
     card, sizes = sizing.gpu, balance(sizing.target, sizing.largest)
     budget = card.total_bytes - card.context_bytes
     return Plan(
@@ -158,7 +188,7 @@ def _make_plan(workload: Workload, layout: Layout, sizing: Sizing, curve: Memory
         curve=curve,
         trials=(),
         device=DeviceInfo(kind="cuda", name=card.name, total_bytes=card.total_bytes),
-        warnings=("predicted: this size has never run; fit() on the card would try it",),
+        warnings=warnings,
         predicted=True,
         weighed=workload.weigh is not None,
         batch_lists=dict(layout.lists),

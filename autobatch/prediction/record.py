@@ -105,7 +105,7 @@ class Prediction(Record):
             ``context_bytes``.
         breakdown: What the allocator holds at the peak: tensors by kind and the workspaces of cuBLAS and cuDNN, the
             largest first; last what it holds beside them, as sizes are rounded up and other moments of the step need
-            other blocks.
+            other blocks. ``"aux"`` is what the step returns beside its loss, of all micro-batches.
         modules: The ten modules that most of the tensors at the peak belong to.
         per_sample_bytes: What one more sample adds to the peak in tensors alone, before anything is rounded; 0 where
             that peak is in the optimizer's step.
@@ -116,6 +116,9 @@ class Prediction(Record):
         cards: The same step on every card that is known, with the same margin; the asked one among them, if it is.
         interpolated: Whether the step ran different operators at different sizes, so that all numbers for sizes in
             between are on lines through the nearest two that were traced.
+        proven_at: The judged size, where the step was traced at just that size and what is said of it is byte for byte
+            what it allocates and frees; 0 where it was not.
+        doubt: Why it was not; empty where it was.
         seconds: How long the prediction took.
     """
 
@@ -137,6 +140,8 @@ class Prediction(Record):
     margin_reason: str
     cards: tuple[CardFit, ...]
     interpolated: bool = False
+    proven_at: NonNegativeInt = 0
+    doubt: str = ""
     seconds: float = 0.0
 
     def __str__(self) -> str:

@@ -16,9 +16,11 @@ from autobatch.wording import format_bytes, plural
 if TYPE_CHECKING:
     from autobatch.prediction.record import CardFit, Change, Prediction
 
-__all__ = ["explain_cards", "explain_prediction", "summarise_prediction"]
+__all__ = ["FAMILIES_REASON", "explain_cards", "explain_prediction", "summarise_prediction"]
 
 _WIDTH = 98  # and two of indentation
+FAMILIES_REASON = "in 3 of 22 families of networks a fifth to a third of the peaks were more than 10 % above"
+"""``make accuracy``, in benchmarks/RESULTS.md."""
 
 
 def summarise_prediction(prediction: Prediction) -> str:
@@ -170,9 +172,17 @@ def _trust_lines(prediction: Prediction) -> Iterator[str]:
         yield f"the card's memory is {gpu.source}"
     if not gpu.context_measured:
         yield f"what CUDA takes for itself is a guess on this card ({gpu.context_source})"
-    yield "what cuDNN takes is a rule fitted to one card; grouped convolutions may take more"
+    yield f"what cuDNN takes is a rule fitted to one card; grouped convolutions may take more: {FAMILIES_REASON}"
+    yield _tell_proof(prediction)
     if prediction.interpolated:
         yield (
             "the step ran different operators at different sizes: all numbers for sizes that were not traced are on "
             f"lines through the nearest two that were, and no size above {prediction.largest_judged} was judged"
         )
+
+
+def _tell_proof(prediction: Prediction) -> str:
+    at = f"at {plural(prediction.judged_size, 'sample')}"
+    if prediction.proven_at:
+        return f"the step was traced {at}: its tensors there are as they are said to be, byte for byte"
+    return f"the step was not traced {at}, and what is said of it follows from other sizes: {prediction.doubt}"

@@ -5,8 +5,8 @@ where they do not align. Does not cover tracing (``trace``) nor what an allocato
 torch.
 
 Two traces at 2 and 3 samples tell all sizes where a block's bytes are a product of dimensions, of which one is the
-samples': then they are affine in it. A third trace tells whether they are. One sample is another program, since views
-of size 1 skip copies, so it is never traced.
+samples': then they are affine in it. A third trace, and one more at the size that a prediction is about, tell whether
+they are. One sample is another program, since views of size 1 skip copies, so it is never traced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from autobatch.records import Record
 __all__ = ["Block", "Kind", "Phase", "Replay", "Timeline", "TracedStep", "align", "combine"]
 
 Phase = Literal["before", "forward", "backward", "optimizer"]
-Kind = Literal["parameter", "buffer", "gradient", "optimizer state", "activation", "temporary", "workspace", "input"]
+Kind = Literal[
+    "parameter", "buffer", "gradient", "optimizer state", "activation", "temporary", "workspace", "input", "aux"
+]
 
 
 class Block(Record):
@@ -27,7 +29,7 @@ class Block(Record):
 
     Attributes:
         phase: When it was made.
-        kind: What it is for.
+        kind: What it is for; ``"aux"`` is what a step returns beside its loss, kept until all its micro-batches ran.
         module: The qualified name of the submodule that made it, or whose parameter it belongs to; "" outside of all.
     """
 
@@ -97,10 +99,18 @@ class Timeline(Record):
         """Bytes of each block of ``order`` at ``n`` samples."""
         return [fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True)]
 
-    def equals(self, traced: TracedStep) -> bool:
-        """Whether a replay at its number of samples is this very trace."""
+    def begins_with(self, traced: TracedStep) -> bool:
+        """Whether a replay at its number of samples begins with this very trace, which may be of fewer steps.
+
+        Byte for byte and in the same order; what blocks are for is often known only after a later step.
+        """
         replay = self.at(traced.samples)
-        return (replay.order, replay.sizes, replay.blocks) == (traced.order, traced.sizes, traced.blocks)
+        events, count = len(traced.order), len(traced.sizes)
+        return (replay.order[:events], replay.sizes[:count]) == (traced.order, traced.sizes)
+
+    def as_traced(self, n: int) -> TracedStep:
+        """The step at ``n`` samples as a trace of it would be; of one that is not interpolated."""
+        return TracedStep(samples=n, order=self.order, sizes=tuple(self.bytes_at(n)), blocks=self.blocks)
 
     def at(self, n: int) -> Replay:
         """The step at ``n`` samples: exact where the traces aligned, else the next larger one that was traced.

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autobatch.prediction.timeline import TracedStep
 from autobatch.prediction.tracing.device_names import DeviceNames
 from autobatch.prediction.tracing.fake_device import DEVICE, errors_told
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.prediction.tracing.twins import Twins
 from autobatch.workload.batches import map_tensors, tensors_of
 from autobatch.workload.checkpoint import Checkpoint
+from autobatch.workload.default_step import explain_default
 from autobatch.workload.gradients import Float32Sums
 from autobatch.workload.losses import Mean, Sum
 from autobatch.workload.nests import with_fresh_containers
@@ -34,14 +36,21 @@ class Circumstances(NamedTuple):
     """What a step is run in, around the user's own code; as the Runner does it, unless told otherwise.
 
     Attributes:
-        micro_batches: Of each optimizer step. The second one runs with gradients resident; more of them need no more.
+        micro_batches: Of each optimizer step. The second one runs with gradients resident; more of them need no more,
+            but for what stands beside their losses, which ``Estimate`` adds.
+        steps: The first makes the optimizer's state, the second begins with it.
         scaler: Whether the loss is scaled, and gradients unscaled.
         keeps_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
     """
 
     micro_batches: int = 2
+    steps: int = 2
     scaler: bool = False
     keeps_gradients: bool = False
+
+    def once(self) -> Circumstances:
+        """The same with one step, whose trace is where one of two begins and takes half as long."""
+        return self._replace(steps=1)
 
 
 class DryRun:
@@ -76,6 +85,15 @@ class DryRun:
             if not self._keeps_gradients:
                 parameter.grad = None
 
+    def finish(self, samples: int) -> TracedStep:
+        """All that was written down; from here on nothing is."""
+        return self._recorder.finish(samples)
+
+    def explain_loss(self, batch: Any) -> str:
+        """What the default step takes for a loss."""
+        with self._names:
+            return explain_default(self._uncounted.model, map_tensors(batch, self._place))
+
     def _accumulate(self, batch: Any, kept: list[Any]) -> None:
         """All micro-batches, and what comes before the optimizer's own step; ``kept`` is what outlives that."""
         before = Checkpoint(self._modules, torch.device("cpu"))
@@ -94,9 +112,12 @@ class DryRun:
 
     def _run_micro_batch(self, batch: Any, kept: list[Any]) -> None:
         with self._names:
+            first = len(self._recorder.sizes)
             with self._recorder.forward():
                 losses, aux = self._forward(with_fresh_containers(map_tensors(batch, self._place)))
                 loss = self._share(losses)
+            for tensor in tensors_of(aux):
+                self._recorder.label_new(tensor, "aux", first)
             kept.append((loss.detach().float(), aux))
             with errors_told():
                 (loss if self._scale is None else loss * self._scale).backward()

@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from autobatch.errors import CannotPredict
 from autobatch.prediction.tracing.fake_device import DEVICE
 
-__all__ = ["explain"]
+__all__ = ["TooLong", "explain"]
 
 _RAISES_ON_CARDS = ("Expected all tensors to be on the same device", "No available kernel", "cudnn RNN backward")
 """What torch says on cards too, and begins with: tensors of two devices, an attention kernel that was forced, a
@@ -46,6 +47,10 @@ _READS = (
 _PACKAGES = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])  # torch and this one
 _OURS = ("<frozen", *(f"{folder}{os.sep}" for folder in _PACKAGES))
 _LIBRARY = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
+
+
+class TooLong(CannotPredict):
+    """A trace has become longer than it may be."""
 
 
 def explain(error: Exception) -> str:

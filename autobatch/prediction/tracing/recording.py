@@ -10,6 +10,7 @@ Gradients that meet in the backward pass are added in place where torch would (`
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from autobatch.dispatch import DispatchMode
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
 from autobatch.prediction.tracing.arguments import check_devices, has_real, is_on_device, is_written_to, only_writes
+from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
 from autobatch.prediction.tracing.outputs import Outputs, tensors_in
@@ -33,8 +35,6 @@ _aten = torch.ops.aten
 _KEEPS_REAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # a constant's values stay known
 _READS = _aten._local_scalar_dense.default
 _MOVES = (_aten._to_copy.default, _aten.copy_.default)
-
-
 _IS_SPARSE = (
     "the step makes a sparse tensor, as a gradient of nn.Embedding(sparse=True) is: its size depends on values, so its "
     "memory cannot be predicted; predict with sparse=False to be on the safe side, or run fit() on a GPU"
@@ -88,8 +88,15 @@ class Recorder(DispatchMode):
         sole: The holders of a gradient that autograd adds to in place; ``None`` where it is never taken to do so.
     """
 
-    def __init__(self, mode: FakeMode, module: Callable[[], str], sole: Holders | None = None) -> None:
+    def __init__(
+        self,
+        mode: FakeMode,
+        module: Callable[[], str],
+        sole: Holders | None = None,
+        most_events: int = sys.maxsize,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._most_events = most_events
         self.phase: Phase = "before"
         self.module = module
         self.sole = sole
@@ -144,6 +151,12 @@ class Recorder(DispatchMode):
         phase, _, before = self._labels[reference.block]
         self._labels[reference.block] = (phase, kind, before if module is None else module)
 
+    def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
+        """The same, but only of a tensor that was made as this block or a later one."""
+        reference = self._live.get(tensor.untyped_storage()._cdata) if is_on_device(tensor) else None
+        if reference is not None and reference.block >= first:
+            self.label(tensor, kind)
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """The forward phase; temporaries made in it that are still alive at its end are activations."""
@@ -187,6 +200,8 @@ class Recorder(DispatchMode):
             if self.sizes[known.block] == size:
                 return
             self._free(known)  # resized: another block in its place
+        if len(self.order) >= self._most_events:
+            raise TooLong(f"it makes and frees tensors more than {self._most_events} times, which takes too long")
         reference = _Reference(storage, self._free)
         reference.key, reference.block = key, len(self.sizes)
         self._live[key] = reference

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.device_names import DeviceNames, without_waiting
 from autobatch.prediction.tracing.dry_run import Circumstances, DryRun
-from autobatch.prediction.tracing.failures import explain
+from autobatch.prediction.tracing.failures import TooLong, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, present
 from autobatch.prediction.tracing.gradient_sums import sole_holder
 from autobatch.prediction.tracing.location import Location
@@ -36,16 +36,25 @@ from autobatch.workload.compilation import is_compiled
 from autobatch.workload.random_state import RandomState
 from autobatch.workload.step import Workload
 
-__all__ = ["Circumstances", "trace", "trace_timeline"]
+__all__ = [
+    "SIZES",
+    "Circumstances",
+    "climb",
+    "expect_events",
+    "explain_loss",
+    "find_most_events",
+    "trace",
+    "trace_timeline",
+]
 
-_STEPS = 2  # the first makes the optimizer's state, the second begins with it
-_SIZES = (2, 3, 67)
+SIZES = (2, 3, 67)
 """Views of size 1 skip copies, so one sample is another program. Two sizes give the lines; the third, odd and far off,
-is the proof: what grows with the square, pads to a multiple or splits into chunks looks like a line at 2 and 3."""
+is a first test of them: what grows with the square, pads to 8 or splits into chunks of 16 looks like a line at 2 and 3.
+What looks like one at all three, such as padding to 128, is found at the size that counts (``check``)."""
 _LADDER = (4, 8, 16, 32, 64, 256, 1024)  # where two sizes run different operators
 _MOST_EVENTS = 60_000
-"""Of one more trace on the ladder, unless the smallest has as many: about 5 s (torch 2.13, one core). A step that loops
-over its samples has more of them at each size."""
+"""Of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core). A step that loops over its
+samples has more of them at each size."""
 
 
 def trace_timeline(
@@ -61,33 +70,39 @@ def trace_timeline(
         circumstances: What is done around the step.
 
     Returns:
-        Exact where a third size is what two others say, else interpolated between more sizes: as many as take a few
+        Lines where a third size is what two others say, else interpolated between more sizes: as many as take a few
         seconds each.
 
     Raises:
         CannotPredict: The step cannot run without values, or not on a fake device; it names the step's own line.
     """
-
-    def run(size: int) -> TracedStep:
-        return trace(workload, layout, size, circumstances)
-
-    first, second, third = (run(size) for size in _SIZES)
-    exact = align(first, second)
-    if exact is not None and exact.equals(third):
-        return exact
-    return combine(_climb([first, second, third], run))
+    first, second = (trace(workload, layout, size, circumstances) for size in SIZES[:2])
+    lines = align(first, second)
+    if lines is not None and lines.begins_with(trace(workload, layout, SIZES[2], circumstances.once())):
+        return lines
+    third = trace(workload, layout, SIZES[2], circumstances)
+    return combine(climb([first, second, third], _LADDER, lambda size: trace(workload, layout, size, circumstances)))
 
 
-def _climb(traced: list[TracedStep], run: Callable[[int], TracedStep]) -> list[TracedStep]:
-    """More sizes, the small ones first, until the next one would have too many events."""
-    for size in _LADDER:
-        if _expect_events(traced, size) > max(_MOST_EVENTS, 2 * len(traced[0].order)):
+def climb(traced: Sequence[TracedStep], sizes: Sequence[int], run: Callable[[int], TracedStep]) -> list[TracedStep]:
+    """More sizes, in this order, until the next one has too many events, or would."""
+    found = list(traced)
+    for size in sizes:
+        if expect_events(found, size) > find_most_events(found):
             break
-        traced.append(run(size))
-    return traced
+        try:
+            found.append(run(size))
+        except TooLong:
+            break
+    return found
 
 
-def _expect_events(traced: list[TracedStep], size: int) -> int:
+def find_most_events(traced: Sequence[TracedStep]) -> int:
+    """How many events one more trace may have."""
+    return max(_MOST_EVENTS, 2 * len(traced[0].order))
+
+
+def expect_events(traced: Sequence[TracedStep], size: int) -> int:
     """At this size, if they grow as they have from the smallest one traced to the largest."""
     first, last = traced[0], max(traced, key=lambda step: step.samples)
     growth = (len(last.order) - len(first.order)) / (last.samples - first.samples)
@@ -99,14 +114,35 @@ def trace(
     layout: Layout,
     samples: int,
     circumstances: Circumstances = Circumstances(),  # noqa: B008 - immutable
+    most_events: int = sys.maxsize,
 ) -> TracedStep:
-    """Run the step on fake tensors with ``samples`` in each micro-batch; arguments and errors as ``trace_timeline``."""
+    """Run the step on fake tensors with ``samples`` in each micro-batch; arguments and errors as ``trace_timeline``.
+
+    Raises:
+        TooLong: It has more events than it may have.
+    """
+    with _on_twins(workload, circumstances, most_events) as run:
+        batch = _on_host(layout, samples)
+        for _ in range(circumstances.steps):
+            run.step(batch)
+        return run.finish(samples)
+
+
+def explain_loss(workload: Workload, layout: Layout) -> str:
+    """``explain_default``, of a model that is not run; errors as ``trace_timeline``."""
+    with _on_twins(workload, Circumstances(), sys.maxsize) as run:
+        return run.explain_loss(_on_host(layout, SIZES[0]))
+
+
+@contextmanager
+def _on_twins(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
+    """While this lasts, the model is its twin on the fake device; what goes wrong says why."""
     _check(workload.model)
     random_state = RandomState.capture(torch.device("cpu"))
     try:
         with torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(_collected_between_steps())
-            return _record(workload, layout, samples, stack, circumstances)
+            yield _enter(workload, stack, circumstances, most_events)
     except AutobatchError:
         raise
     except Exception as error:
@@ -124,16 +160,14 @@ def _check(model: nn.Module) -> None:
             )
 
 
-def _record(
-    workload: Workload, layout: Layout, samples: int, stack: ExitStack, circumstances: Circumstances
-) -> TracedStep:
+def _enter(workload: Workload, stack: ExitStack, circumstances: Circumstances, most_events: int) -> DryRun:
     modules = modules_of(workload.model, workload.step)
     types = {tensor.device.type for tensor in workload.parameters()} | {"cuda"}
     location = Location(workload.model)
     stack.enter_context(present())
     mode = FakeMode()
     stack.enter_context(mode)
-    recorder = Recorder(mode, location.name, sole_holder())
+    recorder = Recorder(mode, location.name, sole_holder(), most_events)
     stack.enter_context(recorder)
     twins = Twins(recorder)
     for context in (
@@ -146,11 +180,7 @@ def _record(
     ):
         stack.enter_context(context)
     workload.model.train()  # as the trials and the Runner; it is the twins' own mode that changes
-    run = DryRun(workload, recorder, twins, DeviceNames(types), circumstances)
-    batch = _on_host(layout, samples)
-    for _ in range(_STEPS):
-        run.step(batch)
-    return recorder.finish(samples)
+    return DryRun(workload, recorder, twins, DeviceNames(types), circumstances)
 
 
 @contextmanager
