@@ -66,8 +66,8 @@ def make_plan(target=256, size=43, world_size=1, **changes):
         (
             {"predicted": True, "trials": ()},
             (
-                "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; predicted peak 18.7 of 21.6 GiB; 0 trials, "
-                "0 out of memory, 1.2 s"
+                "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; predicted peak 18.7 of 21.6 GiB beside CUDA's own; "
+                "0 trials, 0 out of memory, 1.2 s"
             ),
         ),
         (

@@ -246,3 +246,20 @@ def test_a_predicted_plan_warns_as_one_that_was_tried_does():
 def test_what_was_given_is_not_warned_of(prediction):
     """With batch, step and optimizer one warning is left."""
     assert [sentence.split(":")[0] for sentence in prediction.plan.warnings] == ["predicted"]
+
+
+def test_a_split_that_is_not_exact_is_warned_of():
+    """As fit would, by the layers' names; a step that is not split has nothing to be warned of."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+
+    def predict(target):
+        batch = torch.empty(4, 64)
+        return autobatch.predict(
+            model, batch, lambda m, b: m(b).mean(), None, gpu="1GiB", target_batch=target, margin=0.0
+        )
+
+    split, whole = predict(10_000_000), predict(64)
+    assert split.plan.accumulation_steps > 1
+    assert "splitting is not exact here: BatchNorm in train mode (1)" in split.plan.warnings[0]
+    assert not [warning for warning in whole.plan.warnings if "BatchNorm" in warning]
+    assert (split.plan.model, whole.plan.made_at > 0) == ("Sequential", True)

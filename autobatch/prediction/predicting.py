@@ -31,6 +31,7 @@ from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_los
 from autobatch.records import DeviceInfo, Trial
 from autobatch.request import check_target
 from autobatch.version import __version__
+from autobatch.workload.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
 from autobatch.workload.batches import Layout
 from autobatch.workload.default_step import default_step
 from autobatch.workload.example import find_example
@@ -176,6 +177,8 @@ def _make_plan(
 ) -> Plan:
     card, sizes = sizing.gpu, balance(sizing.target, sizing.largest)
     budget = card.total_bytes - card.context_bytes
+    norms = batch_norms_in_train_mode(workload.model) if len(sizes) > 1 else []
+    inexact = (warn_of_batch_norms(norms, max(sizes), sizing.target),) if norms else ()
     return Plan(
         target_batch=sizing.target,
         world_size=1,
@@ -188,8 +191,10 @@ def _make_plan(
         curve=curve,
         trials=(),
         device=DeviceInfo(kind="cuda", name=card.name, total_bytes=card.total_bytes),
-        warnings=warnings,
+        warnings=(*inexact, *warnings),
         predicted=True,
+        made_at=time.time(),
+        model=type(workload.model).__name__,
         weighed=workload.weigh is not None,
         batch_lists=dict(layout.lists),
         version=__version__,

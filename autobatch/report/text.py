@@ -106,7 +106,8 @@ def _peak(plan: PlanRecord) -> str:
     peak, budget = format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes)
     if peak.split()[1:] == budget.split()[1:]:
         peak = peak.split()[0]
-    return f"{kind} {peak} of {budget}"
+    beside = " beside CUDA's own" if plan.predicted else ""
+    return f"{kind} {peak} of {budget}{beside}"
 
 
 def _sections(plan: PlanRecord) -> list[str]:
