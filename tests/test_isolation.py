@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autobatch.errors import CannotPredict
-from autobatch.prediction.isolation import run_apart
+from autobatch.prediction.isolation import begin_apart, run_apart
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
 
@@ -132,3 +132,51 @@ def test_the_last_words_of_a_child_that_dies_are_told():
 
     with pytest.raises(CannotPredict, match=r"\(signal SIGABRT: terminate called after throwing: no such thing\)"):
         run_apart(die)
+
+
+def test_children_run_side_by_side():
+    """Each begins when its block does; what comes of them is waited for in any order."""
+
+    def sleep(seconds):
+        time.sleep(seconds)
+        return os.getpid(), seconds
+
+    started = time.monotonic()
+    with begin_apart(lambda: sleep(0.5)) as one, begin_apart(lambda: sleep(0.4)) as two:
+        (second, longer), (first, shorter) = two(), one()
+    assert time.monotonic() - started < 0.85
+    assert (longer, shorter) == (0.4, 0.5)
+    assert len({first, second, os.getpid()}) == 3
+
+
+def test_a_child_that_nobody_waits_for_ends_with_its_block():
+    """Its answer was not needed after all."""
+    started = time.monotonic()
+    with begin_apart(lambda: time.sleep(60)):
+        pass
+    assert time.monotonic() - started < 10
+
+
+def test_a_child_that_is_killed_takes_its_own_children_along(tmp_path):
+    """One that hangs would hang on for minutes after the answer is not wanted any more."""
+    note = tmp_path / "pid"
+
+    def hang():
+        with begin_apart(lambda: (note.write_text(str(os.getpid())), time.sleep(60))) as inner:
+            return inner()
+
+    with pytest.raises(CannotPredict, match="did not come to an end in time"):
+        run_apart(hang, 2.0)
+    grandchild = int(note.read_text())
+    deadline = time.monotonic() + 10
+    while is_running(grandchild):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    """Whether a process is there and no mere entry that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

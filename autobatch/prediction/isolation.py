@@ -8,6 +8,7 @@ process cannot fork (Windows) or must not (macOS, whose system libraries forbid 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import select
@@ -16,19 +17,21 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any, TypeVar
 
 import torch
 
 from autobatch.errors import CannotPredict
 
-__all__ = ["MOST_SECONDS", "run_apart"]
+__all__ = ["MOST_SECONDS", "begin_apart", "run_apart"]
 
 MOST_SECONDS = 300.0
 """A trace takes seconds; what takes longer hangs."""
 
 _FORKS = sys.platform.startswith("linux")
+_DEATH_SIGNAL = 1
 _WELL = "exit status 0"
 _STDOUT, _STDERR = 1, 2
 _LONGEST = 200
@@ -45,19 +48,39 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
     Raises:
         CannotPredict: The child was killed, by itself or by the clock. What the function raises comes out as it is.
     """
+    with begin_apart(function, most_seconds) as answer:
+        return answer()
+
+
+@contextmanager
+def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECONDS) -> Iterator[Callable[[], _Result]]:
+    """The same while the block goes on: what is yielded waits for the result, once. At the block's end the child ends.
+
+    Where there can be no child, the function runs when it is asked for.
+    """
     if not _FORKS:
-        return function()
+        yield function
+        return
     with tempfile.TemporaryFile() as printed:
         child, reading = _start(function, printed.fileno())
+        deadline, ends = time.monotonic() + most_seconds, []
+
+        def answer() -> _Result:
+            content = _read(reading, deadline)
+            ends.append(_wait(child))
+            result: _Result = _unpack(content, ends[0], _last_line(printed))
+            return result
+
         try:
-            answer = _read(reading, time.monotonic() + most_seconds)
-        except BaseException:
-            os.kill(child, signal.SIGKILL)
-            raise
+            yield answer
         finally:
             os.close(reading)
-            end = _wait(child)
-        said = _last_line(printed)
+            if not ends:
+                os.kill(child, signal.SIGKILL)
+                _wait(child)
+
+
+def _unpack(answer: bytes, end: str, said: str) -> Any:
     if end != _WELL:
         raise CannotPredict(
             f"the trace ended the process that it ran in ({end}{said}), and nothing else; run fit() on a GPU"
@@ -68,7 +91,7 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
         raise CannotPredict("the trace ended in the middle of its answer; run fit() on a GPU") from error
     if has_failed:
         raise result
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _last_line(printed: IO[bytes]) -> str:
@@ -113,6 +136,7 @@ def _answer(function: Callable[[], Any], writing: int, printed: int) -> None:
     """In the child: send what comes of the function, and end without the parent's clean-up."""
     status = 1
     try:
+        _end_with_parent()
         _redirect(printed)
         torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
         answer = _pack(function)
@@ -121,6 +145,11 @@ def _answer(function: Callable[[], Any], writing: int, printed: int) -> None:
         status = 0
     finally:
         os._exit(status)
+
+
+def _end_with_parent() -> None:
+    """A child that was killed for its time takes its own children with it (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
 def _redirect(printed: int) -> None:

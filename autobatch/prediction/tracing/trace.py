@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autobatch.errors import AutobatchError, CannotPredict
+from autobatch.prediction.isolation import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.device_names import DeviceNames, without_waiting
@@ -76,10 +77,21 @@ def trace_timeline(
     Raises:
         CannotPredict: The step cannot run without values, or not on a fake device; it names the step's own line.
     """
-    first, second = (trace(workload, layout, size, circumstances) for size in SIZES[:2])
-    lines = align(first, second)
-    if lines is not None and lines.begins_with(trace(workload, layout, SIZES[2], circumstances.once())):
-        return lines
+
+    def begin(size: int, circumstances: Circumstances) -> AbstractContextManager[Callable[[], TracedStep]]:
+        return begin_apart(lambda: trace(workload, layout, size, circumstances))
+
+    # Side by side, each in a process of its own: on two cores that takes half as long.
+    small, larger, far = SIZES
+    with (
+        begin(small, circumstances) as one,
+        begin(larger, circumstances) as two,
+        begin(far, circumstances.once()) as last,
+    ):
+        first, second = one(), two()
+        lines = align(first, second)
+        if lines is not None and lines.begins_with(last()):
+            return lines
     third = trace(workload, layout, SIZES[2], circumstances)
     return combine(climb([first, second, third], _LADDER, lambda size: trace(workload, layout, size, circumstances)))
 
