@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from bisect import bisect_right
+from functools import cache
 
 import pytest
 import torch
@@ -102,6 +105,30 @@ def test_with_a_prediction_a_card_takes_three_trials_and_no_oom():
     assert sum(len(trials) > 3 for trials, _ in searches) <= 10
     assert sum(any(trial.outcome == "oom" for trial in trials) for trials, _ in searches) <= 10
     assert sum(not is_best for _, is_best in searches) <= 10
+
+
+@pytest.mark.parametrize("gibibytes", [8, 24, 80])
+@pytest.mark.parametrize("name", NETS)
+def test_each_net_takes_three_trials_and_no_oom(name, gibibytes):
+    """On cards of that size whose allocator holds what the trace says, or a tenth less or more than was predicted."""
+    batch, workload = workload_of(name)
+    timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
+    reserve = cache(Estimate(timeline, 4096 * 8 * 1024).reserved)
+    total = gibibytes * 2**30
+    for target, error in itertools.product([256, 1000, 4096, 20_000, 100_000], [0.9, 1.0, 1.1]):
+        sizes = useful_sizes(target, target)
+        limit = int(0.95 * total)
+        expected = sizes[bisect_right(sizes, limit, key=reserve) - 1]
+        question = Question(bound=target, limit_bytes=limit, candidates=sizes, expected=expected)
+        trials = []
+        while (size := next_size(question, trials)) is not None:
+            peak = int(error * reserve(size))
+            outcome = "fits" if peak <= total else "oom"
+            trials.append(Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak))
+        assert len(trials) <= 3, (target, error, trials)
+        assert all(trial.outcome == "fits" for trial in trials), (target, error, trials)
+        best = sizes[bisect_right(sizes, limit, key=lambda size: int(error * reserve(size))) - 1]
+        assert largest_fitting(question, trials) == best
 
 
 def test_what_cannot_be_predicted_is_measured():

@@ -91,6 +91,10 @@ class Line(NamedTuple):
             return UNLIMITED
         return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
 
+    def height(self, size: int) -> int:
+        """The bytes at a size on this line, rounded down."""
+        return self.peak + (size - self.size) * self.rise // self.run
+
     def passes(self, size: int, peak: int, tolerance: int) -> bool:
         """Whether the line comes within ``tolerance`` bytes of another point."""
         return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run

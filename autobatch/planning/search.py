@@ -34,6 +34,9 @@ __all__ = ["Question", "fits", "largest_fitting", "most_trials", "next_size", "n
 _STRAIGHT = 200
 """Points lie on a line when they are within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB."""
 
+_SPARE = 50
+"""A trial that takes 1/50 more than the limit seldom runs out: the headroom is 1/20 unless the user asks for less."""
+
 _SEGMENT = 20 * 2**20
 """Bytes that the CUDA allocator takes at once for what is smaller than half of that."""
 
@@ -41,10 +44,10 @@ _SEGMENT = 20 * 2**20
 def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
     """The next size to try, ``None`` when ``largest_fitting`` is the answer.
 
-    That answer is exact: it is the largest candidate, or the next candidate has failed, or at least three sizes (or
-    all that exist below) lie on one straight line that puts the next candidate over the limit. Each size is asked for
-    at most once, and at most ``most_trials`` of them; on memory that grows linearly at most four, none of which runs
-    out of memory, as long as two samples fit.
+    That answer is the largest candidate, or the next candidate has failed, or a straight line puts it over the limit
+    that runs through at least three sizes (or all that exist below), or through two where a prediction agrees. So it
+    is exact on memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of them;
+    on memory that grows linearly at most four, none of which runs out of memory, as long as two samples fit.
     """
     bracket = find_bracket(question, trials)
     peaks = measured_peaks(question, trials)
@@ -110,21 +113,34 @@ def _nearest_affordable(left: int, bracket: Bracket, wish: _Wish) -> int:
 
 
 def _is_proven(question: Question, trials: Sequence[Trial], peaks: dict[int, int], bracket: Bracket) -> bool:
-    """Whether sizes on one straight line spare the trial of the next candidate.
+    """Whether the next candidate is known to be too large without its trial: what was measured leads over the limit.
 
-    On convex memory two points would do, as the line beyond them is never above the truth; the third shows that it
-    is convex here. A single sample is another program: it is left out where there are three others.
+    On convex memory two points would do, as the line beyond them is never above the truth. That it is convex here is
+    said by a prediction that agrees, or else by a third point.
     """
     if not bracket.lowest or len(peaks) < 2:
         return False
-    line = draw_line(peaks, trials)
-    if line.reach(question.limit_bytes) >= bracket.open[0]:
+    line, following = draw_line(peaks, trials), bracket.open[0]
+    if line.reach(question.limit_bytes) >= following:
         return False
+    if 0 < question.expected < following:
+        return True
     enough = len(peaks) >= 3 or all(size in peaks for size in range(question.smallest_probe, bracket.lowest + 1))
+    return enough and _is_straight(question, peaks, line, following)
+
+
+def _is_straight(question: Question, peaks: dict[int, int], line: Line, following: int) -> bool:
+    """Whether no measured size lies so far off the line that it might be wrong of the next candidate.
+
+    A single sample is another program: it is left out where there are three others.
+    """
     counted = [size for size in peaks if size > 1 or len(peaks) < 4]
-    # What is predicted is a card's, whose allocator takes segments: two of them are no bend, however small the limit.
-    tolerance = max(question.limit_bytes // _STRAIGHT, 2 * _SEGMENT if question.expected else 0)
-    return enough and all(line.passes(size, peaks[size], tolerance) for size in counted)
+    tolerance = question.limit_bytes // _STRAIGHT
+    if question.expected:  # on a card: its allocator takes segments, and fragments by a tenth and more
+        turned = line.height(following) - question.limit_bytes
+        tilt = turned * (line.size - min(counted)) // (following - line.size)
+        tolerance = max(tolerance, 2 * _SEGMENT, tilt)
+    return all(line.passes(size, peaks[size], tolerance) for size in counted)
 
 
 def _wishes(question: Question, trials: Sequence[Trial], peaks: dict[int, int], bracket: Bracket) -> Iterator[_Wish]:
@@ -169,16 +185,31 @@ def _wishes_on_line(
     line = draw_line(peaks, trials)
     reach = line.reach(question.limit_bytes)
     if reach < bracket.open[0]:
-        yield from map(_Wish, _thirds(question, peaks))
+        if not _is_near_the_limit(question, line, bracket.open[0]):
+            yield from map(_Wish, _thirds(question, peaks))
         yield _Wish(_next_open(question, bracket))
     elif bracket.failing is not None and reach >= bracket.failing:
         yield _Wish(bracket.open[len(bracket.open) * 3 // 4])  # the line was too hopeful, but seldom by much
     else:
-        aim = bracket.open[bisect_right(bracket.open, reach) - 1]
-        reached = max(fitting_sizes(question, trials), default=0)
-        if aim > 4 * reached and aim > _cautious_reach(question, trials, line):
-            yield _Wish(_snap(bracket, aim // 2, above=reached), keep=1)
-        yield _Wish(aim)
+        if question.expected > bracket.lowest and line.rise <= 2 * _SEGMENT:
+            reach = min(reach, question.expected)  # a line that rises by no more than that is a segment's, not a step's
+        yield from _wishes_within(question, trials, line, bracket, reach)
+
+
+def _wishes_within(
+    question: Question, trials: Sequence[Trial], line: Line, bracket: Bracket, reach: int
+) -> Iterator[_Wish]:
+    """The largest candidate within reach, by way of half of it if that is far."""
+    aim = bracket.open[bisect_right(bracket.open, reach) - 1]
+    reached = max(fitting_sizes(question, trials), default=0)
+    if aim > 4 * reached and aim > _cautious_reach(question, trials, line):
+        yield _Wish(_snap(bracket, aim // 2, above=reached), keep=1)
+    yield _Wish(aim)
+
+
+def _is_near_the_limit(question: Question, line: Line, size: int) -> bool:
+    """Whether a prediction says that a size fits which the line puts over the limit by less than a card has spare."""
+    return question.expected >= size and line.height(size) <= question.limit_bytes + question.limit_bytes // _SPARE
 
 
 def _thirds(question: Question, peaks: dict[int, int]) -> Iterator[int]:
