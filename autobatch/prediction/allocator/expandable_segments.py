@@ -45,8 +45,9 @@ class ExpandablePool(BlockPool):
         last = len(blocks) - 1
         if index > last:
             return NO_BLOCK
-        while index < last and self._growable(blocks[index + 1]) < self._growable(blocks[index]):
-            index += 1
+        growable = self._growable(blocks[index])
+        while index < last and (following := self._growable(blocks[index + 1])) < growable:
+            index, growable = index + 1, following
         if self._split_limit is not None and self._split_limit.refuses(blocks[index], size):
             return NO_BLOCK
         return self._cut(blocks.pop(index), size)

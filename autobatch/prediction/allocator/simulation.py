@@ -163,12 +163,13 @@ def _find_floor(order: Sequence[int], rounded: Sequence[int]) -> int:
 def _check(order: Sequence[int], sizes: Sequence[int]) -> None:
     if sizes and min(sizes) < 0:
         raise InvalidArgument(f"block {sizes.index(min(sizes)) + 1} has {min(sizes)} bytes; a size cannot be negative")
-    there = bytearray(len(sizes))
+    count = len(sizes)
+    there = bytearray(count + 1)
     for position, entry in enumerate(order):
-        block = abs(entry) - 1
-        if not 0 <= block < len(sizes):
-            raise InvalidArgument(f"order[{position}] is {entry}, but there are sizes for blocks 1 to {len(sizes)}")
+        block = entry if entry > 0 else -entry
+        if block > count or not block:
+            raise InvalidArgument(f"order[{position}] is {entry}, but there are sizes for blocks 1 to {count}")
         if there[block] == (entry > 0):
             what = "is allocated again" if entry > 0 else "is freed, but it is not there"
-            raise InvalidArgument(f"order[{position}] is {entry}: block {block + 1} {what}")
+            raise InvalidArgument(f"order[{position}] is {entry}: block {block} {what}")
         there[block] = entry > 0
