@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,16 +22,15 @@ from autobatch.ledger.ledger import Ledger
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
-from autobatch.planning.curve import MemoryCurve, fit_curve, ran
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.recollection import Wanted
-from autobatch.records import Trial, Verdict
+from autobatch.records import Verdict
 from autobatch.request import Allowance, check_choice, check_count, check_target, find_allowance, find_device
 from autobatch.size_search import Found, SizeSearch
 from autobatch.version import __version__
 from autobatch.workload.batch_norm import warn_of_batch_norms
 from autobatch.workload.default_step import default_step
-from autobatch.workload.step import Step, Weigh, Workload
+from autobatch.workload.step import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.workload.training_state import TrainingState
 
 __all__ = ["fit"]
@@ -107,11 +105,10 @@ def fit(
     check_choice("check", check, ("warn", "raise", None))
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     workload = Workload(model, step or default_step, weigh, optimizer)
-    memory = find_device(workload.parameters(), type(model).__name__, device)
+    memory = _watch(workload, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
-    memory.watch(workload.resident_tensors())
-    memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
     hooks = (_show_progress,) if progress and sys.stderr.isatty() else ()
+    recall = (ledger if reuse else Ledger(None)).recall
     host_bytes = read_host_memory().available_bytes // 2
     with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
@@ -123,8 +120,7 @@ def fit(
             accumulate_in_float32=accumulate_in_float32,
             limit_bytes=allowance.limit_bytes,
         )
-        remembered = ledger if reuse else Ledger(None)
-        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, remembered.recall).run(batch)
+        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
         verdict = None
         if check is not None and target_batch > 1:
             # Rewound after the last trial: the modules are in the user's modes.
@@ -132,13 +128,19 @@ def fit(
                 verdict = check_split(workload, found.example, memory, found.size)
     memory.reclaim()
     told = _judge(found, verdict, target_batch, strict=check == "raise")
-    seconds = time.perf_counter() - started
-    plan = _make_plan(
-        workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told, seconds=seconds
-    )
+    plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
+    plan = plan.model_copy(update={"seconds": time.perf_counter() - started})
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=told))
     return plan
+
+
+def _watch(workload: Workload, device: torch.device | str | Device | None) -> Device:
+    """The memory in which the model is, or that was named, after what others left in it is given back."""
+    memory = find_device(workload.parameters(), type(workload.model).__name__, device)
+    memory.watch(workload.resident_tensors())
+    memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
+    return memory
 
 
 def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
@@ -171,18 +173,8 @@ def _make_plan(
     wanted: Wanted,
     verdict: Verdict | None,
     warnings: tuple[str, ...],
-    seconds: float,
 ) -> Plan:
     sizes = balance(wanted.target_batch, found.size)
-    measured = [trial for trial in found.trials if ran(trial)]
-    peaks = [trial.peak_reserved for trial in measured if trial.micro_batch_size == found.size]
-    if workload.optimizer is None:
-        warnings += (
-            (
-                "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the "
-                "parameters"
-            ),
-        )
     return Plan(
         target_batch=wanted.target_batch,
         world_size=1,
@@ -191,37 +183,27 @@ def _make_plan(
         accumulation_steps=len(sizes),
         budget_bytes=allowance.budget_bytes,
         headroom_bytes=allowance.headroom_bytes,
-        peak_bytes=max(peaks),
-        curve=_find_curve(found, measured) if memory.measures else None,
+        peak_bytes=found.peak_bytes,
+        curve=found.curve if memory.measures else None,
         trials=found.trials,
         device=memory.describe(),
-        warnings=(*found.warnings, *warnings),
+        warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload)),
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
         accumulate_in_float32=wanted.accumulate_in_float32,
         verdict=verdict,
         batch_lists=found.batch_lists,
         fingerprint=found.fingerprint,
-        seconds=seconds,
         version=__version__,
         id=secrets.token_hex(6),
         made_at=time.time(),
         model=type(workload.model).__name__,
         objective=wanted.objective,
         max_micro_batch=wanted.max_micro_batch,
-        failing_size=found.confirmed.failing_size if found.confirmed else _find_failing(found.trials),
+        failing_size=found.failing_size,
         searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
         confirms=found.confirmed.id if found.confirmed else "",
     )
-
-
-def _find_failing(trials: Sequence[Trial]) -> int:
-    return min((trial.micro_batch_size for trial in trials if trial.outcome != "fits"), default=0)
-
-
-def _find_curve(found: Found, measured: list[Trial]) -> MemoryCurve | None:
-    """Through what was measured; one trial is no curve, but it has just confirmed one."""
-    return found.confirmed.curve if found.confirmed else fit_curve(measured)
 
 
 def _show_progress(event: Event) -> None:

@@ -15,6 +15,7 @@ import torch
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.memory.device import Device
+from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import choose_size, useful_sizes
 from autobatch.planning.recollection import Wanted, find_remembered, why_not_confirmed
@@ -62,6 +63,23 @@ class Found:
     batch_norms: tuple[str, ...]
     warnings: tuple[str, ...]
     confirmed: PlanRecord | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a trial of the chosen size held."""
+        return max(trial.peak_reserved for trial in self.trials if trial.micro_batch_size == self.size)
+
+    @property
+    def curve(self) -> MemoryCurve | None:
+        """Through what was measured; one trial is no curve, but it has just confirmed one."""
+        return self.confirmed.curve if self.confirmed else fit_curve(self.trials)
+
+    @property
+    def failing_size(self) -> int:
+        """The smallest size that did not fit when sizes were searched for; 0 where each did."""
+        if self.confirmed:
+            return self.confirmed.failing_size
+        return min((trial.micro_batch_size for trial in self.trials if trial.outcome != "fits"), default=0)
 
 
 @dataclass

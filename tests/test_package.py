@@ -26,8 +26,8 @@ def _modules_under(*places: str) -> list[str]:
 
 
 # What decides, records and tells: the rooms that must work where there is no torch at all.
-TORCH_FREE = ["autobatch", *_modules_under("errors.py", "records.py", "events.py", "version.py", "wording.py")]
-TORCH_FREE += _modules_under("quantities.py", "planning/*.py", "report/*.py", "prediction/allocator/*.py")
+TORCH_FREE = ["autobatch", *_modules_under("errors.py", "records.py", "events/*.py", "version.py")]
+TORCH_FREE += _modules_under("quantities.py", "wording.py", "planning/*.py", "report/*.py", "prediction/allocator/*.py")
 TORCH_FREE += [
     f"autobatch.prediction.{name}" for name in ("timeline", "estimate", "gpu_table", "gpus", "record", "sizing")
 ]

@@ -35,7 +35,7 @@ from autobatch.workload.batch_norm import batch_norms_in_train_mode, warn_of_bat
 from autobatch.workload.batches import Layout
 from autobatch.workload.default_step import default_step
 from autobatch.workload.example import find_example
-from autobatch.workload.step import Step, Weigh, Workload
+from autobatch.workload.step import Step, Weigh, Workload, warn_of_no_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
 
@@ -48,9 +48,6 @@ MARGIN_REASON = "at which 2.5 % of 363 published peaks were above the prediction
 _MODULES = 10
 _HELD = "held by the allocator beside them"
 _NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"
-_WITHOUT_OPTIMIZER = (
-    "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the parameters"
-)
 
 
 def predict(
@@ -106,7 +103,7 @@ def predict(
     timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
     sizing, proof = _prove(Sizing(estimate, card, target_batch, margin), workload, layout, circumstances)
-    warnings = (*example.warnings, *explained, *((_WITHOUT_OPTIMIZER,) if optimizer is None else ()))
+    warnings = (*example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
         changes = try_changes(

@@ -19,7 +19,7 @@ from autobatch.storages import bytes_of
 from autobatch.workload.batches import map_tensors, tensors_of
 from autobatch.workload.losses import Term, read_number, read_terms
 
-__all__ = ["Step", "StepOutput", "Weigh", "Workload"]
+__all__ = ["Step", "StepOutput", "Weigh", "Workload", "warn_of_no_optimizer"]
 
 Step = Callable[[nn.Module, Any], Any]
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
@@ -132,6 +132,14 @@ class Workload:
                     f"optimizer, so a retry could not take its gradient back: put it into one of them, or freeze it "
                     f"with requires_grad_(False)"
                 )
+
+
+def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:
+    """One sentence where the optimizer's memory is not counted, as there is none."""
+    missing = (
+        "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the parameters"
+    )
+    return (missing,) if workload.optimizer is None else ()
 
 
 def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:

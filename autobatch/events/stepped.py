@@ -1,109 +1,24 @@
-"""What happened, as records, and how others may listen.
+"""What a ``Runner`` tells: its steps, and what changed or went wrong in them.
 
-Covers the events of fitting and running, the ``Hook`` protocol and the log line of each event. Does not cover when they
-happen (``fitting``, ``runner``) nor sinks for trackers. Logger ``autobatch``; nothing is printed.
+Covers these records and their log lines. Does not cover when they happen (``telling``).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Protocol
-from weakref import WeakSet
 
-from autobatch.records import Record, Trial
+from autobatch.events.event import Event
 from autobatch.wording import format_bytes, plural
 
 __all__ = [
     "BatchDiffers",
-    "Event",
     "GradientsFound",
-    "Hook",
-    "PlanMade",
-    "PlanRecalled",
-    "PlanRefused",
     "Retried",
     "SizeChanged",
     "StepFailed",
     "StepFinished",
     "StepSkipped",
-    "TrialFinished",
-    "emit",
-    "log_event",
 ]
-
-logger = logging.getLogger("autobatch")
-
-
-class Event(Record):
-    """Something that happened; its text is the log line."""
-
-    @property
-    def level(self) -> int:
-        """The level at which the default hook logs it."""
-        return logging.INFO
-
-
-class TrialFinished(Event):
-    """One size was tried during ``fit``."""
-
-    trial: Trial
-    limit_bytes: int
-
-    @property
-    def level(self) -> int:
-        """Trials are detail: the plan's own line sums them up."""
-        return logging.DEBUG
-
-    def __str__(self) -> str:
-        """One line: size, outcome, peak against limit, time."""
-        trial = self.trial
-        peak = f"peak {format_bytes(trial.peak_reserved)} of {format_bytes(self.limit_bytes)}, "
-        return (
-            f"autobatch: trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, "
-            f"{peak if trial.peak_reserved else ''}{trial.seconds:.2f} s"
-        )
-
-
-class PlanRecalled(Event):
-    """An earlier plan for the same step will be confirmed by one trial, instead of a search."""
-
-    plan_id: str
-    micro_batch_size: int
-
-    def __str__(self) -> str:
-        """One line: which plan, and what is left to do."""
-        return (
-            f"autobatch: plan {self.plan_id} of an earlier run is for this step: one trial of "
-            f"{plural(self.micro_batch_size, 'sample')} has to confirm it"
-        )
-
-
-class PlanRefused(Event):
-    """An earlier plan for the same step does not serve today, so sizes are searched for anew."""
-
-    plan_id: str
-    reason: str
-
-    def __str__(self) -> str:
-        """One line: which plan, and why not."""
-        return f"autobatch: plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching anew"
-
-
-class PlanMade(Event):
-    """``fit`` ended with a plan."""
-
-    summary: str
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def level(self) -> int:
-        """A split that is not exact should be seen."""
-        return logging.WARNING if self.warnings else logging.INFO
-
-    def __str__(self) -> str:
-        """The plan's own line, and what makes its split inexact."""
-        return "; ".join((self.summary, *self.warnings))
 
 
 class Retried(Event):
@@ -293,45 +208,3 @@ class StepFinished(Event):
             f"of at most {max(self.micro_batch_sizes, default=0)}, {plural(self.retries, 'retry', 'retries')}, "
             f"peak {format_bytes(self.peak_bytes)}"
         )
-
-
-class Hook(Protocol):
-    """Anything that can be called with an event."""
-
-    def __call__(self, event: Event, /) -> None:
-        """Take note of it. What this raises costs a log line, never a step."""
-
-
-def log_event(event: Event) -> None:
-    """The default hook: the event's one line on logger ``autobatch``."""
-    logger.log(event.level, "%s", event)
-
-
-def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
-    """Log the event, then hand it to each hook; a hook that raises is reported and passed over."""
-    log_event(event)
-    for hook in hooks:
-        try:
-            hook(event)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the hook's and not the step's
-            _complain(hook, event, error)
-
-
-def _complain(hook: Hook, event: Event, error: Exception) -> None:
-    """With its traceback the first time; a tracker that is away fails at every step."""
-    try:
-        is_known = hook in _failed
-        _failed.add(hook)
-    except TypeError:  # a builtin, which cannot be referred to weakly
-        is_known = False
-    if not is_known:
-        name = type(event).__name__
-        logger.error(
-            "autobatch: hook %r failed on %s and was passed over; further failures of it are not told",
-            hook,
-            name,
-            exc_info=error,
-        )
-
-
-_failed: WeakSet[Hook] = WeakSet()

@@ -1,0 +1,35 @@
+"""What happened, as records, and how others may listen.
+
+Covers the events of fitting and running, the ``Hook`` protocol and the log line of each event. Does not cover when they
+happen (``fitting``, ``runner``) nor sinks for trackers (``hooks``).
+"""
+
+from autobatch.events.event import Event, Hook, emit, log_event
+from autobatch.events.fitted import PlanMade, PlanRecalled, PlanRefused, TrialFinished
+from autobatch.events.stepped import (
+    BatchDiffers,
+    GradientsFound,
+    Retried,
+    SizeChanged,
+    StepFailed,
+    StepFinished,
+    StepSkipped,
+)
+
+__all__ = [
+    "BatchDiffers",
+    "Event",
+    "GradientsFound",
+    "Hook",
+    "PlanMade",
+    "PlanRecalled",
+    "PlanRefused",
+    "Retried",
+    "SizeChanged",
+    "StepFailed",
+    "StepFinished",
+    "StepSkipped",
+    "TrialFinished",
+    "emit",
+    "log_event",
+]

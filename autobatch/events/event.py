@@ -1,0 +1,69 @@
+"""``Event`` and ``Hook``: what is told, and who may listen.
+
+Covers the log line of each event and calling hooks. Does not cover which events there are (``fitted``, ``stepped``).
+Logger ``autobatch``; nothing is printed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+from weakref import WeakSet
+
+from autobatch.records import Record
+
+__all__ = ["Event", "Hook", "emit", "log_event"]
+
+logger = logging.getLogger("autobatch")
+
+
+class Event(Record):
+    """Something that happened; its text is the log line."""
+
+    @property
+    def level(self) -> int:
+        """The level at which the default hook logs it."""
+        return logging.INFO
+
+
+class Hook(Protocol):
+    """Anything that can be called with an event."""
+
+    def __call__(self, event: Event, /) -> None:
+        """Take note of it. What this raises costs a log line, never a step."""
+
+
+def log_event(event: Event) -> None:
+    """The default hook: the event's one line on logger ``autobatch``."""
+    logger.log(event.level, "%s", event)
+
+
+def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
+    """Log the event, then hand it to each hook; a hook that raises is reported and passed over."""
+    log_event(event)
+    for hook in hooks:
+        try:
+            hook(event)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the hook's and not the step's
+            _complain(hook, event, error)
+
+
+def _complain(hook: Hook, event: Event, error: Exception) -> None:
+    """With its traceback the first time; a tracker that is away fails at every step."""
+    try:
+        is_known = hook in _failed
+        _failed.add(hook)
+    except TypeError:  # a builtin, which cannot be referred to weakly
+        is_known = False
+    if not is_known:
+        name = type(event).__name__
+        logger.error(
+            "autobatch: hook %r failed on %s and was passed over; further failures of it are not told",
+            hook,
+            name,
+            exc_info=error,
+        )
+
+
+_failed: WeakSet[Hook] = WeakSet()
