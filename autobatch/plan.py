@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.settings import settings_for
-from autobatch.report.html import render_fragment
 from autobatch.report.text import explain_plan, summarise_plan
 
 __all__ = ["Plan"]
@@ -39,6 +38,8 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         """What a notebook shows for a plan: the report's pictures and tables."""
+        from autobatch.report.html import render_fragment  # noqa: PLC0415 - a tenth of the time of `autobatch plans`
+
         return render_fragment(self)
 
     def settings(self, framework: str) -> dict[str, int]:
