@@ -272,6 +272,13 @@ MUTANTS = (
         "return None",
         ("tests/test_sizing.py", "tests/test_estimate.py"),
     ),
+    Mutant(
+        "a prediction spares the trial of a size whatever was measured",
+        "autobatch/planning/search.py",
+        "    if line.reach(question.limit_bytes) >= following:\n        return False\n",
+        "",
+        ("tests/test_expecting.py",),
+    ),
 )
 
 
