@@ -386,8 +386,7 @@ def test_the_function_may_follow_the_cards(ask):
     assert ask("predict", "--gpu", "L4", "T4", "train_it:make")[1].count("predicted on") == 2
     assert ask("predict", "--gpu", "L4", "--gpu", "T4", "--target", "8", "train_it:make")[0] == 0
     assert "say MODULE:FUNCTION" in ask("predict", "--gpu", "L4")[2]
-    with pytest.raises(SystemExit):
-        ask("predict", "--gpu", "L4", "--all", "train_it:make")
+    assert ask("predict", "--gpu", "L4", "--all", "train_it:make")[0] == 2
 
 
 @pytest.mark.usefixtures("here")
@@ -457,3 +456,37 @@ def test_a_ledger_that_is_turned_off_is_no_trouble(ask, monkeypatch):
     """Somebody wanted it so."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
     assert "fine    plans are not kept: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["fit", "train_it:make", "--target", "many"], "--target"),
+        (["fit", "--target", "8"], "required"),
+        (["plans", "--colour"], "--colour"),
+        (["predict", "--gpu", "L4", "--all", "train_it:make"], "not allowed with"),
+        (["plan"], "plan"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_command_line_that_means_nothing_ends_in_one_line(ask, command, why):
+    """With exit code 2 and where to read more; and as JSON for who asked for that."""
+    code, said, error = ask(*command)
+    assert (code, said) == (2, "")
+    assert why in error
+    assert "--help" in error
+    code, said, error = ask(*command, "--json")
+    assert (code, error) == (2, "")
+    assert why in json.loads(said)["message"]
+
+
+def test_a_name_cannot_steer_the_terminal(ask, here):
+    """Whoever may write a plan file may not clear the screen of who looks at it; JSON escapes such letters itself."""
+    ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
+    plan = Plan.load("plan.json")
+    steering = plan.model_copy(update={"device": plan.device.model_copy(update={"name": "Net\x1b[2J\x9b31m\x07\x00"})})
+    steering.save("steering.json")
+    said = ask("show", "steering.json")[1]
+    assert "Net\\x1b[2J\\x9b31m\\x07\\x00" in said
+    assert not [letter for letter in said if letter != "\n" and not letter.isprintable()]

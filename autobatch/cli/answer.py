@@ -14,6 +14,9 @@ from autobatch.errors import InvalidArgument
 
 __all__ = ["DONE", "NO", "USAGE", "Answer", "check_folder"]
 
+_SPELT = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\n")}
+"""C0 and C1 controls: a plan file of somebody else's, or a card's name, could hold them."""
+
 DONE, NO, USAGE = 0, 1, 2
 """Exit codes: it was done; it was done and the answer is no; the command line cannot mean anything."""
 
@@ -45,9 +48,9 @@ class Answer(NamedTuple):
     code: int = DONE
 
     def show(self, *, as_json: bool) -> str:
-        """As asked for with ``--json``."""
+        """As asked for with ``--json``; letters that would steer a terminal are spelt out."""
         if not as_json:
-            return self.text
+            return self.text.translate(_SPELT)
         from pydantic_core import to_jsonable_python  # noqa: PLC0415 - a quarter of the time that --help takes
 
         return json.dumps(to_jsonable_python(self.data), indent=2)

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import NoReturn
 
 from autobatch.cli.answer import NO, USAGE, Answer
 from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
@@ -63,26 +64,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = _make_parser(arguments[0] if arguments else "").parse_args(arguments)
+    as_json = "--json" in arguments
     try:
-        with _listening(verbose=options.verbose), _alone_on_stdout() if options.json else nullcontext():
+        options = _make_parser(arguments[0] if arguments else "").parse_args(arguments)
+        as_json = options.json
+        with _listening(verbose=options.verbose), _alone_on_stdout() if as_json else nullcontext():
             answer: Answer = options.run(options)
     except AutobatchError as error:
-        return _put_out(_refuse(error), as_json=options.json, to_stderr=not options.json)
+        return _put_out(_refuse(error), as_json=as_json, to_stderr=not as_json)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return _put_out(answer, as_json=options.json)
+    return _put_out(answer, as_json=as_json)
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose refusals are errors of ours: one line, or JSON."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InvalidArgument(f"{message}; {self.prog} --help says what can be asked")
 
 
 def _make_parser(chosen: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="autobatch",
         description="Memory-aware batching for PyTorch training: what fits, what would fit, and what was found before.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"autobatch {__version__}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print the answer as JSON")
     common.add_argument("--verbose", action="store_true", help="say on stderr what happens on the way")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
