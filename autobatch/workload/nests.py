@@ -51,15 +51,33 @@ def is_sequence(value: Any) -> bool:
 
 def fields_of(node: Any) -> list[tuple[str, Any]] | None:
     """What a container holds, each with how it is reached (``'["x"]'``, ``"[0]"``, ``".x"``); ``None`` for a leaf."""
+    children = _children_of(node)
+    return None if children is None else list(zip(_ways_into(node), children, strict=True))
+
+
+def _children_of(node: Any) -> list[Any] | None:
+    """The same without the ways, which take as long as all else where keys are spelt."""
+    if isinstance(node, torch.Tensor):  # first, since most are, and each question that follows takes a microsecond
+        return None
     if isinstance(node, Mapping):
-        return [(f"[{_spell_key(key)}]", value) for key, value in node.items()]
-    if is_sequence(node):
-        return [(f"[{index}]", value) for index, value in enumerate(node)]
-    if isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, _WHOLE):
-        return [(f".{name}", value) for name, value in zip(node._fields, node, strict=True)]
+        return list(node.values())
+    if is_sequence(node) or _is_named(node):
+        return list(node)
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(f".{name}", getattr(node, name)) for name in _assigned(node)]
+        return [getattr(node, name) for name in _assigned(node)]
     return None
+
+
+def _ways_into(node: Any) -> list[str]:
+    if isinstance(node, Mapping):
+        return [f"[{_spell_key(key)}]" for key in node]
+    if is_sequence(node):
+        return [f"[{index}]" for index in range(len(node))]
+    return [f".{name}" for name in (node._fields if _is_named(node) else _assigned(node))]
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, _WHOLE)
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
@@ -70,8 +88,7 @@ def with_fields(node: Any, values: Sequence[Any]) -> Any:
     Raises:
         InvalidBatch: A mapping of a foreign type cannot be made from a dict.
     """
-    fields = fields_of(node) or []
-    if all(new is old for new, (_, old) in zip(values, fields, strict=True)):
+    if all(new is old for new, old in zip(values, _children_of(node) or [], strict=True)):
         return node
     if isinstance(node, Mapping):
         return _with_values(node, values)
@@ -98,11 +115,11 @@ def with_items(node: Any, items: Sequence[Any]) -> Any:
 
 def leaves_of(node: Any) -> Iterator[Any]:
     """Everything that is no container, in order."""
-    fields = fields_of(node)
-    if fields is None:
+    children = _children_of(node)
+    if children is None:
         yield node
         return
-    for _, child in fields:
+    for child in children:
         yield from leaves_of(child)
 
 
@@ -115,16 +132,16 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """The same nest with ``function(tensor)`` for each tensor; NumPy arrays and all else stay as they are."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    fields = fields_of(batch)
-    return batch if fields is None else with_fields(batch, [map_tensors(child, function) for _, child in fields])
+    children = _children_of(batch)
+    return batch if children is None else with_fields(batch, [map_tensors(child, function) for child in children])
 
 
 def with_fresh_containers(node: Any) -> Any:
     """The same nest in containers of its own, so that whoever pops or adds an entry does not do it to the original."""
-    fields = fields_of(node)
-    if fields is None:
+    held = _children_of(node)
+    if held is None:
         return node
-    children = [with_fresh_containers(child) for _, child in fields]
+    children = [with_fresh_containers(child) for child in held]
     if isinstance(node, dict | UserDict):
         fresh = copy.copy(node)
         for key, child in zip(node, children, strict=True):
