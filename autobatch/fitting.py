@@ -107,7 +107,7 @@ def fit(
     workload = Workload(model, step or default_step, weigh, optimizer)
     memory = _watch(workload, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
-    hooks = (_show_progress,) if progress and sys.stderr.isatty() else ()
+    hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
     host_bytes = read_host_memory().available_bytes // 2
     with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
@@ -204,6 +204,10 @@ def _make_plan(
         searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
         confirms=found.confirmed.id if found.confirmed else "",
     )
+
+
+def _has_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()  # a daemon has none
 
 
 def _show_progress(event: Event) -> None:

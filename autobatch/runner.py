@@ -172,12 +172,24 @@ class Runner:
 
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
         try:
-            return self._commit(batches, update=update)
+            result, thrashed = self._commit(batches, update=update)
         except BaseException as error:
             self._telling.tell_failed(self.steps, error)
             raise
+        if not result.skipped:
+            self._conclude(result, thrashed=thrashed)
+        return result
 
-    def _commit(self, batches: Sequence[Any], *, update: bool) -> StepResult:
+    def _conclude(self, result: StepResult, *, thrashed: bool) -> None:
+        """Count a step that is done, before anything is told: an interrupt there must not make it a failed one."""
+        step, self.steps = self.steps, self.steps + 1
+        self._telling.tell_finished(step, result)
+        room_bytes = self._room.left() if self.micro_batch_size < self.plan.micro_batch_size else None
+        pace = self._pace.after_step(max(result.micro_batch_sizes), room_bytes, thrashed=thrashed)
+        self._change_pace(pace, self.steps)
+
+    def _commit(self, batches: Sequence[Any], *, update: bool) -> tuple[StepResult, bool]:
+        """The step, and whether the allocator had to give memory back in it."""
         started = time.perf_counter()
         layouts = self._describe(batches)
         self._telling.tell_size(self.steps, layouts)
@@ -193,7 +205,7 @@ class Runner:
             alloc_retries = self._device.usage().alloc_retries
             accumulated = self._accumulate(layouts, self._apply_update if update else None)
             if accumulated is None:
-                return self._skip(layouts, started)
+                return self._skip(layouts, started), False
             usage = self._device.usage()
             self._peak_bytes = usage.peak_allocated if limited else self._peak_bytes
         result = StepResult(
@@ -204,13 +216,7 @@ class Runner:
             seconds=time.perf_counter() - started,
             aux=accumulated.aux,
         )
-        self._telling.tell_finished(self.steps, result)
-        self.steps += 1
-        room_bytes = self._room.left() if self.micro_batch_size < self.plan.micro_batch_size else None
-        thrashed = usage.alloc_retries > alloc_retries
-        pace = self._pace.after_step(max(accumulated.micro_batch_sizes), room_bytes, thrashed=thrashed)
-        self._change_pace(pace, self.steps)
-        return result
+        return result, usage.alloc_retries > alloc_retries
 
     def _look_ahead(self) -> Pace:
         """The size for this step: less only if there is less room even when all that is unused is given back."""

@@ -20,7 +20,7 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import choose_size, useful_sizes
 from autobatch.planning.recollection import Wanted, find_remembered, why_not_confirmed
 from autobatch.planning.search import Question, next_size, next_smaller_size
-from autobatch.prediction.expecting import expect_largest
+from autobatch.prediction.expecting import Expectation, expect_largest
 from autobatch.probe import Probe
 from autobatch.records import Trial
 from autobatch.report.text import explain_refusal
@@ -165,13 +165,15 @@ class SizeSearch:
     def _search(self, example: Layout, probe: Probe, trials: list[Trial]) -> int:
         """The answer, after as many more trials as it takes; they are added to those there are."""
         sizes = useful_sizes(self.wanted.target_batch, self.wanted.max_micro_batch)
+        expected = self._expect(example, sizes)
         question = Question(
             bound=self.wanted.max_micro_batch,
             limit_bytes=self.allowance.limit_bytes,
             measures=self.memory.measures,
             smallest_probe=min(2 if batch_norms_in_train_mode(self.workload.model) else 1, self.wanted.max_micro_batch),
             candidates=sizes,
-            expected=self._expect(example, sizes),
+            expected=expected.largest,
+            expects_no_more=not expected.knows_no_larger,
         )
         policies = (next_size, next_smaller_size) if self.wanted.objective == "memory" else (next_size,)
         for policy in policies:
@@ -182,10 +184,10 @@ class SizeSearch:
             raise DoesNotFit(self._refuse(trials, probe))
         return chosen
 
-    def _expect(self, example: Layout, sizes: Sequence[int]) -> int:
+    def _expect(self, example: Layout, sizes: Sequence[int]) -> Expectation:
         """On a card needless trials are dear, more so if they run out; on a CPU a trace takes longer than they."""
         if self.memory.describe().kind != "cuda" or not self.memory.measures:
-            return 0
+            return Expectation()
         return expect_largest(self.workload, example, self.allowance.limit_bytes, sizes)
 
     def _told(self, trial: Trial) -> Trial:

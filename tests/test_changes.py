@@ -9,7 +9,7 @@ from torch import nn
 from workloads import Plain
 
 import autobatch
-from autobatch.prediction.changes import EightBitAdam, other_optimizers, repeated_blocks
+from autobatch.prediction.changes import EightBitAdam, _checkpointed, other_optimizers, repeated_blocks
 
 MIB = 2**20
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -155,3 +155,44 @@ def test_eight_bit_state_is_as_large_as_it_says():
     optimizer.step()
     sizes = [sum(tensor.nbytes for tensor in optimizer.state[p].values()) for p in (large, small)]
     assert sizes == [2 * 10_000 + 2 * 4 * 40, 2 * 4 * 10]
+
+
+def bend(model, batch):
+    """All samples are compared with all where there are more than a hundred, which no smaller trace shows."""
+    outputs = model(batch)
+    if len(batch) > 100:
+        flat = outputs[:, :64].flatten(1)
+        return outputs.mean() + (flat.unsqueeze(1) - flat.unsqueeze(0)).square().mean()
+    return outputs.mean()
+
+
+def test_the_size_that_a_change_lets_in_is_traced_as_well():
+    """What is told of it is what a prediction of the changed step says, not a line from below the bend."""
+    with torch.device("meta"):
+        model, batch = nn.Linear(256, 4096), torch.zeros(2, 512, 256)
+
+    def bend_in_bfloat16(model, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return bend(model, batch)
+
+    tried = changes_of(model, batch, bend, None, target_batch=4096, gpu="8GiB")
+    itself = autobatch.predict(model, batch, bend_in_bfloat16, gpu="8GiB", target_batch=4096)
+    assert tried["bfloat16 autocast"].micro_batch_size == itself.plan.micro_batch_size < 4096
+
+
+def test_a_forward_of_the_instance_stays():
+    """A library that patches modules puts it there; under a checkpoint of the block it is called as before."""
+    called = []
+    block = nn.Linear(2, 2)
+    usual = block.forward
+
+    def forward(inputs):
+        called.append(len(inputs))
+        return usual(inputs)
+
+    block.forward = forward
+    for _ in range(2):
+        with _checkpointed(block):
+            block(torch.zeros(3, 2, requires_grad=True)).sum().backward()
+        assert vars(block)["forward"] is forward
+    assert called == [3] * 4  # recomputed in the backward pass

@@ -91,6 +91,18 @@ TROUBLES = {
         "torch has no allocator whose peaks could be measured",
         "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
     ),
+    "no caching, whatever it says": (
+        {"settings": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}},
+        "wrong",
+        "torch has no allocator whose peaks could be measured",
+        "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
+    ),
+    "another allocator, with blanks": (
+        {"settings": {CONF: "max_split_size_mb:512, backend : cudaMallocAsync"}},
+        "beware",
+        "chooses cudaMallocAsync",
+        "leave backend: out",
+    ),
     "blocking": ({"settings": {"CUDA_LAUNCH_BLOCKING": "1"}}, "beware", "makes training slow", "unset CUDA_LAUNCH"),
     "hidden cards": ({"settings": {"CUDA_VISIBLE_DEVICES": ""}}, "beware", "hides every card", "unset CUDA_VISIBLE"),
     "somebody else": (

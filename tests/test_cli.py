@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import resource
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ledgers import make_plan
 
 from autobatch import Plan
+from autobatch.cli import kept
 from autobatch.cli.main import main
 
 SOURCE = '''
@@ -495,3 +498,19 @@ def test_a_name_cannot_steer_the_terminal(ask, here):
     said = ask("show", "steering.json")[1]
     assert "Net\\x1b[2J\\x9b31m\\x07\\x00" in said
     assert not [letter for letter in said if letter != "\n" and not letter.isprintable()]
+
+
+def test_a_ledger_that_can_only_be_read_is_told(here, monkeypatch):
+    """Opening it is not enough: whatever is found would not be kept."""
+    with kept.open_store() as store:
+        store.add_plan(make_plan())
+    assert kept.find_fault() == (str(here / "home"), "")
+    connect = sqlite3.connect
+
+    def connect_to_read(path, **options):
+        return connect(f"file:{path}?mode=ro", uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_read)
+    place, fault = kept.find_fault()
+    assert place == str(here / "home")
+    assert "readonly" in fault

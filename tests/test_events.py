@@ -188,6 +188,24 @@ def test_a_hook_that_raises_costs_one_line(caplog: pytest.LogCaptureFixture) -> 
     assert str(line.exc_info[1]) == "tracker is away"
 
 
+def test_a_hook_that_fails_always_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Also one that nothing can refer to weakly, of either kind that Python knows."""
+
+    class Slotted:
+        __slots__ = ()
+
+        def __call__(self, event: Event) -> None:
+            raise ConnectionError("tracker is away")
+
+    class Unhashable(Slotted):
+        __hash__ = None  # type: ignore[assignment]
+
+    hooks = [Slotted(), Slotted(), Unhashable()]
+    for _ in range(5):
+        emit(FINISHED, hooks)
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 3
+
+
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_a_hook_may_stop_the_program(stop: type[BaseException]) -> None:
     """Ctrl-C and exit inside a hook are the user's will and go through."""

@@ -20,7 +20,7 @@ from autobatch.planning.evidence import Question, largest_fitting
 from autobatch.planning.planner import useful_sizes
 from autobatch.planning.search import most_trials, next_size
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.expecting import expect_largest, expects_expandable_segments
+from autobatch.prediction.expecting import Expectation, expect_largest, expects_expandable_segments
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import trace, trace_timeline
@@ -64,7 +64,7 @@ def test_on_a_card_the_search_begins_at_a_quarter_of_the_prediction(name):
     plan = autobatch.fit(
         workload.model, 256, batch=batch, step=workload.step, optimizer=workload.optimizer, device=card, headroom=0
     )
-    expected = expect_largest(workload, describe(batch), total, useful_sizes(256, 256))
+    expected = expect_largest(workload, describe(batch), total, useful_sizes(256, 256)).largest
     assert expected // 6 <= plan.trials[0].micro_batch_size <= expected // 4
     assert plan.micro_batch_size in {trial.micro_batch_size for trial in plan.trials}
 
@@ -139,7 +139,7 @@ def test_what_cannot_be_predicted_is_measured():
         return loss if loss.item() > 0 else loss * 2
 
     model = Plain(torch.float32)
-    assert expect_largest(Workload(model, run), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == 0
+    assert expect_largest(Workload(model, run), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == Expectation()
     card = FakeCard(lambda n: 1000 + 50 * n, total_bytes=4000)
     plan = autobatch.fit(model, 256, batch=make_batch(2), step=run, device=card, headroom=0)
     assert plan.micro_batch_size == 52
@@ -154,7 +154,9 @@ def test_whatever_goes_wrong_the_trials_do_not_need_it(monkeypatch, error):
         raise error
 
     monkeypatch.setattr("autobatch.prediction.expecting.run_apart", fail)
-    assert expect_largest(Workload(Plain(), mean_step), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == 0
+    assert (
+        expect_largest(Workload(Plain(), mean_step), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == Expectation()
+    )
 
 
 def test_the_expectation_is_the_largest_that_fits():
@@ -162,8 +164,8 @@ def test_the_expectation_is_the_largest_that_fits():
     batch, workload = workload_of("transformer")
     estimate = Estimate(run_apart(lambda: trace_timeline(workload, describe(batch))), 4096 * 8 * 1024)
     sizes = useful_sizes(64, 64)
-    assert expect_largest(workload, describe(batch), estimate.reserved(16), sizes) == 16
-    assert expect_largest(workload, describe(batch), 1000, sizes) == 0
+    assert expect_largest(workload, describe(batch), estimate.reserved(16), sizes) == Expectation(16)
+    assert expect_largest(workload, describe(batch), 1000, sizes) == Expectation()
 
 
 @given(
@@ -199,7 +201,7 @@ def test_where_everything_is_expected_to_fit_at_most_half_is_tried_first():
     """A prediction that is twice too high costs no error out of memory."""
     batch, workload = workload_of("linear layers")
     sizes = useful_sizes(256, 256)
-    expected = expect_largest(workload, describe(batch), 2**40, sizes)
+    expected = expect_largest(workload, describe(batch), 2**40, sizes).largest
     question = Question(bound=256, limit_bytes=2**40, candidates=sizes, expected=expected)
     assert expected == 256
     assert next_size(question, []) <= 128
@@ -250,9 +252,9 @@ def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
     assert fixed < expandable
     sizes = useful_sizes(10**6, 10**6)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    assert expect_largest(workload, describe(batch), expandable - 1, sizes) == 500_000
+    assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest == 500_000
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert expect_largest(workload, describe(batch), expandable - 1, sizes) < 500_000
+    assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest < 500_000
 
 
 def test_nothing_is_expected_beyond_what_was_traced():
@@ -263,7 +265,9 @@ def test_nothing_is_expected_beyond_what_was_traced():
         return (outputs @ outputs.T).mean()
 
     workload = Workload(nn.Linear(2, 2), run)
-    assert 2 < expect_largest(workload, describe(torch.zeros(2, 2)), 2**40, useful_sizes(10**6, 10**6)) < 10_000
+    expected = expect_largest(workload, describe(torch.zeros(2, 2)), 2**40, useful_sizes(10**6, 10**6))
+    assert 2 < expected.largest < 10_000
+    assert expected.knows_no_larger
 
 
 def _pad_to_128(model, batch):
@@ -277,7 +281,7 @@ def test_an_expectation_is_put_to_the_test_at_its_own_size():
         describe(torch.zeros(2, 16)),
     )
     limit, sizes = 100 * 2**20, useful_sizes(8192, 8192)
-    expected = expect_largest(workload, layout, limit, sizes)
+    expected = expect_largest(workload, layout, limit, sizes).largest
     assert 256 < expected < 2048
     traced = run_apart(lambda: trace(workload, layout, expected))
     assert 0.7 * limit < Estimate(combine([traced]), 4096 * 8 * 1024).reserved(expected) <= limit
@@ -293,4 +297,25 @@ def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_trac
 
     sizes = useful_sizes(4096, 4096)
     expected = expect_largest(Workload(nn.Linear(2, 2), run), describe(torch.zeros(2, 2)), 2**40, sizes)
-    assert expected == max(size for size in sizes if size <= 67)
+    assert expected == Expectation(max(size for size in sizes if size <= 67), knows_no_larger=True)
+
+
+def search_concave_memory(fitting, *, expects_no_more):
+    """Whether a search that was told of 66 samples finds the largest size, where memory grows with the square root."""
+
+    def reserve(size):
+        return int(2**30 * (1 + size**0.5))
+
+    limit, sizes = reserve(fitting), useful_sizes(4096, 4096)
+    question = Question(bound=4096, limit_bytes=limit, candidates=sizes, expected=66, expects_no_more=expects_no_more)
+    trials = []
+    while (size := next_size(question, trials)) is not None:
+        peak, outcome = reserve(size), "fits" if reserve(size) <= limit else "oom"
+        trials.append(Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak))
+    return largest_fitting(question, trials) == max(size for size in sizes if size <= fitting)
+
+
+def test_a_prediction_that_knows_no_larger_sizes_ends_no_search():
+    """Two sizes prove nothing where memory is concave, and 67 samples are all that was traced."""
+    assert all(search_concave_memory(fitting, expects_no_more=False) for fitting in range(70, 1000, 13))
+    assert not all(search_concave_memory(fitting, expects_no_more=True) for fitting in range(70, 1000, 13))

@@ -322,6 +322,12 @@ def test_progress_is_one_line_a_trial_on_a_terminal(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_process_without_a_stderr_fits(monkeypatch):
+    """A daemon has none, and ``progress`` is the default."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert fit_fake(lambda n: 100 + n, 180, 256)[0].trials
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import resource
 import subprocess
 import sys
 import urllib.request
@@ -17,7 +18,7 @@ from torch import nn
 
 import autobatch
 from autobatch import hooks
-from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
+from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished, emit
 from autobatch.testing import FakeDevice, oom_at
 
 FINISHED = StepFinished(
@@ -102,6 +103,8 @@ def test_mlflow_keeps_every_number_of_a_run(tmp_path, monkeypatch):
         mlflow.set_tracking_uri(tmp_path.as_uri())
         named = mlflow.MlflowClient().create_run(mlflow.create_experiment("other")).info.run_id
         mlflow.set_experiment("autobatch")
+        tell(hooks.mlflow())
+        assert mlflow.active_run() is None  # else this next line, the user's, would fail
         with mlflow.start_run() as active:
             tell(hooks.mlflow())
             tell(hooks.mlflow(named), [FINISHED])
@@ -184,6 +187,25 @@ def test_jsonl_has_a_line_for_each_event(tmp_path):
     assert lines[0]["time"] <= lines[1]["time"]
     finished = [line for line in lines[4:] if line["event"] == "StepFinished"]
     assert [tuple(line["micro_batch_sizes"]) for line in finished] == [result.micro_batch_sizes for result in results]
+
+
+def test_a_line_that_was_cut_is_told_and_spoils_no_other(tmp_path, caplog):
+    """As on a full disk: here the size of a file is limited for a while."""
+    path = tmp_path / "events.jsonl"
+    hook = hooks.jsonl(path)
+    emit(FINISHED, [hook])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+    try:
+        emit(FINISHED, [hook])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    emit(CHANGED, [hook])
+    assert "20 of" in caplog.text
+    whole, cut, last = path.read_text().splitlines()
+    assert json.loads(whole)["event"] == "StepFinished"
+    assert len(cut) == 20
+    assert json.loads(last)["event"] == "SizeChanged"
 
 
 def test_console_writes_above_a_bar(monkeypatch):

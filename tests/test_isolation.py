@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import signal
 import sys
 import time
@@ -95,6 +96,73 @@ def test_a_process_that_waits_for_no_children_gets_its_answer():
         assert run_apart(lambda: 3) == 3
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_child_that_nobody_asked_may_be_gone():
+    """With SIGCHLD ignored there is nobody left to stop."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with begin_apart(lambda: 3):
+            time.sleep(0.5)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_no_descriptor_stays_open():
+    """After an answer, an error, a death, or a child that nobody asked."""
+
+    def fail():
+        raise ValueError("no")
+
+    before = len([*Path("/proc/self/fd").iterdir()])
+    assert run_apart(lambda: 3) == 3
+    with pytest.raises(ValueError, match="no"):
+        run_apart(fail)
+    with pytest.raises(CannotPredict):
+        run_apart(abort)
+    with begin_apart(lambda: 3):
+        pass
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_many_open_files_are_no_hindrance():
+    """A data loader may hold more than the 1024 that select(2) knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert run_apart(lambda: 3) == 3
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_answer_waits_for_nobody_else_who_holds_the_pipe():
+    """A process that the function left behind, or one that another thread forked just then."""
+
+    def leave_a_process():
+        if os.fork() == 0:
+            time.sleep(5)
+            os._exit(0)
+        return 3
+
+    started = time.monotonic()
+    assert run_apart(leave_a_process, 60) == 3
+    assert time.monotonic() - started < 4
+
+
+def test_a_child_computes_after_its_parents_threads_have():
+    """They are not there in the child, and an operation that waits for them would wait forever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        matrix = torch.ones(512, 512)
+        assert (matrix @ matrix).sum() == 512**3
+        assert torch.ones(10**6).exp().sum() > 10**6
+        assert run_apart(lambda: float((matrix @ matrix + torch.ones(512, 512).exp()).mean()), 30) > 512
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):

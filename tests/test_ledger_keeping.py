@@ -262,6 +262,25 @@ def test_a_run_that_was_forgotten_stays_forgotten(tmp_path, caplog):
     assert keeping._unfinished == set()
 
 
+@pytest.mark.parametrize("finds_it", ["this run", "another process"])
+def test_a_run_goes_on_in_another_file_when_its_own_is_damaged(tmp_path, finds_it):
+    """What was kept before is in the damaged file; nobody had the run forgotten."""
+    keeper = RunKeeper(make_plan("a"), Ledger(tmp_path), every_s=OFTEN)
+    take(keeper, finished(0), finished(1))
+    (tmp_path / "ledger.sqlite3").write_bytes(b"no database" * 2000)
+    for journal in ("ledger.sqlite3-wal", "ledger.sqlite3-shm"):
+        (tmp_path / journal).unlink(missing_ok=True)
+    if finds_it == "another process":
+        Ledger(tmp_path).remember(make_plan("b"))
+    take(keeper, finished(2), finished(3))
+    del keeper
+    with Store(tmp_path / "ledger-2.sqlite3") as store:
+        assert "a" in {plan.id for plan in store.plans()}
+        (run,) = store.runs_of("a")
+    assert (run.outcome, run.ranges[-1].last_step) == ("finished", 3)
+    assert keeping._unfinished == set()
+
+
 def take_after_failure(keeper):
     """A user who catches the error and goes on."""
     keeper(failed("no memory"))

@@ -183,7 +183,7 @@ def fill(store, **made_at):
     setback = Setback(step=2, kind="size", old_size=8, new_size=4)
     for name, date in made_at.items():
         store.add_plan(make_plan(name, made_at=date))
-        store.add_run(make_run(f"r{name}", name, ranges=make_note(0).ranges, setbacks=(setback,)))
+        store.add_run(make_run(f"r{name}", name, last_seen_at=date, ranges=make_note(0).ranges, setbacks=(setback,)))
 
 
 def count_rows(store):
@@ -250,6 +250,17 @@ def test_old_plans_go_when_nobody_runs_them(store):
     assert store.prune(Retention(days=30)) == 2
     assert set(names(store.plans())) == {"first", "young", "used", "fresh"}
     assert [len(store.runs_of(name)) for name in ("young", "used", "fresh")] == [1, 1, 0]
+
+
+def test_a_plan_that_runs_is_no_surplus(store):
+    """However many were made since: its run is being written."""
+    fill(store, a=1e9)
+    store.add_run(make_run("long", "a", last_seen_at=time.time()))
+    for number in range(8):
+        store.add_plan(make_plan(f"p{number}", made_at=5e9 + number))
+    store.prune(Retention(plans=3))
+    assert names(store.plans()) == ["p7", "p6", "p5", "a"]
+    assert [run.id for run in store.runs_of("a")] == ["long"]
 
 
 @settings(max_examples=30)

@@ -212,6 +212,32 @@ def test_what_the_update_hides_is_compared_too():
     assert "took 900.0 MiB this time and 260.0 MiB then" in why_not_confirmed(plan, try_hidden(43, 900), needs(999))
 
 
+def test_small_changes_of_the_update_add_up_too():
+    """Where the optimizer's step leads its peak is held against the search's, not the last confirmation's."""
+
+    def try_led(peak):
+        return try_size(43).model_copy(
+            update={
+                "peak_allocated": peak,
+                "peak_reserved": peak,
+                "optimizer_peak": peak,
+                "backward_allocated": 100 * MIB,
+                "backward_reserved": 100 * MIB,
+            }
+        )
+
+    plan = make_plan(curve=fit_curve([try_led(1000 * MIB)]), peak_bytes=1045 * MIB)
+    assert why_not_confirmed(plan, try_led(1045 * MIB), needs(999)) == ""
+    assert "took 1.1 GiB this time and 1000.0 MiB then" in why_not_confirmed(plan, try_led(1080 * MIB), needs(999))
+
+
+def test_without_a_curve_the_plans_own_peak_is_what_is_known():
+    """As of a device that measures nothing."""
+    plan = make_plan(curve=None)
+    assert why_not_confirmed(plan, try_size(43), needs(99)) == ""
+    assert UNSEEN in why_not_confirmed(plan, grown(plan, 1.1), needs(99))
+
+
 @pytest.mark.parametrize(("more", "serves"), [(1, True), (4096, True), (30 * MIB, True), (32 * MIB, False)])
 def test_a_size_that_has_failed_is_not_tried_again_for_a_few_bytes(more, serves):
     """Beyond what ran the curve is a lower bound: 52 samples are said to fit, and did not."""

@@ -26,7 +26,7 @@ from workloads import (
 
 import autobatch
 from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument, InvalidBatch
-from autobatch.events import BatchDiffers, Retried, SizeChanged, StepFinished
+from autobatch.events import BatchDiffers, Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at, tenant
 
@@ -581,6 +581,24 @@ def test_a_hook_that_raises_costs_a_log_line_not_a_step(caplog):
     with caplog.at_level(logging.ERROR, logger="autobatch"):
         runner.step(make_batch(8, torch.float64))
     assert "was passed over" in caplog.text
+
+
+def test_an_interrupt_while_a_step_is_told_leaves_it_a_step_that_was_done():
+    """A hook that writes may take long enough for Ctrl-C: the step is committed, and counted."""
+    events, stops = [], [KeyboardInterrupt]
+
+    def stop_once(event):
+        events.append(event)
+        if isinstance(event, StepFinished) and stops:
+            raise stops.pop()
+
+    _, _, runner = make_runner(4, 2, dtype=torch.float32, hooks=[stop_once])
+    with pytest.raises(KeyboardInterrupt):
+        runner.step(make_batch(4))
+    assert runner.steps == 1
+    runner.step(make_batch(4))
+    told = [(type(event).__name__, event.step) for event in events if isinstance(event, StepFinished | StepFailed)]
+    assert told == [("StepFinished", 0), ("StepFinished", 1)]
 
 
 def test_the_batch_stays_where_it_is_and_unchanged():

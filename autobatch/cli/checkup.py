@@ -151,7 +151,7 @@ def _look_at_settings(found: Surroundings) -> Iterator[Finding]:
         )
     for name in variables:
         yield from _look_at_options(name, found.settings[name], is_wsl=found.is_wsl)
-    if found.settings.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in {"", "0"}:
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in found.settings:  # torch asks whether it is there, not what it says
         yield Finding(
             level="wrong",
             what="PYTORCH_NO_CUDA_MEMORY_CACHING is set: torch has no allocator whose peaks could be measured",
@@ -170,12 +170,13 @@ def _look_at_settings(found: Surroundings) -> Iterator[Finding]:
 
 
 def _look_at_options(variable: str, value: str, *, is_wsl: bool) -> Iterator[Finding]:
-    options = {name: setting for name, _, setting in (part.partition(":") for part in _split(value))}
+    parts = (part.partition(":") for part in _split("".join(value.split())))
+    options = {name: setting for name, _, setting in parts}
     for name in options:
-        if name.strip() not in _OPTIONS:
+        if name not in _OPTIONS:
             yield Finding(
                 level="wrong",
-                what=f"{variable} has {name.strip()!r}, which torch does not know: it stops at the first tensor",
+                what=f"{variable} has {name!r}, which torch does not know: it stops at the first tensor",
                 advice=f"mend or unset {variable}",
             )
     if options.get("backend") == "cudaMallocAsync":

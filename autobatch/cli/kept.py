@@ -80,7 +80,8 @@ def find_fault() -> tuple[str, str]:
     except OSError as error:
         return "no folder", str(error)
     try:
-        with open_store():
+        with open_store() as store:
+            store.check_writable()
             return home, ""
     except LedgerUnavailable as error:
         return home, str(error)

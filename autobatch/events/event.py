@@ -51,12 +51,7 @@ def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
 
 def _complain(hook: Hook, event: Event, error: Exception) -> None:
     """With its traceback the first time; a tracker that is away fails at every step."""
-    try:
-        is_known = hook in _failed
-        _failed.add(hook)
-    except TypeError:  # a builtin, which cannot be referred to weakly
-        is_known = False
-    if not is_known:
+    if not _is_known(hook):
         name = type(event).__name__
         logger.error(
             "autobatch: hook %r failed on %s and was passed over; further failures of it are not told",
@@ -66,4 +61,17 @@ def _complain(hook: Hook, event: Event, error: Exception) -> None:
         )
 
 
+def _is_known(hook: Hook) -> bool:
+    """Whether it has failed before; from now on it has."""
+    try:
+        known = hook in _failed
+        _failed.add(hook)
+    except TypeError:  # a builtin, or one with slots: it cannot be referred to weakly, nor perhaps hashed
+        known = any(hook is other for other in _failed_for_good)
+        if not known:
+            _failed_for_good.append(hook)
+    return known
+
+
 _failed: WeakSet[Hook] = WeakSet()
+_failed_for_good: list[Hook] = []

@@ -21,14 +21,22 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
     Several processes may write to one file: a line is appended in one piece.
 
     Args:
-        path: The file; its folder is made where it is not there.
+        path: The file; its folder is made where it is not there. On a full disk a line may be cut: that is an error,
+            and the next one begins on a line of its own.
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
 
+    before = b""
+
     def write(event: Event, /) -> None:
+        nonlocal before
         line = json.dumps({"event": type(event).__name__, "time": time.time(), **event.model_dump(mode="json")})
+        content = before + line.encode() + b"\n"
         with target.open("ab", buffering=0) as file:
-            file.write(line.encode() + b"\n")
+            written = file.write(content)
+        before = b"" if written == len(content) else b"\n"
+        if before:
+            raise OSError(f"{written} of {len(content)} bytes of a line were written to {target}")
 
     return write

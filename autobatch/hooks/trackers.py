@@ -65,7 +65,8 @@ def mlflow(run_id: str | None = None) -> Hook:
     """Metrics ``autobatch/...`` to a run of MLflow, at the runner's step.
 
     Args:
-        run_id: Of the run; ``None`` for the one that is active when an event comes.
+        run_id: Of the run; ``None`` for the one that is active when an event comes. Where none is, nothing is kept:
+            MLflow would begin one, and the user's own ``start_run`` after it would fail.
 
     Raises:
         ImportError: MLflow is not installed.
@@ -74,7 +75,7 @@ def mlflow(run_id: str | None = None) -> Hook:
 
     def write(event: Event, /) -> None:
         reading = read_event(event)
-        if reading is not None:
+        if reading is not None and (run_id is not None or library.active_run() is not None):
             numbers = {name: float(value) for name, value in reading.values.items()}
             library.log_metrics(numbers, step=reading.step, run_id=run_id)
 

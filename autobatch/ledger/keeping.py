@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 import weakref
+from pathlib import Path
 
 from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.history import Outcome, Run
@@ -72,6 +73,7 @@ class _Journal:
         self._outcome: Outcome = "running"
         self._reason = ""
         self._begun = False
+        self._file: Path | None = None
         self._least_wait_s = 0.0
         self._tried_at, self._wait_s, self._was_refused = -float("inf"), 0.0, False
         self._over = not ledger.is_kept
@@ -110,7 +112,8 @@ class _Journal:
         now = time.time()
         run = self._run = self._run or self._begin(now)
         self._tried_at = time.monotonic()
-        self._begun = self._begun or self._ledger.begin(self._plan, run, patience_s)
+        if not self._begun:
+            self._begun, self._file = self._ledger.begin(self._plan, run, patience_s), self._ledger.file
         notes = self._tally.note(run.id, now, self._outcome, self._reason)
         written = self._ledger.note(notes, patience_s) if self._begun else "not now"
         took_s = time.monotonic() - self._tried_at
@@ -119,6 +122,9 @@ class _Journal:
         self._was_refused = written == "not now"
         if written == "written":
             self._tally.forget_written()
+        elif written == "forgotten" and self._ledger.file != self._file:
+            self._begun = False  # not forgotten, but in a file that is damaged: the run goes on in the next one
+            return self._write(patience_s)
         elif written == "forgotten":
             self._over = True  # whoever had it forgotten does not want it back
             _unfinished.discard(self)

@@ -54,6 +54,11 @@ class Ledger:
         """Whether there is one; writing to it may still fail."""
         return self._home is not None
 
+    @property
+    def file(self) -> Path | None:
+        """The file that is written to now: after one that was damaged, another."""
+        return None if self._home is None else find_ledger(self._home)
+
     def remember(self, plan: Plan) -> bool:
         """Keep a plan.
 

@@ -19,7 +19,7 @@ from autobatch.ledger.journal import set_journal
 from autobatch.ledger.notes import RunNotes
 from autobatch.ledger.retention import Retention, find_retention
 from autobatch.ledger.rows import insert_notes, insert_plan, insert_run, read_plan, read_run
-from autobatch.ledger.schema import check_version, migrate
+from autobatch.ledger.schema import VERSION, check_version, migrate
 from autobatch.plan import Plan
 
 __all__ = ["Store"]
@@ -64,6 +64,18 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def check_writable(self) -> None:
+        """Write what is there already, and take it back: a file that may only be read lets a write begin.
+
+        Raises:
+            sqlite3.Error: Nothing can be written.
+        """
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            self._connection.execute(f"PRAGMA user_version = {VERSION}")
+        finally:
+            self._connection.rollback()
 
     def close(self) -> None:
         """Give the file back; what was written is in it."""
@@ -234,7 +246,7 @@ def _prune(connection: sqlite3.Connection, retention: Retention) -> int:
         "DELETE FROM plans WHERE made_at < ? AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)", (oldest,)
     ).rowcount
     surplus = connection.execute(
-        "DELETE FROM plans WHERE rowid IN "
+        "DELETE FROM plans WHERE NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id) AND rowid IN "
         "(SELECT rowid FROM plans ORDER BY made_at DESC, rowid DESC LIMIT -1 OFFSET ?)",
         (most,),
     ).rowcount

@@ -44,8 +44,9 @@ class Question(Record):
             after 2 has failed.
         candidates: The sizes worth answering with, ascending (``planner.useful_sizes``); empty for all up to the
             bound. A search may measure others on its way.
-        expected: The answer that a prediction gives, 0 where there is none. It only says where to begin: what is
-            answered has been measured all the same.
+        expected: The answer that a prediction gives, 0 where there is none. It says where to begin, and with a line
+            through what was measured where to end; what is answered has been measured all the same.
+        expects_no_more: Whether the prediction says that the next candidate does not fit, not only that this one does.
     """
 
     bound: int = Field(ge=1)
@@ -54,6 +55,7 @@ class Question(Record):
     smallest_probe: int = Field(default=1, ge=1, le=2)
     candidates: tuple[int, ...] = ()
     expected: int = Field(default=0, ge=0)
+    expects_no_more: bool = True
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Question:

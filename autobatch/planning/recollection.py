@@ -84,7 +84,7 @@ def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
         return f"{size} samples ran out of memory this time"
     if trial.outcome == "thrash":
         return f"{size} samples fit this time only because the allocator gave memory back"
-    if limit_bytes and trial.peak_reserved > limit_bytes:
+    if trial.peak_reserved > limit_bytes:
         return f"{size} samples took {format_bytes(trial.peak_reserved)}, and the limit is {format_bytes(limit_bytes)}"
     for found, known in _compare(plan, trial):
         if abs(found - known) > _tolerance(plan, known):
@@ -119,7 +119,7 @@ def _asks_the_same(plan: PlanRecord, wanted: Wanted) -> bool:
 
 def _why_not(plan: PlanRecord, wanted: Wanted) -> str:
     limit = wanted.limit_bytes
-    if limit and plan.peak_bytes > limit:
+    if plan.peak_bytes > limit:
         return f"it needs {format_bytes(plan.peak_bytes)}, and the limit is {format_bytes(limit)} today"
     larger = _next_size(plan, wanted)
     if larger and _may_fit(plan, larger, limit):

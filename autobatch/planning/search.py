@@ -123,7 +123,7 @@ def _is_proven(question: Question, trials: Sequence[Trial], peaks: dict[int, int
     line, following = draw_line(peaks, trials), bracket.open[0]
     if line.reach(question.limit_bytes) >= following:
         return False
-    if 0 < question.expected < following:
+    if question.expects_no_more and 0 < question.expected < following:
         return True
     enough = len(peaks) >= 3 or all(size in peaks for size in range(question.smallest_probe, bracket.lowest + 1))
     return enough and _is_straight(question, peaks, line, following)

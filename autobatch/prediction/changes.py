@@ -41,7 +41,7 @@ def try_changes(
     estimate: Estimate,
     size: int,
     *,
-    largest: Callable[[Estimate], int],
+    largest: Callable[[Estimate, Workload, Circumstances], int],
     circumstances: Circumstances,
 ) -> tuple[Change, ...]:
     """Each change that the step allows, the one that saves most at ``size`` first, those that fail last.
@@ -51,7 +51,7 @@ def try_changes(
         layout: Its example batch.
         estimate: Of it.
         size: Samples at which changes are compared.
-        largest: The most samples that fit, of an estimate.
+        largest: The most samples that fit, of an estimate of a step and with a trace of that size.
         circumstances: In which the unchanged step was traced.
     """
     before = estimate.reserved(size)
@@ -59,6 +59,7 @@ def try_changes(
     def judge(way: _Way) -> Change:
         try:
             changed = way.estimate(estimate)
+            fits = largest(changed, way.workload, way.circumstances)
         except CannotPredict as error:
             return Change(name=way.name, effect=way.effect, failed=str(error))
         peak = changed.reserved(size)
@@ -67,22 +68,27 @@ def try_changes(
             effect=way.effect,
             peak_bytes=peak,
             saved_bytes=before - peak,
-            micro_batch_size=largest(changed),
+            micro_batch_size=fits,
         )
 
     # A step that is no line is none in another way either: then it is traced at the size of the comparison too.
     also = size if estimate.timeline.interpolated and size > 1 else 0
     ways = [*_traced_ways(workload, layout, circumstances, also)]
     if not estimate.expandable_segments:
-        ways.append(_Way("expandable segments", "", lambda usual: usual.changed(expandable_segments=True)))
+        expandable = "expandable segments"
+        ways.append(
+            _Way(expandable, "", workload, circumstances, lambda usual: usual.changed(expandable_segments=True))
+        )
     return tuple(sorted(map(judge, ways), key=lambda change: (bool(change.failed), -change.saved_bytes)))
 
 
 class _Way(NamedTuple):
-    """Another way to do the step: its name, what it costs besides memory, and how it is estimated."""
+    """Another way to do the step: its name, what it costs besides memory, what is run, and how it is estimated."""
 
     name: str
     effect: str
+    workload: Workload
+    circumstances: Circumstances
     estimate: Callable[[Estimate], Estimate]
 
 
@@ -91,7 +97,7 @@ def _traced_ways(workload: Workload, layout: Layout, usual: Circumstances, also:
         def estimate(before: Estimate) -> Estimate:
             return before.changed(timeline=run_apart(lambda: _trace(changed, layout, circumstances, also)))
 
-        return _Way(name, effect, estimate)
+        return _Way(name, effect, changed, circumstances, estimate)
 
     yield way("bfloat16 autocast", "lower precision", replace(workload, step=_with_autocast(workload.step)))
     blocks = repeated_blocks(workload.model)
@@ -144,7 +150,7 @@ def _with_checkpoints(step: Callable[[Any, Any], Any], blocks: Sequence[nn.Modul
 
 @contextmanager
 def _checkpointed(block: nn.Module) -> Iterator[None]:
-    forward = block.forward
+    forward, own = block.forward, vars(block).get("forward")  # a library may have put one on the instance
 
     def recompute(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -154,6 +160,8 @@ def _checkpointed(block: nn.Module) -> Iterator[None]:
         yield
     finally:
         del block.forward
+        if own is not None:
+            block.forward = own
 
 
 def other_optimizers(now: Any | None) -> Iterator[tuple[str, str, Any]]:

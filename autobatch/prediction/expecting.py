@@ -11,6 +11,7 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import make_gpu
@@ -22,7 +23,7 @@ from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timel
 from autobatch.workload.batches import Layout
 from autobatch.workload.step import Workload
 
-__all__ = ["expect_largest", "expects_expandable_segments"]
+__all__ = ["Expectation", "expect_largest", "expects_expandable_segments"]
 
 _MOST_SECONDS = 15.0
 """A trace that takes longer costs more than the trials that it spares."""
@@ -32,8 +33,20 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PY
 _log = logging.getLogger("autobatch")
 
 
-def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> int:
-    """The largest of these sizes that the allocator would hold within the limit; 0 where that cannot be predicted.
+class Expectation(NamedTuple):
+    """What is predicted.
+
+    Attributes:
+        largest: The largest size that fits; 0 where that cannot be predicted.
+        knows_no_larger: Whether nothing is known of larger sizes: then they may fit as well.
+    """
+
+    largest: int = 0
+    knows_no_larger: bool = False
+
+
+def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
+    """The largest of these sizes that the allocator would hold within the limit.
 
     Args:
         workload: The step, its model where it is.
@@ -42,15 +55,15 @@ def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: 
         sizes: Ascending.
     """
     if len(sizes) <= _FEW_SIZES:
-        return 0
+        return Expectation()
     try:
         return _expect(workload, layout, limit_bytes, sizes)
     except Exception as error:  # noqa: BLE001 - trials need no expectation, so nothing about it may stop them
         _log.debug("autobatch: nothing is expected of the first trial: %s", error)
-        return 0
+        return Expectation()
 
 
-def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> int:
+def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
     deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
 
     def judge(estimate: Estimate) -> int:
@@ -64,9 +77,10 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
     # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
     workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
     proof = prove(Estimate(timeline, workspace_bytes, expects_expandable_segments()), SIZES, judge, check)
-    if proof.doubt:  # nothing is known beyond the traces that there are
-        sizes = sizes[: bisect_right(sizes, SIZES[-1])]
-    return judge(proof.estimate)
+    known = min(SIZES[-1] if proof.doubt else sizes[-1], proof.estimate.largest_traced or sizes[-1])
+    judged = sizes[: bisect_right(sizes, known)]
+    largest = _bisect(proof.estimate, limit_bytes, judged)
+    return Expectation(largest, knows_no_larger=largest == judged[-1] < sizes[-1])
 
 
 def expects_expandable_segments() -> bool:

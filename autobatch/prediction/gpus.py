@@ -34,8 +34,9 @@ def find_gpu(gpu: Any) -> Gpu:
     A name is read in any case, with any separators, with its brand or without: ``"A100-80GB-SXM"``, ``"NVIDIA
     A100-SXM4-80GB"``, ``"rtx4090"``, ``"4090"``. A name with its memory but without its socket
     (``"H100-80GB"``) is the one of those cards that reports less; they differ by a few hundredths of a percent. A name
-    that could be cards of different memory (``"A100"``) is refused, because the prediction would be for a card that
-    nobody asked for.
+    that could be cards of the table with different memory (``"A100"``) is refused, because the prediction would be for
+    a card that nobody asked for. Where others were sold under it that are not in the table (``"RTX 3060"`` with 8 GB),
+    the table's is meant, and the name that the prediction gives says how much it has.
 
     Args:
         gpu: A name; or the card's memory, as CUDA reports it, as a text with a unit (``"24GiB"``) or an int of bytes.

@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ _DEATH_SIGNAL = 1
 _WELL = "exit status 0"
 _STDOUT, _STDERR = 1, 2
 _LONGEST = 200
+_LENGTH = 8
 _Result = TypeVar("_Result")
 
 
@@ -63,7 +64,7 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
         return
     with tempfile.TemporaryFile() as printed:
         child, reading = _start(function, printed.fileno())
-        deadline, ends = time.monotonic() + most_seconds, []
+        deadline, ends = time.monotonic() + most_seconds, list[str]()
 
         def answer() -> _Result:
             content = _read(reading, deadline)
@@ -76,8 +77,15 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
         finally:
             os.close(reading)
             if not ends:
-                os.kill(child, signal.SIGKILL)
-                _wait(child)
+                _stop(child)
+
+
+def _stop(child: int) -> None:
+    # Where SIGCHLD is ignored the kernel has waited for a child that is gone, and its number may be another's by now.
+    with suppress(ChildProcessError, ProcessLookupError):
+        if os.waitpid(child, os.WNOHANG) == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            _wait(child)
 
 
 def _unpack(answer: bytes, end: str, said: str) -> Any:
@@ -141,7 +149,7 @@ def _answer(function: Callable[[], Any], writing: int, printed: int) -> None:
         torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
         answer = _pack(function)
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(answer)
+            pipe.write(len(answer).to_bytes(_LENGTH, "big") + answer)
         status = 0
     finally:
         os._exit(status)
@@ -171,12 +179,23 @@ def _pack(function: Callable[[], Any]) -> bytes:
 
 
 def _read(pipe: int, deadline: float) -> bytes:
-    parts: list[bytes] = []
-    while True:
+    """The answer, or as much of it as came before the child's end.
+
+    Its length stands in front: others may hold the pipe open, such as processes that were forked beside this one.
+    """
+    head = _read_bytes(pipe, _LENGTH, deadline)
+    return _read_bytes(pipe, int.from_bytes(head, "big"), deadline) if len(head) == _LENGTH else b""
+
+
+def _read_bytes(pipe: int, count: int, deadline: float) -> bytes:
+    content, ready = bytearray(), select.poll()  # select() takes no descriptor above 1023
+    ready.register(pipe, select.POLLIN)
+    while len(content) < count:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([pipe], [], [], left)[0]:
+        if left <= 0 or not ready.poll(1000 * left):
             raise CannotPredict("the trace did not come to an end in time; run fit() on a GPU")
-        part = os.read(pipe, 2**20)
+        part = os.read(pipe, min(count - len(content), 2**20))
         if not part:
-            return b"".join(parts)
-        parts.append(part)
+            break
+        content += part
+    return bytes(content)

@@ -106,15 +106,7 @@ def predict(
     warnings = (*example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
-        changes = try_changes(
-            workload,
-            layout,
-            sizing.estimate,
-            prediction.judged_size,
-            largest=lambda estimate: replace(sizing, estimate=estimate).largest,
-            circumstances=circumstances,
-        )
-        prediction = prediction.model_copy(update={"changes": changes})
+        prediction = _with_changes(prediction, sizing, workload, layout, circumstances)
     return prediction.model_copy(update={"seconds": time.perf_counter() - started})
 
 
@@ -133,6 +125,19 @@ def _prove(sizing: Sizing, workload: Workload, layout: Layout, circumstances: Ci
         check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
     )
     return replace(sizing, estimate=proof.estimate), proof
+
+
+def _with_changes(
+    prediction: Prediction, sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
+) -> Prediction:
+    """The same with what other ways to do the step would need, each traced at the size that fits then."""
+
+    def find_largest(estimate: Estimate, changed: Workload, now: Circumstances) -> int:
+        return _prove(replace(sizing, estimate=estimate), changed, layout, now)[0].largest
+
+    size = prediction.judged_size
+    changes = try_changes(workload, layout, sizing.estimate, size, largest=find_largest, circumstances=circumstances)
+    return prediction.model_copy(update={"changes": changes})
 
 
 def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:
