@@ -90,6 +90,9 @@ class Probe:
         if not self._warm:
             reason = self._attempt(self._warm_up, min(size, _WARM_SIZE), readings)
             self._warm = reason is None
+            if not self._warm:
+                self.state.reset_optimizer()
+                self.device.reclaim()
         if reason is None:
             reason = self._attempt(self._measure, size, readings)
         if reason is not None:

@@ -61,6 +61,7 @@ class TrainingState:
         self._tensors = [_Standing(tensor) for tensor in tensors]
         self._values = StorageCopies(tensors, host_bytes=host_bytes)
         self._random = RandomState.capture(device)
+        self._optimizer = optimizer
         _silence_step_hooks(optimizer)
 
     def rewind(self) -> None:
@@ -68,6 +69,12 @@ class TrainingState:
         self._put_back(self._of_model)
         for standing in self._tensors:
             standing.drop_gradient()
+
+    def reset_optimizer(self) -> None:
+        """Drop what the optimizer has made: a first step in which memory ended may leave half a state."""
+        for content in self._of_optimizer:
+            content.put_back()
+        _silence_step_hooks(self._optimizer)
 
     def restore(self) -> None:
         """Put everything back bit for bit."""
@@ -94,7 +101,7 @@ class TrainingState:
         try:
             self.restore()
         finally:
-            self._of_optimizer, self._of_model, self._tensors = [], [], []
+            self._of_optimizer, self._of_model, self._tensors, self._optimizer = [], [], [], None
             self._values.close()
 
 
