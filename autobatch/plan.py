@@ -57,12 +57,23 @@ class Plan(PlanRecord):
         """Write the plan as JSON.
 
         Args:
-            path: A file; it is replaced as a whole, so a reader never sees half a plan.
+            path: A file; it is replaced as a whole, so a reader never sees half a plan. Through a link its target is;
+                what is no file, such as ``/dev/null``, is written to.
+
+        Raises:
+            OSError: It cannot be written; the file that was there stays.
         """
-        target = Path(path)
+        content = self.model_dump_json(indent=2) + "\n"
+        target = Path(path).resolve()
+        if target.exists() and not target.is_file():
+            target.write_text(content, encoding="utf-8")
+            return
         draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
-        draft.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        draft.replace(target)
+        try:
+            draft.write_text(content, encoding="utf-8")
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

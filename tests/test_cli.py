@@ -41,6 +41,11 @@ def normalised():
     found["optimizer"] = torch.optim.SGD(found["model"].parameters(), lr=0.1)
     return found
 
+def without_optimizer():
+    found = make()
+    del found["optimizer"], found["budget"]
+    return found
+
 def without_batch():
     return {"model": nn.Conv2d(3, 8, 3)}
 
@@ -514,3 +519,55 @@ def test_a_ledger_that_can_only_be_read_is_told(here, monkeypatch):
     place, fault = kept.find_fault()
     assert place == str(here / "home")
     assert "readonly" in fault
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("source", [".:make", "..:make", ".train_it:make"])
+def test_a_name_that_begins_with_a_dot_is_no_module(ask, source):
+    """There is no package that it could be relative to."""
+    code, _, error = ask("fit", source, "--target", "4")
+    assert code == 2
+    assert "is no MODULE:FUNCTION" in error
+
+
+def test_a_plan_that_cannot_be_written_is_told_and_leaves_nothing(here, ask):
+    """With what it was, and without half a file beside it; a dash is no file's name."""
+    assert "name a file" in ask("fit", "train_it:make", "--target", "8", "--save", "-")[2]
+    (here / "old.json").write_text("{}")
+    program = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))\n"
+        "from autobatch.cli.main import main\n"
+        "raise SystemExit(main(['fit', 'train_it:make', '--target', '8', '--save', 'old.json']))"
+    )
+    done = start("-c", program, AUTOBATCH_LEDGER="off")
+    assert done.returncode == 2
+    assert "--save old.json cannot be written" in done.stderr
+    assert "8 = 1 x 8 on CPU" in done.stderr
+    assert (here / "old.json").read_text() == "{}"
+    assert not [*here.glob("*.draft")]
+
+
+@pytest.mark.parametrize("command", [["plans"], ["plans", "--json"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("stdout", "said"), [(">/dev/full", "the answer cannot be written"), (">&-", "closed"), (">/dev/null", "")]
+)
+def test_an_answer_that_nobody_can_read_ends_with_2(here, command, stdout, said):
+    """And one line, where there is a stderr; 1 would be an answer."""
+    line = f"exec {sys.executable} -m autobatch {' '.join(command)} {stdout}"
+    environment = {**os.environ, "AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == (2 if said else 0)
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+    if said == "the answer cannot be written":
+        assert said in done.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_what_a_prediction_warns_of_is_printed(ask):
+    """As of a plan that was measured; and at the end of its whole story."""
+    for options in ([], ["--explain"], ["--all"]):
+        cards = [] if "--all" in options else ["--gpu", "L4"]
+        said = ask("predict", "train_it:without_optimizer", "--target", "8", *cards, *options)[1]
+        assert "! no optimizer= was given" in said

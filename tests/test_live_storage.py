@@ -327,7 +327,7 @@ def test_the_message_says_what_was_tried_where_and_against_what():
         torch.ones(1024)
     assert str(caught.value) == (
         "CPU out of memory. Tried to allocate 4.0 KiB in aten.ones.default with 1.0 KiB in tensors; "
-        "the budget is 2.9 KiB."
+        "the limit is 2.9 KiB"
     )
 
 

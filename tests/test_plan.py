@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 
 import pytest
 from hypothesis import given
@@ -67,7 +69,7 @@ def make_plan(target=256, size=43, world_size=1, **changes):
             {"predicted": True, "trials": ()},
             (
                 "autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; predicted peak 18.7 of 21.6 GiB beside CUDA's own; "
-                "0 trials, 0 out of memory, 1.2 s"
+                "nothing was run, 1.2 s"
             ),
         ),
         (
@@ -281,3 +283,24 @@ def test_explain_gives_no_advice_where_the_whole_batch_would_fit(target, size):
     beyond = make_plan(50, size).explain()
     assert "the whole 50 at once would need about 21.0 GiB" in beyond
     assert "checkpointing" in beyond
+
+
+def test_saving_goes_through_a_link_and_replaces_no_device(tmp_path):
+    """Whoever names ``/dev/null`` wants nothing written, and needs it afterwards."""
+    (tmp_path / "store").mkdir()
+    real, link, pipe = tmp_path / "store" / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    real.write_text("{}")
+    link.symlink_to(real)
+    plan = make_plan()
+    plan.save(link)
+    assert link.is_symlink()
+    assert Plan.load(real) == plan
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        plan.save(pipe)
+        assert os.read(reader, 10**6).decode() == plan.model_dump_json(indent=2) + "\n"
+    finally:
+        os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert [*tmp_path.glob("**/*.draft")] == []

@@ -101,7 +101,12 @@ def test_lines_fit_a_window(any_prediction):
 
 def test_every_card_has_its_line(any_prediction):
     """With what stands in the record; a nominal total is marked, and the mark is explained."""
-    header, *lines, legend = section(any_prediction, "On every card that is known")
+    judged = any_prediction.judged_size
+    header, *lines = section(any_prediction, "On every card that is known")
+    legend, *untraced = [line for line in lines if line.strip().startswith("*") or "was traced" in line]
+    lines = [line for line in lines if line not in {legend, *untraced}]
+    told = f"  {judged} was traced, if nothing else is said; other sizes follow from fewer samples"
+    assert untraced == ([told] if len({card.micro_batch_size for card in any_prediction.cards}) > 1 else [])
     shown = {re.split(r"  +", line.strip())[0]: line for line in lines}
     assert legend == "  * its memory is a nominal figure"
     for card in any_prediction.cards:

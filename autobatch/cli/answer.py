@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autobatch.errors import InvalidArgument
 
-__all__ = ["DONE", "NO", "USAGE", "Answer", "check_folder"]
+if TYPE_CHECKING:  # --help needs none
+    from autobatch.plan import Plan
+
+__all__ = ["DONE", "NO", "USAGE", "Answer", "check_folder", "save_plan"]
 
 _SPELT = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\n")}
 """C0 and C1 controls: a plan file of somebody else's, or a card's name, could hold them."""
@@ -27,11 +30,25 @@ def check_folder(option: str, file: str | None) -> None:
     Raises:
         InvalidArgument: There is no such folder, or nothing can be written to it.
     """
-    if file is None or file == "-":
+    if file is None:
         return
+    if file == "-":
+        raise InvalidArgument(f"{option} -: name a file; --json prints the answer")
     folder = Path(file).absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
         raise InvalidArgument(f"{option} {file}: no file can be written there")
+
+
+def save_plan(plan: Plan, file: str) -> None:
+    """Write what ``--save`` asks for.
+
+    Raises:
+        InvalidArgument: It cannot be written; the plan itself is in the message.
+    """
+    try:
+        plan.save(file)
+    except OSError as error:
+        raise InvalidArgument(f"--save {file} cannot be written: {error}; the plan was: {plan}") from error
 
 
 class Answer(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import Answer, check_folder
+from autobatch.cli.answer import Answer, check_folder, save_plan
 from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.fitting import fit
@@ -24,7 +24,11 @@ def configure(command: argparse.ArgumentParser) -> None:
     command.add_argument("--budget", metavar="SIZE", help="what the process may hold, such as 8GiB; default: all free")
     command.add_argument("--headroom", metavar="SIZE", help="left free of it: a size, or a fraction such as 0.1")
     command.add_argument("--max-micro-batch", type=int, metavar="N", help="never try more samples than this")
-    command.add_argument("--objective", choices=("throughput", "memory"), help="fewest steps, or least memory")
+    command.add_argument(
+        "--objective",
+        choices=("throughput", "memory"),
+        help="the fewest steps, or the smallest micro-batch within 2 percent of the best rate",
+    )
     command.add_argument("--no-reuse", action="store_true", help="search, even if an earlier plan could be confirmed")
     command.add_argument("--explain", action="store_true", help="the whole story instead of one line")
     command.add_argument("--save", metavar="FILE", help="write the plan as JSON")
@@ -39,7 +43,7 @@ def run(options: argparse.Namespace) -> Answer:
         raise InvalidArgument(f"say --target: {options.source!r} returned no 'target_batch'")
     plan = fit(**arguments)
     if options.save:
-        plan.save(options.save)
+        save_plan(plan, options.save)
     lines = [plan.explain()] if options.explain else [str(plan), *(f"! {warning}" for warning in plan.warnings)]
     return Answer("\n".join(lines), plan)
 

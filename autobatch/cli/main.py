@@ -108,6 +108,8 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
 @contextmanager
 def _alone_on_stdout() -> Iterator[None]:
     """What the user's own code prints, and its libraries and processes, is no part of the JSON: it goes to stderr."""
+    if sys.stdout is None or sys.stderr is None:
+        raise InvalidArgument("--json needs a stdout and a stderr, and one of them is closed")
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -142,9 +144,18 @@ def _refuse(error: AutobatchError) -> Answer:
 
 def _put_out(answer: Answer, *, as_json: bool, to_stderr: bool = False) -> int:
     stream = sys.stderr if to_stderr else sys.stdout
+    if stream is None:  # closed by whoever started this
+        return USAGE
     try:
         stream.write(f"{answer.show(as_json=as_json)}\n")
         stream.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough; Python's own last flush must not complain
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python's own last flush must not complain
+        if isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
+            return answer.code
+        return USAGE if to_stderr else _put_out(_explain_unwritten(error), as_json=False, to_stderr=True)
     return answer.code
+
+
+def _explain_unwritten(error: OSError) -> Answer:
+    return Answer(f"autobatch: the answer cannot be written: {error}", None, USAGE)

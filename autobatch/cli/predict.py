@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import DONE, NO, Answer, check_folder
+from autobatch.cli.answer import DONE, NO, Answer, check_folder, save_plan
 from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.predicting import predict
@@ -56,10 +56,14 @@ def run(options: argparse.Namespace) -> Answer:
     predictions = [_predict(found, options, card) for card in cards]
     if options.save:
         _save(predictions[0], options.save)
-    blocks = [prediction.explain() if options.explain else str(prediction) for prediction in predictions]
+    blocks = [prediction.explain() if options.explain else _summarise(prediction) for prediction in predictions]
     if options.all and not options.explain:
         blocks = [predictions[0].explain_cards()]
     return Answer("\n\n".join(blocks) if options.explain else "\n".join(blocks), predictions, _judge(predictions))
+
+
+def _summarise(prediction: Prediction) -> str:
+    return "\n".join([str(prediction), *(f"! {warning}" for warning in prediction.warnings)])
 
 
 def _predict(found: dict[str, Any], options: argparse.Namespace, card: str | None) -> Prediction:
@@ -70,7 +74,7 @@ def _predict(found: dict[str, Any], options: argparse.Namespace, card: str | Non
 def _save(prediction: Prediction, path: str) -> None:
     if prediction.plan is None:
         raise InvalidArgument(f"nothing to save in {path}: not even one sample fits {prediction.gpu.name}")
-    prediction.plan.save(path)
+    save_plan(prediction.plan, path)
 
 
 def _judge(predictions: list[Prediction]) -> int:

@@ -24,7 +24,8 @@ def configure(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Answer:
     """The page, written to a file."""
-    check_folder("--output", options.output)
+    if options.output != "-":
+        check_folder("--output", options.output)
     plan, runs = find_plan(options.plan)
     page = render_report(plan, runs)
     if options.output == "-":

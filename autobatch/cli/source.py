@@ -60,7 +60,8 @@ def load(source: str) -> dict[str, Any]:
         InvalidArgument: There is no such module or function, or what it returns is no dict with a model.
     """
     name, _, function_name = source.rpartition(":")
-    if not name or not function_name.isidentifier():
+    is_relative = name.startswith(".") and not name.endswith(".py")
+    if not name or is_relative or not function_name.isidentifier():
         raise InvalidArgument(f"{source!r} is no MODULE:FUNCTION, such as train:make or train.py:make")
     with _own_arguments(name):
         function = getattr(_import(name, source), function_name, None)

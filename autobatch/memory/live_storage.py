@@ -132,5 +132,5 @@ class StorageBudget(DispatchMode):
     def _describe(self, operator: str, made: int) -> str:
         return (
             f"CPU out of memory. Tried to allocate {format_bytes(made)} in {operator} with "
-            f"{format_bytes(self.storage.live_bytes)} in tensors; the budget is {format_bytes(self.budget_bytes)}."
+            f"{format_bytes(self.storage.live_bytes)} in tensors; the limit is {format_bytes(self.budget_bytes)}"
         )

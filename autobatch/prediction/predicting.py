@@ -107,7 +107,9 @@ def predict(
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
         prediction = _with_changes(prediction, sizing, workload, layout, circumstances)
-    return prediction.model_copy(update={"seconds": time.perf_counter() - started})
+    seconds = time.perf_counter() - started
+    plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
+    return prediction.model_copy(update={"seconds": seconds, "plan": plan})
 
 
 def _trace(workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Timeline, tuple[str, ...]]:
@@ -145,12 +147,13 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, w
     share = estimate.share(judged)
     held = (Part(name=_HELD, byte_count=share.held_bytes),) if share.held_bytes else ()
     curve = fit_curve([_as_trial(point) for point in points])
+    told = (*_warn_of_split(workload, sizing), *warnings, *proof.warnings)
     return Prediction(
         gpu=sizing.gpu,
         target_batch=sizing.target,
         curve=curve,
         points=points,
-        plan=_make_plan(workload, layout, sizing, curve, (*warnings, _NEVER_RAN)) if sizing.largest else None,
+        plan=_make_plan(workload, layout, sizing, curve, (*told, _NEVER_RAN)) if sizing.largest else None,
         largest_judged=sizing.bound,
         reach=sizing.reach,
         judged_size=judged,
@@ -165,7 +168,14 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, w
         interpolated=estimate.timeline.interpolated,
         proven_at=proof.proven_at,
         doubt=proof.doubt,
+        warnings=told,
     )
+
+
+def _warn_of_split(workload: Workload, sizing: Sizing) -> tuple[str, ...]:
+    """One sentence where the plan divides the target and that is known not to be exact."""
+    norms = batch_norms_in_train_mode(workload.model) if 0 < sizing.largest < sizing.target else []
+    return (warn_of_batch_norms(norms, max(balance(sizing.target, sizing.largest)), sizing.target),) if norms else ()
 
 
 def _as_trial(point: Point) -> Trial:
@@ -179,8 +189,6 @@ def _make_plan(
 ) -> Plan:
     card, sizes = sizing.gpu, balance(sizing.target, sizing.largest)
     budget = card.total_bytes - card.context_bytes
-    norms = batch_norms_in_train_mode(workload.model) if len(sizes) > 1 else []
-    inexact = (warn_of_batch_norms(norms, max(sizes), sizing.target),) if norms else ()
     return Plan(
         target_batch=sizing.target,
         world_size=1,
@@ -193,7 +201,7 @@ def _make_plan(
         curve=curve,
         trials=(),
         device=DeviceInfo(kind="cuda", name=card.name, total_bytes=card.total_bytes),
-        warnings=(*inexact, *warnings),
+        warnings=warnings,
         predicted=True,
         made_at=time.time(),
         model=type(workload.model).__name__,

@@ -35,6 +35,12 @@ class Proof:
     proven_at: int = 0
     doubt: str = ""
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One sentence where it was not traced at the size that it is about."""
+        told = f"the step was not traced at the size that is told, which follows from other sizes: {self.doubt}"
+        return (told,) if self.doubt else ()
+
 
 def prove(
     estimate: Estimate,

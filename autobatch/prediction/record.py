@@ -119,6 +119,7 @@ class Prediction(Record):
         proven_at: The judged size, where the step was traced at just that size and what is said of it is byte for byte
             what it allocates and frees; 0 where it was not.
         doubt: Why it was not; empty where it was.
+        warnings: What the user should know before trusting it, a sentence each.
         seconds: How long the prediction took.
     """
 
@@ -142,6 +143,7 @@ class Prediction(Record):
     interpolated: bool = False
     proven_at: NonNegativeInt = 0
     doubt: str = ""
+    warnings: tuple[str, ...] = ()
     seconds: float = 0.0
 
     def __str__(self) -> str:

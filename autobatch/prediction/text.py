@@ -44,13 +44,16 @@ def explain_prediction(prediction: Prediction) -> str:
             *_section("What would help", _change_lines(prediction)),
             *_section("On every card that is known", _card_lines(prediction)),
             *_section("How sure this is", _wrapped(_trust_lines(prediction))),
+            *_section("Warnings", _wrapped(f"! {warning}" for warning in prediction.warnings)),
         ]
     )
 
 
 def explain_cards(prediction: Prediction) -> str:
     """Every card that is known, a line each; ends without a newline."""
-    return "\n".join([f"{plural(prediction.target_batch, 'sample')} a step", *_card_lines(prediction, mark="")])
+    header = f"{plural(prediction.target_batch, 'sample')} a step"
+    doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
+    return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
 
 
 def _refuse(prediction: Prediction, peak: str) -> str:
@@ -154,6 +157,8 @@ def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterato
         yield _tell_card(card) + (mark if card.gpu == prediction.gpu.name else "")
     if not all(card.measured for card in prediction.cards):
         yield "* its memory is a nominal figure"
+    if len({card.micro_batch_size for card in prediction.cards}) > 1:
+        yield f"{prediction.judged_size} was traced, if nothing else is said; other sizes follow from fewer samples"
 
 
 def _tell_card(card: CardFit) -> str:
@@ -174,6 +179,10 @@ def _trust_lines(prediction: Prediction) -> Iterator[str]:
         yield f"what CUDA takes for itself is a guess on this card ({gpu.context_source})"
     yield f"what cuDNN takes is a rule fitted to one card; grouped convolutions may take more: {FAMILIES_REASON}"
     yield _tell_proof(prediction)
+    yield from _interpolation_lines(prediction)
+
+
+def _interpolation_lines(prediction: Prediction) -> Iterator[str]:
     if prediction.interpolated:
         yield (
             "the step ran different operators at different sizes: all numbers for sizes that were not traced are on "

@@ -114,7 +114,7 @@ def facts_table(plan: PlanRecord) -> Table:
         ("plan", plan.id),
         ("confirms", plan.confirms),
         ("made", format_time(plan.made_at)),
-        ("fit took", f"{plan.seconds:.1f} s"),
+        ("predicting took" if plan.predicted else "fit took", f"{plan.seconds:.1f} s"),
         ("autobatch", plan.version),
         ("fingerprint", plan.fingerprint),
     )
@@ -131,10 +131,11 @@ def budget_table(plan: PlanRecord) -> Table:
     if not plan.budget_bytes:
         told = f"{plan.device.name} does not tell its memory; sizes were found by running out of it"
         return Table((), (), (told,))
+    who = "the prediction stays" if plan.predicted else "a trial had to stay"
     rows: list[tuple[Cell, ...]] = [
         ("budget", Bytes(plan.budget_bytes), f"what this process may hold on {plan.device.name}"),
         ("headroom", Bytes(plan.headroom_bytes), "left free on purpose"),
-        ("limit", Bytes(plan.limit_bytes), "what a trial had to stay within"),
+        ("limit", Bytes(plan.limit_bytes), f"what {who} within"),
     ]
     if plan.device.total_bytes:
         rows.append(("device", Bytes(plan.device.total_bytes), "in all"))

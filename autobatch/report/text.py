@@ -39,10 +39,8 @@ _BAR_CELLS = 72
 
 def summarise_plan(plan: PlanRecord) -> str:
     """``autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s``."""
-    return (
-        f"autobatch: {describe_division(plan)} on {plan.device.name}; {_peak(plan)}; "
-        f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory, {plan.seconds:.1f} s"
-    )
+    where = f"{describe_division(plan)} on {plan.device.name}"
+    return f"autobatch: {where}; {_peak(plan)}; {_tried(plan)}, {plan.seconds:.1f} s"
 
 
 def describe_division(plan: PlanRecord) -> str:
@@ -97,6 +95,12 @@ def tenant_lines(device: DeviceInfo) -> Iterator[str]:
     for tenant in device.tenants:
         name = f" ({tenant.name})" if tenant.name else ""
         yield f"process {tenant.pid}{name} holds {format_bytes(tenant.used_bytes)}"
+
+
+def _tried(plan: PlanRecord) -> str:
+    if plan.predicted:
+        return "nothing was run"
+    return f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory"
 
 
 def _peak(plan: PlanRecord) -> str:
