@@ -148,7 +148,7 @@ class Runner:
         """
         if self._workload.optimizer is None:
             raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
-        if isinstance(batches, (torch.Tensor, Mapping)):
+        if isinstance(batches, (torch.Tensor, Mapping)) or _is_one_batch(batches):
             raise InvalidArgument(
                 "step_over() takes several batches, such as a list of them; for one batch call step()"
             )
@@ -286,6 +286,11 @@ class Runner:
             f"budget of {format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is "
             f"as before the step: free memory or give fit() a larger budget="
         )
+
+
+def _is_one_batch(batches: Any) -> bool:
+    """Whether it is a tuple of tensors, such as inputs and labels: several batches come in a list or from a loader."""
+    return isinstance(batches, tuple) and all(isinstance(part, torch.Tensor) for part in batches)
 
 
 def _set_pace(plan: Plan, model: nn.Module, step: Step | None) -> Pace:

@@ -259,8 +259,6 @@ def test_verbose_says_what_happens_on_the_way(ask):
 
 def test_a_plan_of_another_version_is_told_and_left_out(here, ask, monkeypatch):
     """On stderr, so that nobody takes it for gone."""
-    import sqlite3
-
     monkeypatch.setattr("autobatch.ledger.complaint._told", set())
     ask("fit", "train_it:make", "--target", "64")
     with sqlite3.connect(here / "home" / "ledger.sqlite3") as connection:
@@ -268,7 +266,7 @@ def test_a_plan_of_another_version_is_told_and_left_out(here, ask, monkeypatch):
     connection.close()
     code, text, error = ask("plans", "--json")
     assert (code, json.loads(text)) == (0, [])
-    assert "is not one that this version reads (target_batch)" in error
+    assert "is not one that this version reads (target_batch: Input should be" in error
 
 
 @pytest.mark.usefixtures("here")
@@ -571,3 +569,28 @@ def test_what_a_prediction_warns_of_is_printed(ask):
         cards = [] if "--all" in options else ["--gpu", "L4"]
         said = ask("predict", "train_it:without_optimizer", "--target", "8", *cards, *options)[1]
         assert "! no optimizer= was given" in said
+
+
+def test_a_damaged_ledger_is_said_to_be_damaged(here, ask):
+    """Not that it cannot be written; what comes next is said, and so it comes."""
+    (here / "home").mkdir()
+    (here / "home" / "ledger.sqlite3").write_bytes(b"no database" * 500)
+    code, _, error = ask("plans")
+    assert code == 1
+    assert "is damaged" in error
+    assert "begins ledger-2.sqlite3" in error
+    said = ask("doctor")[1]
+    assert "is damaged" in said
+    assert "look at that disk" in said
+    ask("fit", "train_it:make", "--target", "64")
+    assert "train" not in ask("plans")[1].splitlines()[0]
+    assert len(json.loads(ask("plans", "--json")[1])) == 1
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", [["show", "."], ["report", "."], ["diff", ".", "."]], ids=" ".join)
+def test_a_folder_is_no_plan(ask, command):
+    """And no beginning of an id."""
+    code, _, error = ask(*command)
+    assert code == 2
+    assert ". is a folder" in error

@@ -18,6 +18,7 @@ from torch import nn
 
 import autobatch
 from autobatch import hooks
+from autobatch.errors import InvalidArgument
 from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished, emit
 from autobatch.testing import FakeDevice, oom_at
 
@@ -187,6 +188,21 @@ def test_jsonl_has_a_line_for_each_event(tmp_path):
     assert lines[0]["time"] <= lines[1]["time"]
     finished = [line for line in lines[4:] if line["event"] == "StepFinished"]
     assert [tuple(line["micro_batch_sizes"]) for line in finished] == [result.micro_batch_sizes for result in results]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (hooks.jsonl, "is a folder"),
+        (lambda _: hooks.console(level="WARNING"), "pass a level of logging"),
+        (lambda _: hooks.console(write=3), "cannot be called"),
+    ],
+    ids=["jsonl", "level", "write"],
+)
+def test_what_cannot_be_told_to_is_refused_at_once(tmp_path, make, told):
+    """Not at the first event, hours later, and not in silence."""
+    with pytest.raises(InvalidArgument, match=told):
+        make(tmp_path)
 
 
 def test_a_line_that_was_cut_is_told_and_spoils_no_other(tmp_path, caplog):

@@ -108,6 +108,12 @@ def test_a_child_that_nobody_asked_may_be_gone():
         signal.signal(signal.SIGCHLD, before)
 
 
+def test_a_step_that_leaves_is_told():
+    """``sys.exit`` in a step is the user's, and no crash."""
+    with pytest.raises(CannotPredict, match=r"the step ends its process \(sys.exit\(3\)\)"):
+        run_apart(lambda: sys.exit(3))
+
+
 def test_no_descriptor_stays_open():
     """After an answer, an error, a death, or a child that nobody asked."""
 

@@ -122,7 +122,7 @@ def test_a_plan_of_another_version_is_left_out(store, caplog):
     store._connection.execute("UPDATE plans SET content = 'nonsense' WHERE id = 'c'")
     assert names(store.plans(limit=1)) == names(store.plans()) == ["a"]
     assert len(caplog.records) == 1
-    with pytest.raises(InvalidArgument, match="plan b is of another version"):
+    with pytest.raises(InvalidArgument, match="plan b is not one that this version reads"):
         store.find_plan("b")
     assert store.forget(["b", "c"]) == 2
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences
 
 import autobatch
-from autobatch.errors import CannotPredict, InvalidArgument
+from autobatch.errors import CannotPredict, InvalidArgument, InvalidStep
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS
 from autobatch.prediction.isolation import run_apart
@@ -263,3 +263,27 @@ def test_a_split_that_is_not_exact_is_warned_of():
     assert "splitting is not exact here: BatchNorm in train mode (1)" in split.plan.warnings[0]
     assert not [warning for warning in whole.plan.warnings if "BatchNorm" in warning]
     assert (split.plan.model, whole.plan.made_at > 0) == ("Sequential", True)
+
+
+def step_back(model, batch):
+    """Does the Runner's work itself."""
+    loss = model(batch).mean()
+    loss.backward()
+    return loss
+
+
+def test_what_the_runner_would_refuse_is_refused_here():
+    """In the same words: another network that is trained, unless it is frozen; and a step that goes back itself."""
+    model, other, batch = nn.Linear(4, 4), nn.Linear(4, 4), torch.zeros(2, 4)
+
+    def run(model, batch):
+        return (model(batch) + other(batch)).mean()
+
+    with pytest.raises(InvalidStep, match=r"trains a parameter of shape \(4, 4\) that is in neither the model nor"):
+        autobatch.predict(model, batch, run, gpu="L4")
+    with pytest.raises(InvalidStep, match=r"leave backward\(\) and zero_grad\(\) to the Runner"):
+        autobatch.predict(model, batch, step_back, gpu="L4")
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    assert autobatch.predict(model, batch, run, optimizer, gpu="L4").plan
+    other.requires_grad_(False)
+    assert autobatch.predict(model, batch, run, gpu="L4").plan

@@ -70,6 +70,23 @@ def test_the_newest_plan_for_the_same_question_is_taken():
     assert find_remembered([newest, older], want()).plan is newest
 
 
+def test_a_plan_for_another_question_is_told():
+    """It is the same step, so whoever waits for a whole search should know why."""
+    found = find_remembered([make_plan(id="a")], want(target_batch=512, objective="memory"))
+    assert (found.plan, found.passed_over) == (None, "a")
+    assert found.reason == ("it was made for target_batch=256, not 512, and objective='throughput', not 'memory'")
+
+
+def test_a_start_under_a_lower_limit_does_not_hide_the_better_plan():
+    """The size that ran within today's limit is taken, though a smaller one was needed since."""
+    better, newer = make_plan(id="better"), make_plan(32, limit=needs(49), id="newer", failing_size=37)
+    found = find_remembered([newer, better], want())
+    assert found.plan == better
+    assert find_remembered([newer, better], want(limit_bytes=needs(40))).plan == newer
+    alike = [plan.model_copy(update={"objective": "memory"}) for plan in (newer, better)]
+    assert find_remembered(alike, want(objective="memory")).plan == alike[0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -81,8 +98,12 @@ def test_the_newest_plan_for_the_same_question_is_taken():
     ids=str,
 )
 def test_a_plan_for_another_question_is_no_candidate(changes):
-    """It is not even told of: nothing about it has failed."""
-    assert find_remembered([make_plan()], want(**changes)) == (None, "", "")
+    """Nothing about it has failed, but whoever waits for a search should know why."""
+    plan, reason, passed_over = find_remembered([make_plan()], want(**changes))
+    [(name, value)] = changes.items()
+    assert (plan, passed_over) == (None, "a")
+    assert reason.startswith(f"it was made for {name}=")
+    assert reason.endswith(f", not {value!r}")
 
 
 def test_a_predicted_plan_is_no_candidate():

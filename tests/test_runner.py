@@ -335,6 +335,13 @@ def test_step_over_takes_smaller_batches_as_one():
         runner.step_over([])
 
 
+def test_a_tuple_of_tensors_is_one_batch_and_no_several():
+    """It is the form in which most loaders hand over inputs and labels."""
+    _, _, runner = make_runner(4, 2, dtype=torch.float32)
+    with pytest.raises(InvalidArgument, match="for one batch call step"):
+        runner.step_over((torch.zeros(4, 2), torch.zeros(4)))
+
+
 def test_a_step_that_never_fits_restores_all_and_raises():
     """Out of memory at one sample: DoesNotFit, and parameters, buffers, gradients, generators are as before."""
     model = Everything()

@@ -183,10 +183,7 @@ class Accumulation:
         tensors = [tensor for tensor in tensors_of(samples) if not tensor.is_inference()]
         versions = [tensor._version for tensor in tensors]
         output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
-        if not stamps.unchanged():
-            raise InvalidStep(
-                "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
-            )
+        stamps.refuse_change()
         share = progress.totals.share(piece, output.terms, progress.unit)
         if share is not None:
             if not self.leaves_are_known:

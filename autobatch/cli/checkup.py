@@ -19,6 +19,7 @@ __all__ = ["Finding", "examine"]
 Level = Literal["wrong", "beware", "fine"]
 _ORDER = ("wrong", "beware", "fine")
 
+_MOVE_LEDGER = "set AUTOBATCH_HOME to a folder that can be written to"
 _OLDEST_TORCH = (2, 8)
 _SMALL_SHARED_MEMORY = 256 * 2**20
 """Docker gives 64 MiB by default: one loader process with large images fills that."""
@@ -253,7 +254,7 @@ def _look_at_ledger(found: Surroundings) -> Iterator[Finding]:
         yield Finding(
             level="beware",
             what=f"plans cannot be kept in {found.home}: {found.ledger_error}",
-            advice="set AUTOBATCH_HOME to a folder that can be written to",
+            advice="look at that disk" if "is damaged" in found.ledger_error else _MOVE_LEDGER,
         )
     else:
         yield Finding(level="fine", what=f"plans are kept in {found.home}")

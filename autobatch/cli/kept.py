@@ -12,9 +12,9 @@ from pathlib import Path
 
 from autobatch.errors import InvalidArgument
 from autobatch.history import Run
-from autobatch.ledger.place import find_home, find_ledger, is_on
+from autobatch.ledger.place import find_home, find_ledger, is_on, name_successor
 from autobatch.ledger.rows import identify
-from autobatch.ledger.schema import LedgerUnavailable
+from autobatch.ledger.schema import LedgerUnavailable, is_damaged
 from autobatch.ledger.store import Store
 from autobatch.plan import Plan
 
@@ -39,9 +39,17 @@ def open_store() -> Iterator[Store]:
         with Store(find_ledger(home)) as store:
             yield store
     except (sqlite3.Error, OSError) as error:
+        if is_damaged(error):
+            raise LedgerUnavailable(_tell_damage(find_ledger(home), error)) from error
         raise LedgerUnavailable(
             f"the ledger in {home} cannot be used ({type(error).__name__}: {error}); AUTOBATCH_HOME moves it"
         ) from error
+
+
+def _tell_damage(path: Path, error: Exception) -> str:
+    successor = name_successor(path)
+    after = f"the next fit() begins {successor.name} beside it" if successor else "move it and those before it away"
+    return f"the ledger {path} is damaged ({error}); what was in it cannot be shown; {after}"
 
 
 def find_plan(name: str) -> tuple[Plan, list[Run]]:
@@ -54,6 +62,8 @@ def find_plan(name: str) -> tuple[Plan, list[Run]]:
         return plan, _runs_if_kept(plan)
     if name.endswith(".json"):
         raise InvalidArgument(f"there is no file {name}")
+    if Path(name).is_dir():
+        raise InvalidArgument(f"{name} is a folder: name a file that Plan.save wrote, or the beginning of a plan's id")
     with open_store() as store:
         plan = store.find_plan(name)
         return plan, _runs_of(store, plan)

@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 
+from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
 
 __all__ = ["jsonl"]
@@ -23,8 +24,14 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
     Args:
         path: The file; its folder is made where it is not there. On a full disk a line may be cut: that is an error,
             and the next one begins on a line of its own.
+
+    Raises:
+        InvalidArgument: It is a folder.
+        OSError: Its folder cannot be made.
     """
     target = Path(path)
+    if target.is_dir():
+        raise InvalidArgument(f"jsonl({str(path)!r}) is a folder: name a file in it")
     target.parent.mkdir(parents=True, exist_ok=True)
 
     before = b""

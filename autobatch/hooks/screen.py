@@ -9,6 +9,7 @@ import logging
 import sys
 from collections.abc import Callable
 
+from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
 
 __all__ = ["console"]
@@ -20,7 +21,14 @@ def console(level: int = logging.INFO, write: Callable[[str], object] | None = N
     Args:
         level: As in ``logging``: steps that went well are ``DEBUG``, retries ``WARNING``.
         write: What prints a line instead.
+
+    Raises:
+        InvalidArgument: The level is no number, or nothing can be written with ``write``.
     """
+    if not isinstance(level, int):
+        raise InvalidArgument(f"console(level={level!r}): pass a level of logging, such as logging.INFO")
+    if write is not None and not callable(write):
+        raise InvalidArgument(f"console(write={write!r}) cannot be called: pass write(line)")
 
     def tell(event: Event, /) -> None:
         if event.level >= level:

@@ -50,10 +50,12 @@ def read_plan(plan_id: str, content: str) -> Plan | None:
     try:
         return Plan.model_validate_json(content)
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        why = f"{place}: {first['msg']}" if place else first["msg"]
         complain_once(
             "a plan of another version",
-            f"plan {plan_id} in the ledger is not one that this version reads ({place}): such plans are left out",
+            f"plan {plan_id} in the ledger is not one that this version reads ({why}): such plans are left out",
         )
         return None
 

@@ -161,7 +161,9 @@ class Store:
             (content,) = connection.execute("SELECT content FROM plans WHERE id = ?", (plan_id,)).fetchone()
         plan = read_plan(plan_id, content)
         if plan is None:
-            raise InvalidArgument(f"plan {plan_id} is of another version: update autobatch, or run fit() again")
+            raise InvalidArgument(
+                f"plan {plan_id} is not one that this version reads: update autobatch, or run fit() again"
+            )
         return plan
 
     def _find_id(self, wanted: str) -> str:

@@ -50,22 +50,24 @@ class Recollection(NamedTuple):
 
 
 def find_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Recollection:
-    """The newest plan that answers the same question and is still its best answer within today's limit.
+    """The plan that answers the same question best within today's limit; of equal ones the newest.
+
+    A start under a lower limit leaves a plan with smaller micro-batches, which must not hide the better one.
 
     Args:
         plans: Of the same fingerprint, the newest first.
         wanted: What is asked for now.
     """
-    reason = passed_over = ""
-    for plan in plans:
-        if plan.predicted or not _asks_the_same(plan, wanted):
-            continue
-        against = _why_not(plan, wanted)
-        if not against:
-            return Recollection(plan)
-        if not reason:
-            reason, passed_over = against, plan.id
-    return Recollection(None, reason, passed_over)
+    asked = [plan for plan in plans if not plan.predicted and _asks_the_same(plan, wanted)]
+    against = [_why_not(plan, wanted) for plan in asked]
+    usable = [plan for plan, reason in zip(asked, against, strict=True) if not reason]
+    if usable:
+        fewest_steps = wanted.objective == "throughput"
+        return Recollection(max(usable, key=lambda plan: plan.micro_batch_size if fewest_steps else 0))
+    if asked:
+        return Recollection(None, against[0], asked[0].id)
+    other = next((plan for plan in plans if not plan.predicted), None)
+    return Recollection(None, _tell_question(other, wanted), other.id) if other else Recollection(None)
 
 
 def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
@@ -106,6 +108,14 @@ def _compare(plan: PlanRecord, trial: Trial) -> Iterator[tuple[int, int]]:
 def _tolerance(plan: PlanRecord, known: int) -> float:
     share = _CHANGED * known
     return max(share, _SEGMENTS) if plan.device.kind == "cuda" else share  # elsewhere bytes are counted one by one
+
+
+def _tell_question(plan: PlanRecord, wanted: Wanted) -> str:
+    """What else it was made for, in words."""
+    names = ("target_batch", "max_micro_batch", "objective", "accumulate_in_float32")
+    differing = [name for name in names if getattr(plan, name) != getattr(wanted, name)]
+    told = (f"{name}={getattr(plan, name)!r}, not {getattr(wanted, name)!r}" for name in differing)
+    return f"it was made for {', and '.join(told)}"
 
 
 def _asks_the_same(plan: PlanRecord, wanted: Wanted) -> bool:

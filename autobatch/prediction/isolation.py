@@ -170,6 +170,9 @@ def _redirect(printed: int) -> None:
 def _pack(function: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((False, function()))
+    except SystemExit as error:
+        told = f"the step ends its process (sys.exit({error.code!r})); run fit() on a GPU"
+        return pickle.dumps((True, CannotPredict(told)))
     except Exception as error:  # noqa: BLE001 - raised again in the parent
         try:
             pickle.loads(pickle.dumps(error))  # noqa: S301 - some errors only fail on the way back

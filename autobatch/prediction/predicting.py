@@ -90,6 +90,7 @@ def predict(
         CannotPredict: The step needs values of tensors, or operators that cannot run without memory.
         InvalidArgument: An argument cannot mean anything.
         InvalidBatch: The batch cannot be counted.
+        InvalidStep: The step calls ``backward()`` itself, or trains what is in neither the model nor the optimizer.
         NeedsBatch: No batch was given and the model does not tell what it takes.
     """
     started = time.perf_counter()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from autobatch.errors import InvalidStep
+
 __all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside"]
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -176,6 +178,17 @@ class GradientStamps:
         return self._sums.writes == self._writes and all(
             p.grad is grad and (grad is None or grad._version == version) for p, grad, version in self._stamps
         )
+
+    def refuse_change(self) -> None:
+        """The same as an error, after a forward pass.
+
+        Raises:
+            InvalidStep: The step has changed a gradient.
+        """
+        if not self.unchanged():
+            raise InvalidStep(
+                "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
+            )
 
     def clear(self) -> None:
         """Drop all gradients."""

@@ -7,7 +7,7 @@ loss may be (``losses``) nor how the parts of a batch are added up (``accumulati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from autobatch.storages import bytes_of
 from autobatch.workload.batches import map_tensors, tensors_of
 from autobatch.workload.losses import Term, read_number, read_terms
 
-__all__ = ["Step", "StepOutput", "Weigh", "Workload", "warn_of_no_optimizer"]
+__all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
 
 Step = Callable[[nn.Module, Any], Any]
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
@@ -117,21 +117,30 @@ class Workload:
         return StepOutput(terms, map_tensors(aux, torch.Tensor.detach))
 
     def check_leaves(self, loss: torch.Tensor) -> None:
-        """Refuse what would get a gradient that nobody clears, adds up in float32, or takes back for a retry.
+        """See ``check_leaves``, of the parameters of both."""
+        check_leaves(loss, self.parameters())
 
-        Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
 
-        Raises:
-            InvalidStep: A parameter that the loss depends on is in neither the model nor the optimizer.
-        """
-        known = {id(parameter) for parameter in self.parameters()}
-        for leaf in _leaves_of_graph(loss):
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
-                raise InvalidStep(
-                    f"step() trains a parameter of shape {tuple(leaf.shape)} that is in neither the model nor the "
-                    f"optimizer, so a retry could not take its gradient back: put it into one of them, or freeze it "
-                    f"with requires_grad_(False)"
-                )
+def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse what would get a gradient that nobody clears, adds up in float32, or takes back for a retry.
+
+    Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
+
+    Args:
+        loss: With its graph.
+        parameters: Of the model and of the optimizer.
+
+    Raises:
+        InvalidStep: A parameter that the loss depends on is in neither.
+    """
+    known = {id(parameter) for parameter in parameters}
+    for leaf in _leaves_of_graph(loss):
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            raise InvalidStep(
+                f"step() trains a parameter of shape {tuple(leaf.shape)} that is in neither the model nor the "
+                f"optimizer, so a retry could not take its gradient back: put it into one of them, or freeze it "
+                f"with requires_grad_(False)"
+            )
 
 
 def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:

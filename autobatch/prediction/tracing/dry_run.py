@@ -23,11 +23,11 @@ from autobatch.prediction.tracing.twins import Twins
 from autobatch.workload.batches import map_tensors, tensors_of
 from autobatch.workload.checkpoint import Checkpoint
 from autobatch.workload.default_step import explain_default
-from autobatch.workload.gradients import Float32Sums
+from autobatch.workload.gradients import Float32Sums, GradientStamps
 from autobatch.workload.losses import Mean, Sum
 from autobatch.workload.nests import with_fresh_containers
 from autobatch.workload.optimizer_state import make_state
-from autobatch.workload.step import Workload
+from autobatch.workload.step import Workload, check_leaves
 
 __all__ = ["Circumstances", "DryRun"]
 
@@ -114,8 +114,11 @@ class DryRun:
         with self._names:
             first = len(self._recorder.sizes)
             with self._recorder.forward():
+                stamps = GradientStamps(self._parameters, self._sums)
                 losses, aux = self._forward(with_fresh_containers(map_tensors(batch, self._place)))
+                stamps.refuse_change()
                 loss = self._share(losses)
+                check_leaves(loss, self._parameters)
             for tensor in tensors_of(aux):
                 self._recorder.label_new(tensor, "aux", first)
             kept.append((loss.detach().float(), aux))
