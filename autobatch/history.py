@@ -14,7 +14,7 @@ from autobatch.records import Record
 
 __all__ = ["Outcome", "Run", "Setback", "StepRange"]
 
-Outcome = Literal["running", "finished", "failed"]
+Outcome = Literal["running", "finished", "interrupted", "failed"]
 
 
 class StepRange(Record):
@@ -68,7 +68,8 @@ class Run(Record):
         pid: The process, as its own system numbers it.
         started_at: Seconds since 1970, UTC.
         last_seen_at: When it last wrote anything.
-        outcome: ``"running"`` also where the process ended without a word: ``last_seen_at`` then grows old.
+        outcome: ``"interrupted"`` where the user stopped a step (Ctrl-C). ``"running"`` also where the process ended
+            without a word: ``last_seen_at`` then grows old.
         reason: The first line of the error that ended it.
         ranges: How its steps went, in order.
         setbacks: When memory was short, in order.

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ledgers import make_plan
+from ledgers import make_plan, make_run
 
 from autobatch import Plan
 from autobatch.cli import kept
@@ -594,3 +594,13 @@ def test_a_folder_is_no_plan(ask, command):
     code, _, error = ask(*command)
     assert code == 2
     assert ". is a folder" in error
+
+
+def test_a_run_that_went_silent_is_told_with_when(here, ask):
+    """It may have been killed, and what is counted is what it wrote until then."""
+    ask("fit", "train_it:make", "--target", "64")
+    with kept.open_store() as store:
+        [plan] = store.plans()
+        store.add_run(make_run("r", plan.id, last_seen_at=1.5e9))
+    line = ask("plans")[1].splitlines()[1]
+    assert "last heard of 2017-07-1" in line

@@ -292,6 +292,7 @@ def take_after_failure(keeper):
     [
         (lambda keeper: None, "finished", ""),
         (lambda keeper: keeper(failed("no <memory> in /home/bob/x\nmore")), "failed", "no <memory> in <path>"),
+        (lambda keeper: keeper(failed("KeyboardInterrupt")), "interrupted", "KeyboardInterrupt"),
         (take_after_failure, "finished", ""),
     ],
 )

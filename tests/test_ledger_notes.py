@@ -48,6 +48,16 @@ def test_a_range_ends_where_steps_go_otherwise(events, expected):
     assert ranges_of(*events) == expected
 
 
+def test_a_range_has_the_sums_of_its_steps_and_their_highest_peak():
+    """Wherever in it that was."""
+    for peaks in ([300, 100, 200], [100, 300, 200], [100, 200, 300]):
+        tally = Tally(8)
+        take(tally, *(finished(step, (8, 8, 7), 0, peak, 0.25) for step, peak in enumerate(peaks)))
+        [part] = tally.note("r", 0.0, "running", "").ranges
+        assert (part.first_step, part.last_step, part.micro_batch_size) == (0, 2, 8)
+        assert (part.peak_bytes, part.seconds, part.samples) == (300, 0.75, 69)
+
+
 def test_setbacks_say_what_happened():
     """Sizes, bytes and reason of either kind, without the user's paths."""
     tally = Tally(8)

@@ -46,6 +46,8 @@ def _show(plan: Plan, runs: list[Run]) -> str:
     peak = format_bytes(plan.peak_bytes) if plan.peak_bytes else "-"
     steps, retries = sum(run.steps for run in runs), sum(run.retries for run in runs)
     went = f"{len(runs)}: {plural(steps, 'step')}, {plural(retries, 'retry', 'retries')}" if runs else "none"
+    if runs and runs[0].outcome == "running":  # perhaps killed: what it did since then is not known
+        went += f", last heard of {time.strftime('%Y-%m-%d %H:%M', time.localtime(runs[0].last_seen_at))}"
     return (
         f"{plan.id:<13} {made:<17} {_cut(plan.model, 20):<20} {_cut(plan.device.name, 20):<20} {division:<18} "
         f"{peak:>10}  {went}"

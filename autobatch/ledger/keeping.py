@@ -88,7 +88,8 @@ class _Journal:
             self._tally.add_setback(event)
             self._hurry()
         elif isinstance(event, StepFailed):  # the run has failed, unless another step follows
-            self._outcome, self._reason = "failed", shorten(event.reason)
+            stopped = event.reason.startswith(KeyboardInterrupt.__name__)
+            self._outcome, self._reason = "interrupted" if stopped else "failed", shorten(event.reason)
             self._wait_s = 0.0
         else:
             return
