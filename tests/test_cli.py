@@ -316,14 +316,14 @@ def test_looking_imports_no_torch(here, ask):
 
 
 def time_best(*arguments, **environment):
-    """Seconds of computing that such a process takes, the best of five: others use the machine too."""
+    """Seconds of computing that such a process takes, the best of three: others use the machine too."""
 
     def spent():
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
 
     seconds = []
-    for _ in range(5):
+    for _ in range(3):
         before = spent()
         start(*arguments, **environment)
         seconds.append(spent() - before)

@@ -322,12 +322,12 @@ def test_progress_is_one_line_a_trial_on_a_terminal(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("name", ["Adam", "NAdam", "Adadelta", "RMSprop", "SGD"])
+@pytest.mark.parametrize("name", ["Adam", "RMSprop", "SGD"])
 def test_memory_that_ends_in_the_first_update_is_an_outcome(name):
     """Half an optimizer state was made, on which the next trial's step would stumble; its hooks stay silent too."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     told, ends = [], set()
-    for kibibytes in range(150, 900, 75):
+    for kibibytes in range(200, 800, 100):
         optimizer = getattr(torch.optim, name)(model.parameters())
         optimizer.register_step_post_hook(lambda *_: told.append("stepped"))
         try:
