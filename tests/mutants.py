@@ -205,15 +205,15 @@ MUTANTS = (
     Mutant(
         "a remembered plan may need more than there is",
         RECOLLECTION,
-        "    if limit and plan.peak_bytes > limit:",
+        "    if plan.peak_bytes > limit:",
         "    if False:",
         ("tests/test_recollection.py",),
     ),
     Mutant(
         "a remembered plan may answer another question",
         RECOLLECTION,
-        "plan.predicted or not _asks_the_same(plan, wanted)",
-        "plan.predicted",
+        "if not plan.predicted and _asks_the_same(plan, wanted)]",
+        "if not plan.predicted]",
         ("tests/test_recollection.py",),
     ),
     Mutant(
