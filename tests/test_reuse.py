@@ -268,8 +268,8 @@ def test_a_few_bytes_more_do_not_repeat_a_search_that_had_failed(caplog):
 
 
 @pytest.mark.usefixtures("home")
-def test_an_interrupt_ends_a_run_as_failed(home):
-    """Ctrl-C is no end that anybody planned."""
+def test_an_interrupt_ends_a_run_as_interrupted(home):
+    """Ctrl-C is the user's will, and no failure."""
     arguments = make()
     plan = autobatch.fit(**arguments)
 
@@ -281,7 +281,7 @@ def test_an_interrupt_ends_a_run_as_failed(home):
         runner.step(arguments["batch"])
     with Store(home / "ledger.sqlite3") as store:
         [run] = store.runs_of(plan.id)
-    assert (run.outcome, run.reason) == ("failed", "KeyboardInterrupt")
+    assert (run.outcome, run.reason) == ("interrupted", "KeyboardInterrupt")
 
 
 def test_nothing_of_the_users_errors_is_kept(home):
