@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from autobatch.plan import Plan
     from autobatch.planning.curve import MemoryCurve
     from autobatch.prediction.predicting import predict
-    from autobatch.prediction.record import Prediction
+    from autobatch.prediction.prediction import Prediction
     from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
     from autobatch.runner import Runner
@@ -74,7 +74,7 @@ _ROOMS = {
     "MemoryCurve": "autobatch.planning.curve",
     "PerStep": "autobatch.workload.losses",
     "Plan": "autobatch.plan",
-    "Prediction": "autobatch.prediction.record",
+    "Prediction": "autobatch.prediction.prediction",
     "Runner": "autobatch.runner",
     "StepResult": "autobatch.result",
     "Sum": "autobatch.workload.losses",

@@ -29,7 +29,8 @@ def _modules_under(*places: str) -> list[str]:
 TORCH_FREE = ["autobatch", *_modules_under("errors.py", "records.py", "events/*.py", "version.py")]
 TORCH_FREE += _modules_under("quantities.py", "wording.py", "planning/*.py", "report/*.py", "prediction/allocator/*.py")
 TORCH_FREE += [
-    f"autobatch.prediction.{name}" for name in ("timeline", "estimate", "gpu_table", "gpus", "record", "sizing")
+    f"autobatch.prediction.{name}"
+    for name in ("timeline", "estimate", "gpu_table", "gpus", "prediction", "record", "sizing")
 ]
 
 

@@ -12,7 +12,7 @@ from autobatch.cli.answer import DONE, NO, Answer, check_folder, save_plan
 from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.predicting import predict
-from autobatch.prediction.record import Prediction
+from autobatch.prediction.prediction import Prediction
 
 __all__ = ["configure", "run"]
 

@@ -22,8 +22,9 @@ from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
 from autobatch.prediction.gpus import find_gpu
 from autobatch.prediction.isolation import run_apart
+from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.proof import Proof, prove
-from autobatch.prediction.record import Part, Point, Prediction
+from autobatch.prediction.record import Part, Point
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.check import check_timeline

@@ -1,6 +1,7 @@
-"""``Prediction``: what ``predict`` returns.
+"""A prediction as plain data.
 
-Covers the data and its doors. Its texts are ``text``. Nothing here imports torch.
+Covers what was predicted, for which card, and how sure that is. Does not cover what a user does with it
+(``prediction``) nor how it is shown (``text``). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from pydantic import NonNegativeInt, PositiveInt
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve
 from autobatch.prediction.gpu_table import Gpu
-from autobatch.prediction.text import explain_cards, explain_prediction, summarise_prediction
 from autobatch.records import Record
 
-__all__ = ["CardFit", "Change", "Part", "Point", "Prediction", "Reach"]
+__all__ = ["CardFit", "Change", "Part", "Point", "PredictionRecord", "Reach"]
 
 
 class Part(Record):
@@ -84,7 +84,7 @@ class Change(Record):
     failed: str = ""
 
 
-class Prediction(Record):
+class PredictionRecord(Record):
     """What one training step would need on a card that need not be there. Nothing in it was measured.
 
     A size fits where ``(reserved + context_bytes) * (1 + margin)`` is at most the card's total: the margin is on all
@@ -145,15 +145,3 @@ class Prediction(Record):
     doubt: str = ""
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
-
-    def __str__(self) -> str:
-        """The prediction in one line."""
-        return summarise_prediction(self)
-
-    def explain(self) -> str:
-        """The whole story as text: what fits, where the memory goes, what would help, all cards."""
-        return explain_prediction(self)
-
-    def explain_cards(self) -> str:
-        """The same step on every card that is known, as a table."""
-        return explain_cards(self)

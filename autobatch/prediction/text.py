@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
+from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.report.text import describe_division
 from autobatch.wording import format_bytes, plural
-
-if TYPE_CHECKING:
-    from autobatch.prediction.record import CardFit, Change, Prediction
 
 __all__ = ["FAMILIES_REASON", "explain_cards", "explain_prediction", "summarise_prediction"]
 
@@ -23,7 +20,7 @@ FAMILIES_REASON = "in 3 of 22 families of networks a fifth to a third of the pea
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
 
-def summarise_prediction(prediction: Prediction) -> str:
+def summarise_prediction(prediction: PredictionRecord) -> str:
     """``autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s``."""
     gpu = prediction.gpu
     peak = f"{format_bytes(prediction.peak_bytes)} of {format_bytes(gpu.total_bytes)}"
@@ -31,7 +28,7 @@ def summarise_prediction(prediction: Prediction) -> str:
     return f"autobatch: predicted on {gpu.name}: {needed}; nothing was run, {prediction.seconds:.1f} s"
 
 
-def explain_prediction(prediction: Prediction) -> str:
+def explain_prediction(prediction: PredictionRecord) -> str:
     """All that a prediction says, in sections; ends without a newline."""
     size = plural(prediction.judged_size, "sample")
     return "\n".join(
@@ -49,14 +46,14 @@ def explain_prediction(prediction: Prediction) -> str:
     )
 
 
-def explain_cards(prediction: Prediction) -> str:
+def explain_cards(prediction: PredictionRecord) -> str:
     """Every card that is known, a line each; ends without a newline."""
     header = f"{plural(prediction.target_batch, 'sample')} a step"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
 
 
-def _refuse(prediction: Prediction, peak: str) -> str:
+def _refuse(prediction: PredictionRecord, peak: str) -> str:
     if prediction.peak_bytes > prediction.gpu.total_bytes:
         return f"not even one sample fits: {peak}"
     return f"one sample leaves less free than the margin of {_percent(prediction.margin)}: {peak}"
@@ -76,7 +73,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.3g} %"
 
 
-def _reach_lines(prediction: Prediction) -> Iterator[str]:
+def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
     target, reach = prediction.target_batch, prediction.reach
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     if chosen == target:
@@ -92,7 +89,7 @@ def _reach_lines(prediction: Prediction) -> Iterator[str]:
         yield f"{'':>12}   {more} predicted to be impossible"
 
 
-def _is_bound(prediction: Prediction, size: int) -> bool:
+def _is_bound(prediction: PredictionRecord, size: int) -> bool:
     """Whether a size is the largest that could be judged, so that the card may well take more."""
     steps = -(-prediction.target_batch // size) if size else 0
     return steps > 1 and -(-prediction.target_batch // (steps - 1)) > prediction.largest_judged
@@ -102,19 +99,19 @@ def _of_target(size: int, target: int) -> str:
     return f"all {size}" if size == target else str(size or "none")
 
 
-def _part_lines(prediction: Prediction) -> Iterator[str]:
+def _part_lines(prediction: PredictionRecord) -> Iterator[str]:
     for part in prediction.breakdown:
         yield f"{format_bytes(part.byte_count):>12}   {part.name}"
     yield f"{format_bytes(prediction.context_bytes):>12}   CUDA's own, outside the allocator"
     yield f"{format_bytes(prediction.peak_bytes):>12}   in all: the peak of the process, without the margin"
 
 
-def _module_lines(prediction: Prediction) -> Iterator[str]:
+def _module_lines(prediction: PredictionRecord) -> Iterator[str]:
     for part in prediction.modules:
         yield f"{format_bytes(part.byte_count):>12}   {part.name or 'the model itself, outside its submodules'}"
 
 
-def _point_lines(prediction: Prediction) -> Iterator[str]:
+def _point_lines(prediction: PredictionRecord) -> Iterator[str]:
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     yield f"{'size':>8}{'allocated':>14}{'reserved':>14}{'process':>14}"
     for point in prediction.points:
@@ -125,7 +122,7 @@ def _point_lines(prediction: Prediction) -> Iterator[str]:
     yield f"one sample more than {prediction.judged_size} takes {format_bytes(more) if more else 'nothing'} in tensors"
 
 
-def _change_lines(prediction: Prediction) -> Iterator[str]:
+def _change_lines(prediction: PredictionRecord) -> Iterator[str]:
     if not prediction.changes:
         yield "ask with what_if=True: each change is traced, which takes about as long as this prediction did"
         return
@@ -151,7 +148,7 @@ def _tell_change(change: Change) -> Iterator[str]:
     yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {change.name}{effect}"
 
 
-def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterator[str]:
+def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> Iterator[str]:
     yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
     for card in sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu)):
         yield _tell_card(card) + (mark if card.gpu == prediction.gpu.name else "")
@@ -170,7 +167,7 @@ def _tell_card(card: CardFit) -> str:
     )
 
 
-def _trust_lines(prediction: Prediction) -> Iterator[str]:
+def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
     gpu, margin = prediction.gpu, _percent(prediction.margin)
     yield f"{margin} of the peak, CUDA's own part included, is left free on top of it: {prediction.margin_reason}"
     if not gpu.measured and any(card.gpu == gpu.name for card in prediction.cards):
@@ -182,7 +179,7 @@ def _trust_lines(prediction: Prediction) -> Iterator[str]:
     yield from _interpolation_lines(prediction)
 
 
-def _interpolation_lines(prediction: Prediction) -> Iterator[str]:
+def _interpolation_lines(prediction: PredictionRecord) -> Iterator[str]:
     if prediction.interpolated:
         yield (
             "the step ran different operators at different sizes: all numbers for sizes that were not traced are on "
@@ -190,7 +187,7 @@ def _interpolation_lines(prediction: Prediction) -> Iterator[str]:
         )
 
 
-def _tell_proof(prediction: Prediction) -> str:
+def _tell_proof(prediction: PredictionRecord) -> str:
     at = f"at {plural(prediction.judged_size, 'sample')}"
     if prediction.proven_at:
         return f"the step was traced {at}: its tensors there are as they are said to be, byte for byte"

@@ -1,0 +1,34 @@
+"""``Prediction``: what ``predict`` returns.
+
+Covers what a user does with it: print and explain. The data itself is ``record``, its texts are ``text``. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+from autobatch.prediction.record import PredictionRecord
+from autobatch.prediction.text import explain_cards, explain_prediction, summarise_prediction
+
+__all__ = ["Prediction"]
+
+
+class Prediction(PredictionRecord):
+    """What one training step would need on a card that need not be there; frozen, and equal by content.
+
+    Example:
+        >>> prediction = autobatch.predict(model, batch, step, optimizer, gpu="L4")  # doctest: +SKIP
+        >>> print(prediction)  # doctest: +SKIP
+        autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s
+    """
+
+    def __str__(self) -> str:
+        """The prediction in one line."""
+        return summarise_prediction(self)
+
+    def explain(self) -> str:
+        """The whole story as text: what fits, where the memory goes, what would help, all cards."""
+        return explain_prediction(self)
+
+    def explain_cards(self) -> str:
+        """The same step on every card that is known, as a table."""
+        return explain_cards(self)
