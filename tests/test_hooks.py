@@ -196,8 +196,9 @@ def test_jsonl_has_a_line_for_each_event(tmp_path):
         (hooks.jsonl, "is a folder"),
         (lambda _: hooks.console(level="WARNING"), "pass a level of logging"),
         (lambda _: hooks.console(write=3), "cannot be called"),
+        (hooks.prometheus, "pass a CollectorRegistry"),
     ],
-    ids=["jsonl", "level", "write"],
+    ids=["jsonl", "level", "write", "registry"],
 )
 def test_what_cannot_be_told_to_is_refused_at_once(tmp_path, make, told):
     """Not at the first event, hours later, and not in silence."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, SizeChanged, StepFailed, StepFinished
 
 __all__ = ["prometheus"]
@@ -25,9 +26,15 @@ def prometheus(registry: Any | None = None, labels: dict[str, str] | None = None
     Args:
         registry: Where they are registered; default: the library's own. A second hook on one registry shares them.
         labels: Put on each of them, such as ``{"run": "baseline"}``; the same names for all hooks of a registry.
+
+    Raises:
+        ImportError: prometheus-client is not installed.
+        InvalidArgument: It is no registry.
     """
     library = importlib.import_module("prometheus_client")
     registry = library.REGISTRY if registry is None else registry
+    if not hasattr(registry, "register"):
+        raise InvalidArgument(f"prometheus({registry!r}): pass a CollectorRegistry")
     labels = labels or {}
 
     def find(kind: Any, name: str, text: str) -> Any:
