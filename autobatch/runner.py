@@ -8,7 +8,7 @@ ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ from autobatch.telling import Telling, check_hooks
 from autobatch.update import Update, check_options
 from autobatch.wording import format_bytes
 from autobatch.workload.batch_norm import batch_norms_in_train_mode
-from autobatch.workload.batches import Layout, count_elements, describe
+from autobatch.workload.batches import Layout, count_elements, describe, is_one_batch
 from autobatch.workload.compilation import is_compiled
 from autobatch.workload.default_step import default_step
 from autobatch.workload.step import Step, Weigh, Workload
@@ -148,7 +148,7 @@ class Runner:
         """
         if self._workload.optimizer is None:
             raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
-        if isinstance(batches, (torch.Tensor, Mapping)) or _is_one_batch(batches):
+        if is_one_batch(batches):
             raise InvalidArgument(
                 "step_over() takes several batches, such as a list of them; for one batch call step()"
             )
@@ -286,11 +286,6 @@ class Runner:
             f"budget of {format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is "
             f"as before the step: free memory or give fit() a larger budget="
         )
-
-
-def _is_one_batch(batches: Any) -> bool:
-    """Whether it is a tuple of tensors, such as inputs and labels: several batches come in a list or from a loader."""
-    return isinstance(batches, tuple) and all(isinstance(part, torch.Tensor) for part in batches)
 
 
 def _set_pace(plan: Plan, model: nn.Module, step: Step | None) -> Pace:

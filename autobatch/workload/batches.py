@@ -36,6 +36,7 @@ __all__ = [
     "count_samples",
     "describe",
     "grow",
+    "is_one_batch",
     "map_tensors",
     "split",
     "tensors_of",
@@ -146,6 +147,16 @@ def describe(batch: Any, like: Layout | None = None) -> Layout:
 def count_samples(batch: Any) -> int:
     """How many samples a batch has; raises InvalidBatch as ``describe`` does."""
     return describe(batch).count
+
+
+def is_one_batch(batches: Any) -> bool:
+    """Whether this, where several batches are asked for, is one: a tensor, a mapping, a tuple of inputs and labels.
+
+    Several come in a list or from a loader.
+    """
+    if isinstance(batches, tuple):
+        return bool(batches) and all(isinstance(part, torch.Tensor) for part in batches)
+    return isinstance(batches, torch.Tensor | Mapping)
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
