@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
     from autobatch.runner import Runner
-    from autobatch.workload.losses import Mean, PerStep, Sum
+    from autobatch.step.losses import Mean, PerStep, Sum
 
 __all__ = [
     "AutobatchError",
@@ -70,14 +70,14 @@ __all__ = [
 
 _ROOMS = {
     "DeviceInfo": "autobatch.records",
-    "Mean": "autobatch.workload.losses",
+    "Mean": "autobatch.step.losses",
     "MemoryCurve": "autobatch.planning.curve",
-    "PerStep": "autobatch.workload.losses",
+    "PerStep": "autobatch.step.losses",
     "Plan": "autobatch.plan",
     "Prediction": "autobatch.prediction.prediction",
     "Runner": "autobatch.runner",
     "StepResult": "autobatch.result",
-    "Sum": "autobatch.workload.losses",
+    "Sum": "autobatch.step.losses",
     "Trial": "autobatch.records",
     "Verdict": "autobatch.records",
     "fit": "autobatch.fitting",

@@ -27,11 +27,11 @@ from autobatch.planning.recollection import Wanted
 from autobatch.records import Verdict
 from autobatch.request import Allowance, check_choice, check_count, check_target, find_allowance, find_device
 from autobatch.size_search import Found, SizeSearch
+from autobatch.state.training_state import TrainingState
+from autobatch.step.batch_norm import warn_of_batch_norms
+from autobatch.step.default_step import default_step
+from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
-from autobatch.workload.batch_norm import warn_of_batch_norms
-from autobatch.workload.default_step import default_step
-from autobatch.workload.step import Step, Weigh, Workload, warn_of_no_optimizer
-from autobatch.workload.training_state import TrainingState
 
 __all__ = ["fit"]
 

@@ -23,13 +23,13 @@ from torch import nn
 
 from autobatch.accumulation.progress import Accumulated, Shortage
 from autobatch.accumulation.transaction import Accumulation
+from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import MemoryUsage, Trial
-from autobatch.workload.batches import Layout, count_bytes, map_tensors, tensors_of
-from autobatch.workload.step import Workload
-from autobatch.workload.training_state import TrainingState
+from autobatch.state.training_state import TrainingState
+from autobatch.step.workload import Workload
 
 __all__ = ["Probe"]
 

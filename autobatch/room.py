@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
+from autobatch.step.workload import Workload
 from autobatch.storages import bytes_of
 from autobatch.wording import format_bytes
-from autobatch.workload.step import Workload
 
 __all__ = ["Room"]
 

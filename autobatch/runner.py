@@ -18,6 +18,7 @@ from torch import nn
 
 from autobatch.accumulation.progress import Accumulated, Shortage
 from autobatch.accumulation.transaction import Accumulation, TakesGradient
+from autobatch.batch.layout import Layout, count_elements, describe, is_one_batch
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
@@ -29,14 +30,13 @@ from autobatch.planning.pacing import Pace, compiled_ladder, eager_ladder
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
+from autobatch.step.batch_norm import batch_norms_in_train_mode
+from autobatch.step.compilation import is_compiled
+from autobatch.step.default_step import default_step
+from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.telling import Telling, check_hooks
 from autobatch.update import Update, check_options
 from autobatch.wording import format_bytes
-from autobatch.workload.batch_norm import batch_norms_in_train_mode
-from autobatch.workload.batches import Layout, count_elements, describe, is_one_batch
-from autobatch.workload.compilation import is_compiled
-from autobatch.workload.default_step import default_step
-from autobatch.workload.step import Step, Weigh, Workload
 
 __all__ = ["Runner"]
 

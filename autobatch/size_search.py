@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from autobatch.batch.example import find_example
+from autobatch.batch.layout import Layout, count_bytes, tensors_of
+from autobatch.batch.layout_rules import ListReading
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.memory.device import Device
@@ -25,15 +28,12 @@ from autobatch.probe import Probe
 from autobatch.records import Trial
 from autobatch.report.text import explain_refusal
 from autobatch.request import Allowance
+from autobatch.state.training_state import TrainingState
+from autobatch.step.batch_norm import batch_norms_in_train_mode
+from autobatch.step.default_step import default_step, explain_default
+from autobatch.step.fingerprint import fingerprint
+from autobatch.step.workload import Workload
 from autobatch.wording import format_bytes
-from autobatch.workload.batch_norm import batch_norms_in_train_mode
-from autobatch.workload.batches import Layout, count_bytes, tensors_of
-from autobatch.workload.default_step import default_step, explain_default
-from autobatch.workload.example import find_example
-from autobatch.workload.fingerprint import fingerprint
-from autobatch.workload.reading import ListReading
-from autobatch.workload.step import Workload
-from autobatch.workload.training_state import TrainingState
 
 __all__ = ["Found", "SizeSearch"]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autobatch.accumulation.progress import Shortage
+from autobatch.batch.layout import Layout
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import (
     BatchDiffers,
@@ -27,7 +28,6 @@ from autobatch.events import (
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.result import StepResult
-from autobatch.workload.batches import Layout
 
 __all__ = ["Telling", "check_hooks"]
 

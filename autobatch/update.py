@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.workload.optimizer_state import forget_state, make_state
+from autobatch.state.optimizer_state import forget_state, make_state
 
 __all__ = ["Update", "check_options"]
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from autobatch.batch.layout import describe
 from autobatch.prediction.estimate import COPIES, Estimate
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 __all__ = ["Cell", "choose", "families", "read_table", "simulate"]
 

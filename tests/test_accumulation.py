@@ -28,12 +28,12 @@ from workloads import (
 
 from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
+from autobatch.batch.layout import describe
 from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
+from autobatch.step.losses import Mean
+from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
-from autobatch.workload.batches import describe
-from autobatch.workload.losses import Mean
-from autobatch.workload.step import Workload
 
 
 def halve(shortage: Shortage) -> int:

@@ -7,11 +7,11 @@ import torch
 from nets import GPT, step, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
 from autobatch.prediction.tracing.attention import Attention, choose_kernel
 from autobatch.prediction.tracing.trace import trace
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 pytestmark = pytest.mark.apart
 

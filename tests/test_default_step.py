@@ -11,10 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from autobatch.errors import InvalidStep
-from autobatch.workload.default_step import call_model, default_step, explain_default, loss_of, unwrap
+from autobatch.step.default_step import call_model, default_step, explain_default, loss_of
 
 X, Y = torch.ones(4, 3), torch.full((4, 3), 2.0)
 
@@ -150,15 +149,3 @@ def test_explaining_leaves_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     assert "mean of its floats" in explain_default(model, torch.ones(2, 3))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_unwrap() -> None:
-    """Under torch.compile and DistributedDataParallel lies the user's own module; having a `module` wraps nothing."""
-    model = nn.Sequential()
-    model.module = nn.Linear(3, 1)
-    assert unwrap(model) is model
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert unwrap(torch.compile(DistributedDataParallel(model), backend="eager")) is model
-    finally:
-        torch.distributed.destroy_process_group()

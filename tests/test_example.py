@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from workloads import Plain, make_batch
 
+from autobatch.batch.example import find_example
 from autobatch.errors import InvalidBatch, NeedsBatch
-from autobatch.workload.example import find_example
 
 
 class Sentences(Dataset):

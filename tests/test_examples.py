@@ -21,9 +21,9 @@ from workloads import full_batch_gradient, gradients_of, relative_error
 
 from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
+from autobatch.batch.layout import describe
 from autobatch.memory.cpu import CpuDevice
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 

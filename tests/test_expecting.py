@@ -16,6 +16,7 @@ from torch import nn
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
+from autobatch.batch.layout import describe
 from autobatch.planning.evidence import Question, largest_fitting
 from autobatch.planning.planner import useful_sizes
 from autobatch.planning.search import most_trials, next_size
@@ -25,9 +26,8 @@ from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.records import Trial
+from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
 
 SEGMENT = 20 * 2**20
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
+from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict, InvalidStep
 from autobatch.prediction.tracing.trace import trace
-from autobatch.workload.batches import describe
-from autobatch.workload.default_step import default_step
-from autobatch.workload.losses import Mean, Sum
-from autobatch.workload.step import Workload
+from autobatch.step.default_step import default_step
+from autobatch.step.losses import Mean, Sum
+from autobatch.step.workload import Workload
 
 pytestmark = pytest.mark.apart
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autobatch.batch.layout import describe
 from autobatch.records import DeviceInfo, Tenant
-from autobatch.workload.batches import describe
-from autobatch.workload.fingerprint import fingerprint
-from autobatch.workload.step import Workload
+from autobatch.step.fingerprint import fingerprint
+from autobatch.step.workload import Workload
 
 DEVICE = DeviceInfo(kind="cpu", name="CPU", total_bytes=2**30)
 
@@ -240,9 +240,9 @@ SCRIPT = """
 import torch
 from torch import nn
 from autobatch.records import DeviceInfo
-from autobatch.workload.batches import describe
-from autobatch.workload.fingerprint import fingerprint
-from autobatch.workload.step import Workload
+from autobatch.batch.layout import describe
+from autobatch.step.fingerprint import fingerprint
+from autobatch.step.workload import Workload
 
 def step(model, batch):
     if model.name in {"alpha", "beta", "gamma", "delta", (1, 2), None}:

@@ -28,8 +28,8 @@ import autobatch
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, NeedsBatch
 from autobatch.memory.cpu import CpuDevice
 from autobatch.records import Tenant
+from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice
-from autobatch.workload.step import Workload
 
 
 def fit_fake(curve, total, target, **options):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from autobatch.batch.layout import describe
 from autobatch.prediction.tracing import gradient_sums
 from autobatch.prediction.tracing.fake_device import present
 from autobatch.prediction.tracing.gradient_sums import is_dense, sole_holder
 from autobatch.prediction.tracing.recording import FakeMode
 from autobatch.prediction.tracing.trace import trace
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 SIZE = 50 * 64 * 4
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from autobatch.batch.inference import infer_example
 from autobatch.errors import NeedsBatch
-from autobatch.workload.default_step import call_model
-from autobatch.workload.inference import infer_example
+from autobatch.step.default_step import call_model
 
 
 class Net(nn.Module):

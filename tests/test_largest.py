@@ -24,8 +24,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from autobatch.batch.largest import _spread, is_source, largest_samples
 from autobatch.errors import InvalidBatch
-from autobatch.workload.largest import _spread, is_source, largest_samples
 
 
 class Sequences(Dataset[torch.Tensor]):

@@ -7,7 +7,7 @@ import torch
 
 import autobatch
 from autobatch.errors import InvalidStep
-from autobatch.workload.losses import Mean, PerStep, Sum, read_terms
+from autobatch.step.losses import Mean, PerStep, Sum, read_terms
 
 
 def make_loss(value: float = 3.0) -> torch.Tensor:

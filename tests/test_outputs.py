@@ -6,10 +6,10 @@ import pytest
 import torch
 from nets import GPT, ConvNet, images, step, tokens
 
+from autobatch.batch.layout import describe
 from autobatch.prediction.tracing.outputs import Outputs
 from autobatch.prediction.tracing.trace import trace
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 pytestmark = pytest.mark.apart
 

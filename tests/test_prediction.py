@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences
 
 import autobatch
+from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict, InvalidArgument, InvalidStep
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS
@@ -17,8 +18,7 @@ from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.predicting import MARGIN, MARGIN_REASON
 from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import Circumstances, trace
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 
 def predict(model=None, batch=None, run=step, **options):

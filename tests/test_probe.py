@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
 import autobatch
+from autobatch.batch.layout import describe
 from autobatch.memory.cpu import CpuDevice
 from autobatch.probe import Probe
+from autobatch.state.training_state import TrainingState
+from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
-from autobatch.workload.training_state import TrainingState
 
 ROOMY = 10**9
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from autobatch.workload.random_state import RandomState
+from autobatch.state.random_state import RandomState
 
 CPU = torch.device("cpu")
 

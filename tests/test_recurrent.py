@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
 from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes
 from autobatch.prediction.tracing.trace import trace, trace_timeline
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 STEPS, WIDTH, HIDDEN = 5, 8, 16
 _COUNTS = st.integers(1, 40)

@@ -426,7 +426,14 @@ def fail_with(error):
 class InterruptedLine:
     """The user presses Ctrl-C at the n-th line of the code that runs a step and undoes it."""
 
-    FILES = ("accumulation/", "gradients.py", "update.py", "runner.py", "checkpoint.py", "optimizer_state.py")
+    MODULES = (
+        "autobatch.accumulation.",
+        "autobatch.runner",
+        "autobatch.state.gradients",
+        "autobatch.state.optimizer_state",
+        "autobatch.state.rewind_point",
+        "autobatch.update",
+    )
 
     def __init__(self, position):
         self.position, self.lines, self.where = position, 0, ""
@@ -440,8 +447,8 @@ class InterruptedLine:
         sys.settrace(self.outer)
 
     def call(self, frame, event, argument):
-        name = frame.f_code.co_filename.replace("\\", "/")
-        return self.line if "/autobatch/" in name and any(part in name for part in self.FILES) else None
+        # By module: a checkout may be called autobatch itself, and then every path in it has that name.
+        return self.line if frame.f_globals.get("__name__", "").startswith(self.MODULES) else None
 
     def line(self, frame, event, argument):
         self.lines += event == "line"

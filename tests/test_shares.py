@@ -10,12 +10,12 @@ from workloads import Plain, bits_of, differences, full_batch_gradient, gradient
 
 from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
+from autobatch.batch.layout import describe
 from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
+from autobatch.step.losses import Mean, PerStep, Sum
+from autobatch.step.workload import Workload
 from autobatch.testing import oom_at
-from autobatch.workload.batches import describe
-from autobatch.workload.losses import Mean, PerStep, Sum
-from autobatch.workload.step import Workload
 
 CLASS_WEIGHTS = torch.tensor([0.1, 3.0, 1.0, 0.5], dtype=torch.float64)
 

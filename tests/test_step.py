@@ -10,7 +10,7 @@ from torch import nn
 from workloads import Everything, Plain, make_batch, mean_step
 
 from autobatch.errors import InvalidBatch, InvalidStep
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 
 class Pair(NamedTuple):

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from workloads import differences
 
 from autobatch.errors import DoesNotFit
+from autobatch.state.storage_copy import StorageCopies
 from autobatch.storages import storages_of
-from autobatch.workload.storage_copy import StorageCopies
 
 IN_MEMORY, IN_A_FILE = 2**40, 0
 

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from workloads import bits_of, differences
 
 import autobatch.prediction.tracing.trace as trace_module
+from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Replay
 from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
-from autobatch.workload.batches import describe
-from autobatch.workload.losses import Mean
-from autobatch.workload.step import Workload
+from autobatch.step.losses import Mean
+from autobatch.step.workload import Workload
 
 pytestmark = pytest.mark.apart
 

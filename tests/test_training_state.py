@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
-from autobatch.workload.training_state import TrainingState
+from autobatch.state.training_state import TrainingState
 
 CPU = torch.device("cpu")
 IN_MEMORY = 2**40

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict, InvalidArgument
 from autobatch.prediction.tracing.trace import trace
 from autobatch.prediction.tracing.twins import modules_of
-from autobatch.workload.batches import describe
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 
 def _mean(model, batch):

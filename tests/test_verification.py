@@ -14,7 +14,7 @@ from workloads import Everything, Plain, bits_of, differences, make_batch, mean_
 
 from autobatch.exactness.verification import verify
 from autobatch.records import Verdict
-from autobatch.workload.losses import Mean, PerStep, Sum
+from autobatch.step.losses import Mean, PerStep, Sum
 
 CLASS_WEIGHTS = torch.tensor([1.0, 3.0, 0.2, 7.0])
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from autobatch.batch.layout import Layout
 from autobatch.errors import InvalidBatch
 from autobatch.planning.planner import balance
-from autobatch.workload.batches import Layout
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 __all__ = ["Piece", "check_additive", "cut", "join", "refuse_graphs", "sum_weights"]
 

@@ -22,7 +22,7 @@ import torch
 
 from autobatch.accumulation.pieces import Piece, sum_weights
 from autobatch.errors import InvalidStep
-from autobatch.workload.losses import Term
+from autobatch.step.losses import Term
 
 __all__ = ["Share", "Totals"]
 

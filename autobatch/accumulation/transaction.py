@@ -22,14 +22,14 @@ from torch import nn
 from autobatch.accumulation.pieces import Piece, check_additive, cut, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
 from autobatch.accumulation.shares import Totals
+from autobatch.batch.layout import Layout, map_tensors, tensors_of
+from autobatch.batch.tree import with_fresh_containers
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.workload.batches import Layout, map_tensors, tensors_of
-from autobatch.workload.checkpoint import Checkpoint
-from autobatch.workload.gradients import Float32Sums, GradientsAside, GradientStamps
-from autobatch.workload.nests import with_fresh_containers
-from autobatch.workload.step import Workload
+from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
+from autobatch.state.rewind_point import RewindPoint
+from autobatch.step.workload import Workload
 
 __all__ = ["Accumulation", "TakesGradient"]
 
@@ -107,7 +107,7 @@ class Accumulation:
         )
 
     def _complete(
-        self, progress: Progress, before: Checkpoint, aside: GradientsAside, update: TakesGradient | None
+        self, progress: Progress, before: RewindPoint, aside: GradientsAside, update: TakesGradient | None
     ) -> str | None:
         """Make ``.grad`` the whole gradient and hand it over; returns None, or why memory ended before that."""
         if progress.loss is None:
@@ -131,7 +131,7 @@ class Accumulation:
     def _advance(
         self,
         progress: Progress,
-        before: Checkpoint,
+        before: RewindPoint,
         modules: Sequence[nn.Module],
         parameters: Sequence[nn.Parameter],
     ) -> None:
@@ -211,16 +211,16 @@ class Accumulation:
         # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
         return self.device.place_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    def _holds(self, here: Checkpoint) -> bool:
+    def _holds(self, here: RewindPoint) -> bool:
         if here.holds():
             return True
         self._draws_on_host = True  # from now on each piece remembers those generators too
         return False
 
-    def _remember(self, modules: Sequence[nn.Module], begun: Checkpoint | None = None) -> Checkpoint:
+    def _remember(self, modules: Sequence[nn.Module], begun: RewindPoint | None = None) -> RewindPoint:
         host = None if self._draws_on_host else begun
         return self._try_twice(
-            lambda: Checkpoint(modules, self.device.torch_device, host), "for a copy of the model's buffers"
+            lambda: RewindPoint(modules, self.device.torch_device, host), "for a copy of the model's buffers"
         )
 
     def _try_twice(self, action: Callable[[], _T], purpose: str) -> _T:

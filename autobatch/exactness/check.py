@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from autobatch.batch.layout import Layout, map_tensors
+from autobatch.batch.tree import is_array, leaves_of
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.exactness.diagnosis import TOLERANCE, find_causes, find_unruly_generators, fixed_statistics
 from autobatch.exactness.measurement import Measurement, Sizes, partitions_of
@@ -25,11 +27,9 @@ from autobatch.exactness.stillness import still, widen
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
-from autobatch.workload.batch_norm import blame_batch_norms
-from autobatch.workload.batches import Layout, map_tensors
-from autobatch.workload.checkpoint import Checkpoint
-from autobatch.workload.nests import is_array, leaves_of
-from autobatch.workload.step import Workload
+from autobatch.state.rewind_point import RewindPoint
+from autobatch.step.batch_norm import blame_batch_norms
+from autobatch.step.workload import Workload
 
 __all__ = ["Check"]
 
@@ -170,14 +170,14 @@ class Check:
     def _measure(self, samples: int, dtype: torch.dtype, *, diagnoses: bool = False) -> Measurement:
         batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
         layout = Layout(batch, samples, self.layout.lists)
-        checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
+        checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
         return Measurement(self.workload, self.device, layout, checkpoint, diagnoses)
 
     def _run_as_it_is(self, samples: int) -> None:
         """Let what the step raises out, where it raises without being held still as well."""
         batch = self.layout.spread(samples).batch
         layout = Layout(batch, samples, self.layout.lists)
-        checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
+        checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
         Measurement(self.workload, self.device, layout, checkpoint).whole()
 
 

@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.exactness.measurement import Measurement, Sizes, ranges_of
 from autobatch.exactness.units import Unit, units_of
-from autobatch.workload.batch_norm import batch_norms_in_train_mode, blame_batch_norms
-from autobatch.workload.random_state import HostRandomState
+from autobatch.state.random_state import HostRandomState
+from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms
 
 __all__ = ["TOLERANCE", "find_causes", "find_unruly_generators", "fixed_statistics"]
 

@@ -15,13 +15,13 @@ import torch
 
 from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
+from autobatch.batch.layout import Layout
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import Gradients, distance, distance_between, relate, size_of, take_gradients
 from autobatch.memory.device import Device
 from autobatch.planning.planner import balance
-from autobatch.workload.batches import Layout
-from autobatch.workload.checkpoint import Checkpoint
-from autobatch.workload.step import Workload
+from autobatch.state.rewind_point import RewindPoint
+from autobatch.step.workload import Workload
 
 __all__ = ["Measurement", "Sizes", "partitions_of", "ranges_of"]
 
@@ -69,7 +69,7 @@ class Measurement:
     workload: Workload
     device: Device
     layout: Layout
-    checkpoint: Checkpoint
+    checkpoint: RewindPoint
     diagnoses: bool = False
     renews: bool = False
     _whole: Gradients | None = None
@@ -146,7 +146,7 @@ class Measurement:
 
     def anew(self) -> Measurement:
         """The same, to be measured again because something in the model was changed."""
-        checkpoint = Checkpoint([*self.workload.model.modules()], self.device.torch_device)
+        checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
         return replace(self, checkpoint=checkpoint, _whole=None, _size=None, _alone={}, _divisions={})
 
     def _divide(self, sizes: Sizes) -> _Division:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autobatch.workload.nests import fields_of
+from autobatch.batch.tree import fields_of
 
 __all__ = ["Unit", "units_of"]
 

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch.batch.example import find_example
+from autobatch.batch.layout import Layout
 from autobatch.exactness.check import Check
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
 from autobatch.records import Verdict
 from autobatch.request import find_device
-from autobatch.workload.batches import Layout
-from autobatch.workload.default_step import default_step
-from autobatch.workload.example import find_example
-from autobatch.workload.step import Step, Weigh, Workload
-from autobatch.workload.training_state import TrainingState
+from autobatch.state.training_state import TrainingState
+from autobatch.step.default_step import default_step
+from autobatch.step.workload import Step, Weigh, Workload
 
 __all__ = ["check_split", "verify"]
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.isolation import run_apart
@@ -23,8 +24,7 @@ from autobatch.prediction.record import Change
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
-from autobatch.workload.batches import Layout
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 __all__ = ["EightBitAdam", "other_optimizers", "repeated_blocks", "try_changes"]
 

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from autobatch.batch.layout import Layout
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import make_gpu
 from autobatch.prediction.isolation import run_apart
@@ -20,8 +21,7 @@ from autobatch.prediction.proof import prove
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
-from autobatch.workload.batches import Layout
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 __all__ = ["Expectation", "expect_largest", "expects_expandable_segments"]
 

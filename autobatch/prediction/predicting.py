@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch.batch.example import find_example
+from autobatch.batch.layout import Layout
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
@@ -31,12 +33,10 @@ from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
 from autobatch.records import DeviceInfo, Trial
 from autobatch.request import check_target
+from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
+from autobatch.step.default_step import default_step
+from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
-from autobatch.workload.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
-from autobatch.workload.batches import Layout
-from autobatch.workload.default_step import default_step
-from autobatch.workload.example import find_example
-from autobatch.workload.step import Step, Weigh, Workload, warn_of_no_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
 

@@ -10,12 +10,12 @@ the first one makes.
 
 from __future__ import annotations
 
+from autobatch.batch.layout import Layout
 from autobatch.prediction.timeline import Timeline, TracedStep, combine
 from autobatch.prediction.tracing.dry_run import Circumstances
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.trace import SIZES, climb, expect_events, find_most_events, trace
-from autobatch.workload.batches import Layout
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 __all__ = ["check_timeline"]
 

@@ -15,19 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autobatch.batch.layout import map_tensors, tensors_of
+from autobatch.batch.tree import with_fresh_containers
 from autobatch.prediction.timeline import TracedStep
 from autobatch.prediction.tracing.device_names import DeviceNames
 from autobatch.prediction.tracing.fake_device import DEVICE, errors_told
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.prediction.tracing.twins import Twins
-from autobatch.workload.batches import map_tensors, tensors_of
-from autobatch.workload.checkpoint import Checkpoint
-from autobatch.workload.default_step import explain_default
-from autobatch.workload.gradients import Float32Sums, GradientStamps
-from autobatch.workload.losses import Mean, Sum
-from autobatch.workload.nests import with_fresh_containers
-from autobatch.workload.optimizer_state import make_state
-from autobatch.workload.step import Workload, check_leaves
+from autobatch.state.gradients import Float32Sums, GradientStamps
+from autobatch.state.optimizer_state import make_state
+from autobatch.state.rewind_point import RewindPoint
+from autobatch.step.default_step import explain_default
+from autobatch.step.losses import Mean, Sum
+from autobatch.step.workload import Workload, check_leaves
 
 __all__ = ["Circumstances", "DryRun"]
 
@@ -96,10 +96,10 @@ class DryRun:
 
     def _accumulate(self, batch: Any, kept: list[Any]) -> None:
         """All micro-batches, and what comes before the optimizer's own step; ``kept`` is what outlives that."""
-        before = Checkpoint(self._modules, torch.device("cpu"))
+        before = RewindPoint(self._modules, torch.device("cpu"))
         self._sums.begin(self._parameters)
         for index in range(self._micro_batches):
-            here = Checkpoint(self._modules, torch.device("cpu")) if index else before
+            here = RewindPoint(self._modules, torch.device("cpu")) if index else before
             self._run_micro_batch(batch, kept)
             del here
         self._recorder.phase = "optimizer"

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch.batch.layout import Layout, map_tensors
 from autobatch.errors import AutobatchError, CannotPredict
 from autobatch.prediction.isolation import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
@@ -32,10 +33,9 @@ from autobatch.prediction.tracing.gradient_sums import sole_holder
 from autobatch.prediction.tracing.location import Location
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.prediction.tracing.twins import Twins, modules_of
-from autobatch.workload.batches import Layout, map_tensors
-from autobatch.workload.compilation import is_compiled
-from autobatch.workload.random_state import RandomState
-from autobatch.workload.step import Workload
+from autobatch.state.random_state import RandomState
+from autobatch.step.compilation import is_compiled
+from autobatch.step.workload import Workload
 
 __all__ = [
     "SIZES",

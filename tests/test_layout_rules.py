@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autobatch.batch.layout_rules import read
 from autobatch.errors import InvalidBatch
-from autobatch.workload.reading import read
 
 ROWS = torch.zeros
 

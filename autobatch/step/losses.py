@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from autobatch.errors import InvalidStep
-from autobatch.workload.gradients import NARROW
+from autobatch.state.gradients import NARROW
 
 __all__ = ["Mean", "PerStep", "Sum", "Term", "read_count", "read_number", "read_terms"]
 

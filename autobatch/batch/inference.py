@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch.batch.layout import grow, map_tensors
 from autobatch.errors import InvalidBatch, NeedsBatch
-from autobatch.workload.batches import grow, map_tensors
-from autobatch.workload.default_step import unwrap
+from autobatch.wrappers import unwrap_model
 
 __all__ = ["infer_example"]
 
@@ -69,7 +69,7 @@ def infer_example(model: nn.Module) -> Any:
     Raises:
         NeedsBatch: None of them is there; the message says which layer leaves what open.
     """
-    inner = unwrap(model)
+    inner = unwrap_model(model)
     example = getattr(inner, "example_input_array", None)
     if example is None:
         example = _image_of(inner)

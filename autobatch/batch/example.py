@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from autobatch.workload.batches import Layout, describe
-from autobatch.workload.inference import infer_example
-from autobatch.workload.largest import is_source, largest_samples
+from autobatch.batch.inference import infer_example
+from autobatch.batch.largest import is_source, largest_samples
+from autobatch.batch.layout import Layout, describe
 
 __all__ = ["Example", "find_example"]
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidStep
-from autobatch.workload.batches import map_tensors, tensors_of
+from autobatch.wrappers import unwrap_model
 
-__all__ = ["call_model", "default_step", "explain_default", "loss_of", "unwrap"]
+__all__ = ["call_model", "default_step", "explain_default", "loss_of"]
 
 _Origin = Literal["loss", "scalar", "mean"]
 
@@ -74,18 +74,9 @@ def explain_default(model: nn.Module, batch: Any) -> str:
         return _EXPLANATIONS[_find_loss(call_model(model, map_tensors(batch, lambda tensor: tensor.to(device))))[0]]
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside ``DistributedDataParallel`` and ``torch.compile``, whose signatures tell nothing."""
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 def _takes(model: nn.Module, arguments: list[Any] | tuple[Any, ...]) -> bool:
     try:
-        signature = inspect.signature(unwrap(model).forward)
+        signature = inspect.signature(unwrap_model(model).forward)
     except (TypeError, ValueError):
         return True  # a scripted forward shows no signature; if it takes another number its own error says so
     try:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autobatch.state.random_state import RandomState
+from autobatch.state.storage_copy import StorageCopies
 from autobatch.storages import place_of
-from autobatch.workload.random_state import RandomState
-from autobatch.workload.storage_copy import StorageCopies
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from autobatch.batch.tree import count_bytes, count_elements, fields_of, map_tensors, tensors_of
 from autobatch.errors import InvalidBatch
-from autobatch.workload.nests import count_bytes, count_elements, fields_of, map_tensors, tensors_of
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the untyped kind is what old code uses
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch.batch.layout import Layout, tensors_of
 from autobatch.records import DeviceInfo
-from autobatch.workload.batches import Layout, tensors_of
-from autobatch.workload.step import Workload
+from autobatch.step.workload import Workload
 
 __all__ = ["fingerprint"]
 

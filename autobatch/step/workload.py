@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.storages import bytes_of
-from autobatch.workload.batches import map_tensors, tensors_of
-from autobatch.workload.losses import Term, read_number, read_terms
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
 

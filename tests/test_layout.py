@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.errors import InvalidArgument, InvalidBatch
-from autobatch.workload.batches import (
+from autobatch.batch.layout import (
     count_elements,
     count_samples,
     describe,
@@ -22,7 +21,8 @@ from autobatch.workload.batches import (
     split,
     tensors_of,
 )
-from autobatch.workload.nests import fields_of
+from autobatch.batch.tree import fields_of
+from autobatch.errors import InvalidArgument, InvalidBatch
 
 # A batch as a function of which of its samples are wanted, in which order.
 Build = Callable[[Sequence[int]], Any]

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
+from autobatch.batch.layout import count_elements, count_samples
+from autobatch.batch.tree import leaves_of
 from autobatch.errors import InvalidBatch
-from autobatch.workload.batches import count_elements, count_samples
-from autobatch.workload.nests import leaves_of
 
 __all__ = ["ExampleBatch", "is_source", "largest_samples"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from autobatch.errors import InvalidArgument, InvalidBatch
-from autobatch.workload.nests import (
+from autobatch.batch.layout_rules import ROOT, ListReading, count_rows, read
+from autobatch.batch.tree import (
     count_bytes,
     count_elements,
     fields_of,
@@ -27,7 +27,7 @@ from autobatch.workload.nests import (
     with_fields,
     with_items,
 )
-from autobatch.workload.reading import ROOT, ListReading, count_rows, read
+from autobatch.errors import InvalidArgument, InvalidBatch
 
 __all__ = [
     "Layout",
@@ -129,7 +129,7 @@ class Layout:
 
 
 def describe(batch: Any, like: Layout | None = None) -> Layout:
-    """How this batch divides into samples, by the rules at the head of ``autobatch.workload.reading``.
+    """How this batch divides into samples, by the rules at the head of ``autobatch.batch.layout_rules``.
 
     Args:
         batch: Any nest of mappings, lists, tuples, dataclasses, tensors and NumPy arrays.

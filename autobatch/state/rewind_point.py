@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from autobatch.state.random_state import RandomState
 from autobatch.storages import place_of
-from autobatch.workload.random_state import RandomState
 
-__all__ = ["Checkpoint"]
+__all__ = ["RewindPoint"]
 
 
-class Checkpoint:
+class RewindPoint:
     """Generators and buffers at one moment.
 
     Buffers are kept by value: running statistics are written without a change of ``_version``, so nothing cheaper tells
@@ -28,7 +28,7 @@ class Checkpoint:
         random: The generators.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, begun: Checkpoint | None = None) -> None:
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device, begun: RewindPoint | None = None) -> None:
         """Remember both as they are now.
 
         Args:

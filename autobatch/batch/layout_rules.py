@@ -32,8 +32,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from autobatch.batch.tree import fields_of, is_array, is_sequence, leaves_of
 from autobatch.errors import InvalidBatch
-from autobatch.workload.nests import fields_of, is_array, is_sequence, leaves_of
 
 __all__ = ["ROOT", "ListReading", "count_rows", "read"]
 

@@ -1,0 +1,1 @@
+"""Batches: counted, cut, grown and found, whatever containers their tensors are in."""
