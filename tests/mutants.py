@@ -29,7 +29,7 @@ PROGRESS = "autobatch/accumulation/progress.py"
 SHARES = "autobatch/accumulation/shares.py"
 UPDATE = "autobatch/update.py"
 GRADIENTS = "autobatch/state/gradients.py"
-CHECKPOINT = "autobatch/state/rewind_point.py"
+REWIND_POINT = "autobatch/state/rewind_point.py"
 RANDOM = "autobatch/state/random_state.py"
 STEP = "autobatch/step/workload.py"
 
@@ -66,10 +66,10 @@ class Mutant:
 MUTANTS = (
     Mutant("no dirty check", TRANSACTION, "if stamps.unchanged() and self._holds(here):", "if self._holds(here):"),
     Mutant(
-        "a piece is kept that drew from NumPy", CHECKPOINT, "self._is_whole or self.random.host.is_current()", "True"
+        "a piece is kept that drew from NumPy", REWIND_POINT, "self._is_whole or self.random.host.is_current()", "True"
     ),
-    Mutant("generators are not restored", CHECKPOINT, "        self.random.restore()\n", ""),
-    Mutant("buffers are not restored", CHECKPOINT, "                buffer.copy_(value)\n", "                pass\n"),
+    Mutant("generators are not restored", REWIND_POINT, "        self.random.restore()\n", ""),
+    Mutant("buffers are not restored", REWIND_POINT, "                buffer.copy_(value)\n", "                pass\n"),
     Mutant(
         "NumPy's generator is forgotten",
         RANDOM,
@@ -162,10 +162,10 @@ MUTANTS = (
     ),
     Mutant(
         "a buffer stays where it was put",
-        CHECKPOINT,
+        REWIND_POINT,
         "                buffer.data = alias\n",
         "                pass\n",
-        ("tests/test_checkpoint.py", *ACCUMULATION_TESTS),
+        ("tests/test_rewind_point.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
         "an update's gradients come back after it",
