@@ -203,7 +203,7 @@ def test_arrays_are_viewed() -> None:
 
 def test_the_whole_batch_is_itself() -> None:
     """One part of everything is the user's own batch."""
-    batch = [torch.zeros(4), torch.zeros(4)]
+    batch = (torch.zeros(4), torch.zeros(4))
     assert split(batch, [4])[0] is batch
 
 

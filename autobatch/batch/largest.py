@@ -1,7 +1,7 @@
-"""The largest samples of a dataset, as the batch that a plan must survive.
+"""Finds the largest samples of a dataset and collates them into the batch that a plan must survive.
 
 Covers torch's ``Dataset`` and ``DataLoader``, map-style and iterable, and datasets that follow torch's protocol without
-its base class. Does not cover batches (``batches``). No worker process is started: samples are made here, one by one.
+its base class. Does not cover batches (``layout``). No worker process is started: samples are made here, one by one.
 
 A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``; where that ties,
 the characters of its strings. The largest are then collated together, so that a collate function that pads gives the
@@ -19,18 +19,24 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
-from autobatch.batch.layout import count_elements, count_samples
+from autobatch.batch.layout import Layout, count_elements, count_samples, describe
+from autobatch.batch.registry import find_type
 from autobatch.batch.tree import leaves_of
 from autobatch.errors import InvalidBatch
 
-__all__ = ["ExampleBatch", "is_source", "largest_samples"]
+__all__ = ["LargestSamples", "is_source", "largest_samples"]
 
 
-class ExampleBatch(NamedTuple):
-    """A batch, and what has to be said about where it came from, if anything."""
+class LargestSamples(NamedTuple):
+    """A batch, described, and what has to be said about where it came from, if anything."""
 
-    batch: Any
+    layout: Layout
     note: str | None
+
+    @property
+    def batch(self) -> Any:
+        """What the loader's collate function made of the samples."""
+        return self.layout.batch
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,22 @@ class _Source:
     def collated(self, entries: Sequence[Any]) -> Any:
         """The batch that the loader would yield for these samples, or for this one whole batch."""
         return self.collate(entries[0]) if self.gives_batches else self.collate(list(entries))
+
+    def described(self, entries: Sequence[Any]) -> Layout:
+        """The batch of these samples. As their number is known, its lists are read by it and not by their entries.
+
+        Raises:
+            InvalidBatch: It cannot be counted; or the collate function makes another number of samples, and a list
+                could be read in two ways.
+        """
+        batch = self.collated(entries)
+        if self.gives_batches:
+            return describe(batch)
+        for known in dict.fromkeys((len(entries), 1)):
+            layout = _describe_known(batch if known == len(entries) else self.collated(entries[:known]), known)
+            if layout is not None:
+                return describe(batch, like=layout)
+        return describe(batch)
 
     def size(self, entry: Any) -> tuple[float, int]:
         """What entries are ranked by: tensor elements (of a whole batch, a sample), then characters."""
@@ -72,10 +94,14 @@ def is_source(batch: Any) -> bool:
     A class of its own counts as a dataset if it fetches many samples at once as torch's loader asks
     (``__getitems__``), which Hugging Face's ``datasets.Dataset`` does.
     """
+    if find_type(batch) is not None:
+        return False
     return isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__getitems__")
 
 
-def largest_samples(source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0) -> ExampleBatch:
+def largest_samples(
+    source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0
+) -> LargestSamples:
     """The largest samples of a dataset, collated together.
 
     Of a map-style dataset samples spread evenly over it are looked at, the first and the last among them; of an
@@ -103,7 +129,16 @@ def largest_samples(source: Any, count: int = 32, *, scan_limit: int = 2048, tim
     ranked = _rank(opened, chosen, count, time_limit)
     unit = "batches" if opened.gives_batches else "samples"
     note = f"the largest was looked for among {ranked.seen} of the dataset's {len(keys)} {unit}"
-    return ExampleBatch(opened.collated(ranked.largest), note if ranked.seen < len(keys) else None)
+    return LargestSamples(opened.described(ranked.largest), note if ranked.seen < len(keys) else None)
+
+
+def _describe_known(batch: Any, samples: int) -> Layout | None:
+    """Its layout, if that many samples are what the batch has and each list can then be read in one way only."""
+    try:
+        layout = describe(batch, samples=samples)
+    except InvalidBatch:
+        return None
+    return None if layout.count != samples or "unclear" in layout.lists.values() else layout
 
 
 def _open(source: Any) -> _Source:
@@ -112,7 +147,7 @@ def _open(source: Any) -> _Source:
     return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
 
 
-def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit: float) -> ExampleBatch:
+def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit: float) -> LargestSamples:
     stream = iter(opened.dataset)
     try:
         ranked = _rank(opened, itertools.islice(stream, scan_limit), count, time_limit)
@@ -123,7 +158,7 @@ def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit:
     unit = "batches" if opened.gives_batches else "samples"
     note = f"the largest was looked for among the first {ranked.seen} {unit} of a stream"
     stopped = ranked.seen == scan_limit or ranked.out_of_time
-    return ExampleBatch(opened.collated(ranked.largest), note if stopped else None)
+    return LargestSamples(opened.described(ranked.largest), note if stopped else None)
 
 
 def _rank(opened: _Source, entries: Iterable[Any], count: int, time_limit: float) -> _Ranked:
