@@ -20,11 +20,16 @@ from typing import Any, NamedTuple
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
 from autobatch.batch.layout import Layout, count_elements, count_samples, describe
+from autobatch.batch.list_rules import ListReading
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import leaves_of
 from autobatch.errors import InvalidBatch
 
 __all__ = ["LargestSamples", "is_source", "largest_samples"]
+
+
+_OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
+"""Where two batches of one loader are read differently, the later of these holds."""
 
 
 class LargestSamples(NamedTuple):
@@ -64,14 +69,17 @@ class _Source:
             InvalidBatch: It cannot be counted; or the collate function makes another number of samples, and a list
                 could be read in two ways.
         """
-        batch = self.collated(entries)
         if self.gives_batches:
+            return describe(self.collated(entries))
+        # Made of one sample and of several: a list whose length does not follow their number holds fields.
+        one, batch = self.collated(entries[:1]), self.collated(entries)
+        several = batch if len(entries) > 1 else self.collated([entries[0], entries[0]])
+        found = [_read_known(one, 1), _read_known(several, max(2, len(entries)))]
+        if None in found:
             return describe(batch)
-        for known in dict.fromkeys((len(entries), 1)):
-            layout = _describe_known(batch if known == len(entries) else self.collated(entries[:known]), known)
-            if layout is not None:
-                return describe(batch, like=layout)
-        return describe(batch)
+        read = [reading for lists in found if lists for reading in lists.items()]
+        lists = dict(sorted(read, key=lambda reading: _OUTWEIGHS.index(reading[1])))
+        return describe(batch, like=Layout(None, len(entries), lists))
 
     def size(self, entry: Any) -> tuple[float, int]:
         """What entries are ranked by: tensor elements (of a whole batch, a sample), then characters."""
@@ -132,13 +140,13 @@ def largest_samples(
     return LargestSamples(opened.described(ranked.largest), note if ranked.seen < len(keys) else None)
 
 
-def _describe_known(batch: Any, samples: int) -> Layout | None:
-    """Its layout, if that many samples are what the batch has and each list can then be read in one way only."""
+def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
+    """How its lists are read, where that many samples are what it has."""
     try:
         layout = describe(batch, samples=samples)
     except InvalidBatch:
         return None
-    return None if layout.count != samples or "unclear" in layout.lists.values() else layout
+    return layout.lists if layout.count == samples else None
 
 
 def _open(source: Any) -> _Source:
