@@ -1,7 +1,7 @@
 """Bugs planted on purpose: each must turn a fast test red, or the tests prove less than they say.
 
-A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; of a
-prediction and of a remembered plan. Does not cover planning and memory, whose tests are tables and properties of their
+A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; of how a
+batch is read, of a prediction and of a remembered plan. Does not cover planning and memory, whose tests are tables and properties of their
 own.
 """
 # ruff: noqa: T201 - a script: it talks to a person
@@ -38,10 +38,12 @@ SEARCH = "autobatch/size_search.py"
 KEEPING = "autobatch/ledger/keeping.py"
 STORE = "autobatch/ledger/store.py"
 PREDICTION = "autobatch/prediction/"
+BATCH = "autobatch/batch/"
 
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
+BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,69 @@ MUTANTS = (
         "                self.state.reset_optimizer()\n",
         "",
         ("tests/test_fitting.py",),
+    ),
+    Mutant(
+        "a list of samples of one length is read as fields",
+        BATCH + "list_rules.py",
+        'found.may_be_arguments else "samples"\n\n\ndef _judge_unlike',
+        'found.may_be_arguments else "fields"\n\n\ndef _judge_unlike',
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "two tensors of one shape are guessed to be fields",
+        BATCH + "list_rules.py",
+        '    if len(shapes_of(entries)) == 1:\n        return "unclear"\n',
+        "",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "the number of samples that a loader collates is not used",
+        BATCH + "largest.py",
+        "        return describe(batch, like=Layout(None, len(entries), lists))\n",
+        "        return describe(batch)\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a number that is not the batch's is believed",
+        BATCH + "largest.py",
+        "layout.lists if layout.count == samples else None",
+        "layout.lists",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "samples that a user's take leaves out are not missed",
+        BATCH + "registry.py",
+        "        if count != len(indices):\n",
+        "        if False:\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a part of a registered type hands its gradient to the user's batch",
+        BATCH + "layout.py",
+        "    return map_tensors(taken, as_leaf)\n",
+        "    return taken\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a trial's copy of the batch carries a graph",
+        "autobatch/probe.py",
+        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
+        "    return tensor.clone()\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a trial's copy of the batch requires no gradient",
+        "autobatch/probe.py",
+        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
+        "    return tensor.detach().clone()\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "an object with samples in it is shared by all micro-batches",
+        BATCH + "layout_rules.py",
+        "    _refuse_undivided(batch, ROOT, count, lists)\n",
+        "",
+        BATCH_TESTS,
     ),
     Mutant(
         "a plan that runs is deleted",

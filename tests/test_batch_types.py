@@ -650,6 +650,33 @@ def test_graphs_give_the_gradient_of_the_whole_batch(largest: int) -> None:
 
 
 @pytest.mark.usefixtures("graphs_registered")
+def test_graphs_are_predicted() -> None:
+    """The step is traced on graphs without memory, which ``take`` has made of real ones before."""
+    batch = Batch.from_data_list(make_graphs(3, 5, 2, 7))
+    found = autobatch.predict(GraphNet(), batch, graph_step, gpu="L4", target_batch=64)
+    assert found.plan is not None
+    assert found.plan.target_batch == 64
+
+
+@pytest.mark.parametrize("beside", [lambda graphs: {"g": graphs, "y": graphs.y}, lambda graphs: [graphs, graphs.y]])
+def test_graphs_beside_tensors_are_not_passed_whole(beside: Callable[[Any], Any]) -> None:
+    """Unregistered, they would stand undivided beside divided labels."""
+    batch = beside(Batch.from_data_list(make_graphs(3, 5, 2, 7)))
+    with pytest.raises(InvalidBatch, match=r"is a DataBatch, no container .* a tensor in it has 4 rows"):
+        describe(batch)
+
+
+def test_what_all_samples_share_may_hold_tensors() -> None:
+    """An object of unknown type is shared as before, unless a tensor in it has a row for each sample."""
+    batch = {"x": torch.zeros(4, 2), "graph": make_graphs(6)[0], "settings": SimpleNamespace(weights=torch.ones(3))}
+    part = describe(batch).take(0, 2)
+    assert part["graph"] is batch["graph"]
+    assert part["settings"] is batch["settings"]
+    with pytest.raises(InvalidBatch, match=r'batch\["settings"\] is a SimpleNamespace'):
+        describe({"x": torch.zeros(3, 2), "settings": batch["settings"]})
+
+
+@pytest.mark.usefixtures("graphs_registered")
 def test_graphs_come_from_their_loader() -> None:
     """torch_geometric's DataLoader is a source: its largest graphs are tried, and its batches are steps."""
     loader = GraphLoader(make_graphs(*range(2, 14)), batch_size=6)

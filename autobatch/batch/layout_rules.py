@@ -34,7 +34,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch.batch.list_rules import ROOT, ListReading, OpenList, judge, refuse_to_guess
 from autobatch.batch.marked_lists import Fields, Samples
 from autobatch.batch.registry import find_type
-from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath
+from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
 from autobatch.batch.tree import fields_of, is_sequence, leaves_of
 from autobatch.errors import InvalidBatch
 
@@ -63,8 +63,9 @@ def read(
             whose rows cannot be viewed (sparse, nested, packed); with the paths and sizes.
     """
     lists: dict[str, ListReading] = {path: reading for path, reading in earlier.items() if reading != "unclear"}
-    count = _count(batch, lists, samples)
-    return _agree(list(_settle(batch, ROOT, count, lists)), batch), lists
+    count = _agree(list(_settle(batch, ROOT, _count(batch, lists, samples), lists)), batch)
+    _refuse_undivided(batch, ROOT, count, lists)
+    return count, lists
 
 
 def _count(batch: Any, lists: dict[str, ListReading], samples: int | None) -> int:
@@ -184,6 +185,22 @@ def _explain_nothing(batch: Any) -> str:
         f"{nothing}; a {names[0]} is no container that autobatch knows: pass a dict of what it holds, or call "
         f"autobatch.batches.register({names[0]}, count=..., take=...) once"
     )
+
+
+def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, ListReading]) -> None:
+    """An object of unknown type would be shared by all micro-batches, whole: no samples may be in it."""
+    if count == 1 or lists.get(path) == "samples":
+        return
+    children = fields_of(node)
+    for suffix, child in children or ():
+        _refuse_undivided(child, path + suffix, count, lists)
+    if children is None and _is_opaque(node) and any(count_rows(tensor) == count for tensor in tensors_held(node)):
+        name = type(node).__name__
+        raise InvalidBatch(
+            f"{path} is a {name}, no container that autobatch knows, and a tensor in it has {count} rows, as the batch "
+            f"has samples: pass a dict of what it holds, or call autobatch.batches.register({name}, count=..., "
+            f"take=...) once"
+        )
 
 
 def _is_opaque(leaf: Any) -> bool:

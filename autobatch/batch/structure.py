@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,9 +26,13 @@ __all__ = [
     "is_record",
     "rows_beneath",
     "shapes_of",
+    "tensors_held",
 ]
 
 _NUMBERS = (bool, int, float, complex)
+
+_DEPTH, _WIDTH = 3, 64
+"""How far an unknown object is looked into: torch_geometric's ``Data`` has its tensors in a dict in a store in it."""
 
 
 def count_rows(leaf: Any) -> int | None:
@@ -51,6 +56,16 @@ def rows_beneath(node: Any) -> Iterator[int]:
         yield rows
     for _, child in fields_of(node) or ():
         yield from rows_beneath(child)
+
+
+def tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """Tensors in the attributes of an object of unknown type, and in what those hold, as far as is quickly seen."""
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif depth and not isinstance(node, (type, torch.nn.Module)):
+        children = [child for _, child in fields_of(node) or ()] or getattr(node, "__dict__", {}).values()
+        for child in islice(children, _WIDTH):
+            yield from tensors_held(child, depth - 1)
 
 
 def are_alike(entries: Sequence[Any]) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "count_bytes",
     "count_elements",
     "fields_of",
+    "holds_registered",
     "is_array",
     "is_sequence",
     "leaves_of",
@@ -127,6 +128,11 @@ def leaves_of(node: Any) -> Iterator[Any]:
         return
     for child in children:
         yield from leaves_of(child)
+
+
+def holds_registered(node: Any) -> bool:
+    """Whether it is of a registered type, or a container with such an object anywhere in it."""
+    return find_type(node) is not None or any(holds_registered(child) for child in _children_of(node) or ())
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:

@@ -54,7 +54,9 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
 
 
 def _spell(name: str, tensor: torch.Tensor) -> str:
-    return f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+    # A nested tensor's ragged dimension is a symbol, another one in each process.
+    sizes = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+    return f"{name} {tensor.dtype} {sizes}"
 
 
 def _spell_module(name: str, module: nn.Module) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import Layout, map_tensors
+from autobatch.batch.tree import holds_registered
 from autobatch.errors import AutobatchError, CannotPredict
 from autobatch.prediction.isolation import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
@@ -133,8 +134,9 @@ def trace(
     Raises:
         TooLong: It has more events than it may have.
     """
+    example = _grow_registered(layout, samples)
     with _on_twins(workload, circumstances, most_events) as run:
-        batch = _on_host(layout, samples)
+        batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
             run.step(batch)
         return run.finish(samples)
@@ -142,8 +144,9 @@ def trace(
 
 def explain_loss(workload: Workload, layout: Layout) -> str:
     """``explain_default``, of a model that is not run; errors as ``trace_timeline``."""
+    example = _grow_registered(layout, SIZES[0])
     with _on_twins(workload, Circumstances(), sys.maxsize) as run:
-        return run.explain_loss(_on_host(layout, SIZES[0]))
+        return run.explain_loss(_on_host(example, SIZES[0]))
 
 
 @contextmanager
@@ -232,7 +235,14 @@ def _without_nested_tensors() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was)
 
 
+def _grow_registered(layout: Layout, samples: int) -> Layout:
+    """Where a type of the user's own is in the batch, the batch at this size: ``take`` may need values of tensors."""
+    return layout.grown(samples) if holds_registered(layout.batch) else layout
+
+
 def _on_host(layout: Layout, samples: int) -> Any:
     """The batch at this size, without memory there either."""
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
+    if layout.count == samples:
+        return fake
     return Layout(fake, layout.count, layout.lists).grow(samples)
