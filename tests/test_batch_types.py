@@ -9,7 +9,7 @@ import copy
 import threading
 import warnings
 from collections import UserDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ import autobatch
 from autobatch.batch import registry
 from autobatch.batch.layout import count_elements, describe
 from autobatch.batch.tree import map_tensors, tensors_of
-from autobatch.batches import Fields, Samples, register
+from autobatch.batches import Fields, register
 from autobatch.errors import InvalidArgument, InvalidBatch
 from autobatch.testing import FakeDevice
 
@@ -88,7 +88,9 @@ def whole_gradient(model: nn.Module, step: Oracle, batch: Any) -> list[torch.Ten
     return [parameter.grad for parameter in alone.parameters()]
 
 
-def assert_exact(model: nn.Module, step: Oracle, batch: Any, target: int, largest: int = 2, example: Any = None) -> Any:
+def assert_exact(
+    model: nn.Module, step: Oracle, batch: Any, target: int, *, largest: int = 2, example: Any = None
+) -> Any:
     """A plan's pieces give the whole gradient, in the pieces asked for; returns the plan."""
     expected = whole_gradient(model, step, batch)
     model.zero_grad()
@@ -631,10 +633,9 @@ def take_graphs(batch: Any, indices: list[int]) -> Any:
 
 
 @pytest.fixture
-def graphs_registered(nothing_registered: None) -> Iterator[None]:
+def graphs_registered(nothing_registered: None) -> None:
     """torch_geometric's batches, in two lines."""
     register(Batch, count=lambda batch: batch.num_graphs, take=take_graphs)
-    yield
 
 
 @pytest.mark.usefixtures("graphs_registered")
@@ -644,7 +645,7 @@ def test_graphs_give_the_gradient_of_the_whole_batch(largest: int) -> None:
     batch = Batch.from_data_list(make_graphs(3, 5, 2, 7, 4, 6))
     before = batch.clone()
     model = GraphNet()
-    assert_exact(model, graph_step, batch, 6, largest)
+    assert_exact(model, graph_step, batch, 6, largest=largest)
     assert autobatch.verify(model, batch, graph_step).exact
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors_of(batch), tensors_of(before), strict=True))
 
@@ -735,7 +736,7 @@ def nested_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_nested_tensors_give_the_gradient_of_the_whole_batch() -> None:
-    """torch's own jagged tensors, whose rows are of unequal length."""
+    """Jagged tensors of torch itself, whose rows are of unequal length."""
     register(type(make_nested(1)), count=lambda batch: batch.size(0), take=take_nested)
     batch, model = make_nested(3, 1, 4, 1, 5), Tagger()
     alone = copy.deepcopy(model)
