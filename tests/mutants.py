@@ -1,8 +1,8 @@
 """Bugs planted on purpose: each must turn a fast test red, or the tests prove less than they say.
 
 A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; how a
-batch is read; predictions and remembered plans. Does not cover planning and memory, whose tests are tables and properties
-of their own.
+batch is read; predictions and remembered plans. Does not cover planning and memory, whose tests are tables and
+properties of their own.
 """
 # ruff: noqa: T201 - a script: it talks to a person
 
