@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from autobatch.batch.list_rules import ROOT, ListReading, OpenList, judge, refuse_to_guess
+from autobatch.batch.list_rules import ROOT, ListReading, OpenList, find_only_count, judge, refuse_to_guess
 from autobatch.batch.marked_lists import Fields, Samples
 from autobatch.batch.registry import find_type
 from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
@@ -80,7 +80,10 @@ def _count(batch: Any, lists: dict[str, ListReading], samples: int | None) -> in
             return samples
         judged = {entry.path: judge(entry) for entry in open_lists}
         # Samples first: they show a number, by which lists that could be read in two ways are decided.
-        decided = _pick(judged, "samples") or _pick(judged, "fields")
+        decided = _pick(judged, "samples")
+        if not decided and (only := find_only_count(open_lists)) is not None:
+            return only
+        decided = decided or _pick(judged, "fields")
         if not decided:
             unclear = _pick(judged, "unclear")
             refuse_to_guess([entry for entry in open_lists if entry.path in unclear])

@@ -29,7 +29,8 @@ one container                                           samples where it cannot 
                                                         unclear
 ======================================================= ========================================================
 
-"Length" is the first dimension of every tensor inside, and what is unclear is an error that says what to pass.
+"Length" is the first dimension of every tensor inside. What is unclear is an error that says what to pass, unless
+another list beside it leaves only one number of samples.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from autobatch.batch.structure import (
 from autobatch.batch.tree import fields_of, is_sequence
 from autobatch.errors import InvalidBatch
 
-__all__ = ["ROOT", "ListReading", "OpenList", "judge", "refuse_to_guess"]
+__all__ = ["ROOT", "ListReading", "OpenList", "find_only_count", "judge", "refuse_to_guess"]
 
 ROOT = "batch"
 
@@ -84,6 +85,21 @@ def judge(found: OpenList) -> ListReading | None:
     if all(is_sequence(entry) for entry in entries):
         return _judge_sequences(found, entries, equal=len(rows) == 1)
     return _judge_records(found, entries, equal=len(rows) == 1)
+
+
+def find_only_count(lists: Sequence[OpenList]) -> int | None:
+    """The one number of samples that several lists beside each other allow; ``None`` where there is no such number.
+
+    Images of one size and their masks: three rows in each of the ones, eight in each of the others, two of both.
+    """
+    shapes = [(len(entries), rows) for _, entries in lists if (rows := {*rows_beneath(entries)})]
+    if len(shapes) < 2 or any(is_sequence(entry) for found in lists for entry in found.entries):
+        return None
+    numbers = {number for length, rows in shapes for number in (length, *rows)}
+    possible = [n for n in numbers if all(n == length or {n} == rows for length, rows in shapes)]
+    if len(possible) != 1 or any({length} == rows for length, rows in shapes):
+        return None
+    return possible[0]
 
 
 def refuse_to_guess(unclear: Sequence[OpenList]) -> None:
