@@ -104,7 +104,7 @@ class Accumulation:
             aside.take()
             progress = self._begin(batches, largest)
             self._advance(progress, before, parameters)
-            self._state.find_unsaved_writes(before)
+            self._state.learn(before)
             reason = self._complete(progress, before, aside, update)
         finally:
             try:
@@ -168,7 +168,7 @@ class Accumulation:
         self, progress: Progress, stamps: GradientStamps, before: RewindPoint, here: RewindPoint, reason: str
     ) -> None:
         """Undo a failed micro-batch; the finished ones too, where they cannot be kept."""
-        lost = self._state.find_unsaved_writes(before)
+        lost = self._state.learn(before)
         if lost:
             raise CannotRetry(
                 f"memory ended ({reason}) after step() had written into a tensor of shape {tuple(lost[0].shape)} that "
