@@ -83,7 +83,7 @@ class LiveStorage:
     def raise_peak(self) -> None:
         """Make the peak at least what is live now."""
         live = self.live_bytes
-        if live > self.peak_bytes:
+        if live > self.peak_bytes:  # noqa: PLR1730 - after a call to max() another thread may have raised it further
             self.peak_bytes = live
 
     def count(self, tensor: torch.Tensor) -> int:
