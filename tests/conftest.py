@@ -7,7 +7,6 @@ not cover models, steps or devices: those are made where they are used.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import random
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from process_state import read_process_state
 
 from autobatch.prediction.isolation import run_apart
 
@@ -62,25 +61,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _global_state() -> dict[str, object]:
-    """What one test could change under the feet of the next."""
-    logger = logging.getLogger("autobatch")
-    return {
-        "dispatch modes": list(_get_current_dispatch_mode_stack()),
-        "grad mode": torch.is_grad_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        "logger": (logger.level, logger.propagate, logger.disabled, list(logger.handlers)),
-    }
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Start each test from the same seeds, and fail one that leaves torch or the logger changed."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    before = _global_state()
+    before = read_process_state()
     yield
-    assert _global_state() == before, "this test changed something global and did not put it back"
+    assert read_process_state() == before, "this test changed something global and did not put it back"

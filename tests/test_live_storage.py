@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lines import AtLine, in_another_thread, interrupt
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -21,7 +22,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from autobatch.memory.live_storage import LiveStorage, StorageBudget
-from lines import AtLine, in_another_thread, interrupt
 
 UNLIMITED = 2**60
 

@@ -25,6 +25,7 @@ from typing import IO, Any, TypeVar
 import torch
 
 from autobatch.errors import CannotPredict
+from autobatch.state.process_lock import one_at_a_time
 
 __all__ = ["MOST_SECONDS", "begin_apart", "run_apart"]
 
@@ -62,7 +63,8 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
     Where there can be no child, the function runs when it is asked for.
     """
     if not _FORKS:
-        yield function
+        with one_at_a_time():  # a trace changes torch's functions, which are those of all threads
+            yield function
         return
     with tempfile.TemporaryFile() as printed:
         child, reading = _start(function, printed.fileno())
