@@ -282,7 +282,7 @@ def test_compiled_code_is_counted_operator_by_operator():
     """Under the budget compiled code runs eagerly: its intermediate results count, which fusion would not even make."""
     compiled = torch.compile(lambda inputs: (inputs * 2).sin() + 1, backend="eager")
     storage = LiveStorage()
-    with torch.compiler.set_stance("force_eager"), StorageBudget(storage, UNLIMITED):
+    with StorageBudget(storage, UNLIMITED):
         compiled(torch.ones(1000))
     assert storage.peak_bytes == 3 * 4000
 
