@@ -189,8 +189,8 @@ def test_a_busy_ledger_is_not_waited_for(tmp_path, caplog):
     keeper._journal._tried_at -= 11
     keeper(finished(300))
     (run,) = read_runs(tmp_path)
-    assert 0.05 < first < 1
-    assert rest < 1
+    assert 0.05 < first < 10
+    assert rest < 10  # with a wait in each step it takes half a minute
     assert (run.steps, run.retries, len(run.setbacks)) == (301, 298, 298)
     assert len(caplog.records) == 1
 
