@@ -30,6 +30,7 @@ from autobatch.planning.pacing import Pace, compiled_ladder, eager_ladder
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
+from autobatch.state.user_objects import check_objects
 from autobatch.step.batch_norm import batch_norms_in_train_mode
 from autobatch.step.compilation import is_compiled
 from autobatch.step.default_step import default_step
@@ -63,6 +64,7 @@ class Runner:
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
         hooks: Iterable[Hook] = (),
+        keep: Sequence[Any] = (),
         device: torch.device | str | Device | None = None,
     ) -> None:
         """Bind a plan to a model.
@@ -78,6 +80,9 @@ class Runner:
             max_grad_norm: Clip the whole gradient's norm to this before the update.
             scheduler: Its ``step()`` is called after each step in which the optimizer stepped.
             hooks: Called with every event.
+            keep: Objects outside the model that the step changes, such as metrics: a step that is undone or retried
+                puts them back. Each has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict()``,
+                or is a module, a tensor, a generator, or a dict or list of these.
             device: The device's memory; default: where the model is.
 
         Raises:
@@ -97,7 +102,12 @@ class Runner:
             scaler.scale(torch.zeros((), device=self._device.torch_device))
         self._room = Room(plan, self._workload, self._device)
         self._accumulation = Accumulation(
-            self._workload, self._device, self._shrink, scale, in_float32=plan.accumulate_in_float32
+            self._workload,
+            self._device,
+            self._shrink,
+            scale,
+            in_float32=plan.accumulate_in_float32,
+            keep=check_objects(keep),
         )
         self._update = (
             None if optimizer is None else Update(optimizer, self._room.check_update, scaler, max_grad_norm, scheduler)
