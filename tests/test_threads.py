@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -104,13 +105,27 @@ class Worker(threading.Thread):
 def interleave(first, second, *, first_leaves_first):
     """Two pieces of work, the second entered while the first is inside; one leaves, then the other."""
     workers, pauses = [Worker(first), Worker(second)], [first.__self__.pause, second.__self__.pause]
-    workers[0].start()
-    assert pauses[0].inside.wait(AT_MOST_S)
-    workers[1].start()
-    is_beside = pauses[1].inside.wait(WAITS_S)
-    for number in (0, 1) if first_leaves_first or not is_beside else (1, 0):
-        pauses[number].goes_on.set()
-        workers[number].finish()
+    with released(workers, pauses):
+        workers[0].start()
+        assert pauses[0].inside.wait(AT_MOST_S)
+        workers[1].start()
+        is_beside = pauses[1].inside.wait(WAITS_S)
+        for number in (0, 1) if first_leaves_first or not is_beside else (1, 0):
+            pauses[number].goes_on.set()
+            workers[number].finish()
+
+
+@contextmanager
+def released(workers, pauses):
+    """Whatever becomes of the test, no thread is left behind: one that runs while Python ends may abort the process."""
+    try:
+        yield
+    finally:
+        for pause in pauses:
+            pause.goes_on.set()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join(AT_MOST_S)
 
 
 PAIRS = [*itertools.product(["fit", "verify", "train"], repeat=2), ("train", "predict"), ("predict", "predict")]
@@ -138,12 +153,13 @@ def enter_and_leave(contexts, first_leaves_first):
             pause()
 
     workers = [Worker(lambda c=c, p=p: stay(c, p)) for c, p in zip(contexts, pauses, strict=True)]
-    for worker, pause in zip(workers, pauses, strict=True):
-        worker.start()
-        assert pause.inside.wait(AT_MOST_S)
-    for number in (0, 1) if first_leaves_first else (1, 0):
-        pauses[number].goes_on.set()
-        workers[number].finish()
+    with released(workers, pauses):
+        for worker, pause in zip(workers, pauses, strict=True):
+            worker.start()
+            assert pause.inside.wait(AT_MOST_S)
+        for number in (0, 1) if first_leaves_first else (1, 0):
+            pauses[number].goes_on.set()
+            workers[number].finish()
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, False])
@@ -170,12 +186,13 @@ def test_only_the_thread_in_a_limit_runs_compiled_code_eagerly():
             compiled(torch.ones(4))
 
     worker = Worker(work)
-    worker.start()
-    assert pause.inside.wait(AT_MOST_S)
-    compiled(torch.ones(4))
-    counts.append(counter.frame_count)
-    pause.goes_on.set()
-    worker.finish()
+    with released([worker], [pause]):
+        worker.start()
+        assert pause.inside.wait(AT_MOST_S)
+        compiled(torch.ones(4))
+        counts.append(counter.frame_count)
+        pause.goes_on.set()
+        worker.finish()
     compiled(torch.ones(4))
     assert [*counts, counter.frame_count] == [0, 1, 1]
 
@@ -212,12 +229,13 @@ def test_two_traces_leave_the_warning_filters_as_they_were(monkeypatch):
     before = list(warnings.filters)
     monkeypatch.setattr(os, "fork", fork)
     workers = [Worker(trace), Worker(trace)]
-    for worker, pause in zip(workers, pauses, strict=True):
-        worker.start()
-        pause.inside.wait(WAITS_S)  # of the second one this may be held up
-    for worker, pause in zip(workers, pauses, strict=True):
-        pause.goes_on.set()
-        worker.finish()
+    with released(workers, pauses):
+        for worker, pause in zip(workers, pauses, strict=True):
+            worker.start()
+            pause.inside.wait(WAITS_S)  # the second one may be held up
+        for worker, pause in zip(workers, pauses, strict=True):
+            pause.goes_on.set()
+            worker.finish()
     assert list(warnings.filters) == before
 
 
@@ -229,14 +247,14 @@ def test_a_process_that_is_forked_while_a_thread_measures_can_measure():
         with one_at_a_time():
             pause()
 
-    worker = Worker(hold)
-    worker.start()
-    assert pause.inside.wait(AT_MOST_S)
-
     def measure():
         with one_at_a_time():
             return 3
 
-    assert run_apart(measure, most_seconds=AT_MOST_S) == 3
-    pause.goes_on.set()
-    worker.finish()
+    worker = Worker(hold)
+    with released([worker], [pause]):
+        worker.start()
+        assert pause.inside.wait(AT_MOST_S)
+        assert run_apart(measure, most_seconds=AT_MOST_S) == 3
+        pause.goes_on.set()
+        worker.finish()
