@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import resource
-import sqlite3
 import shlex
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
