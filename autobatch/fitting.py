@@ -27,6 +27,7 @@ from autobatch.planning.recollection import Wanted
 from autobatch.records import Verdict
 from autobatch.request import Allowance, check_choice, check_count, check_target, find_allowance, find_device
 from autobatch.size_search import Found, SizeSearch
+from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
@@ -111,7 +112,7 @@ def fit(
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
     host_bytes = read_host_memory().available_bytes // 2
-    with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
+    with one_at_a_time(), TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
         wanted = Wanted(

@@ -8,14 +8,17 @@ place, and gradient hooks. Does not cover ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch.storages import place_of
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
+
+_LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:
@@ -33,11 +36,10 @@ class TensorHeaders:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Look at all of them, each given once."""
         self.tensors = tensors
-        # Aliases take no memory: neither a count of it nor a planned fault has anything to do with them.
-        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way
-            self._aliases = [tensor.detach() for tensor in tensors]
+        self._classes = [type(tensor) for tensor in tensors]
+        with self._undisturbed():
+            self._aliases = [_alias(tensor) for tensor in tensors]
             self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-            self._classes = [type(tensor) for tensor in tensors]
             self._requires_grad = [tensor.requires_grad for tensor in tensors]
             self._are_leaves = [tensor.is_leaf for tensor in tensors]
             self._are_hooked = [t._backward_hooks is not None for t in tensors]  # noqa: SLF001 - no public way
@@ -64,7 +66,7 @@ class TensorHeaders:
 
     def put_back(self) -> None:
         """Let all refer to the same memory again, with the same flags. Can be done any number of times."""
-        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way
+        with self._undisturbed():
             headers = zip(self.tensors, self._aliases, self._classes, strict=True)
             for tensor, alias, cls in headers:
                 if type(tensor) is not cls:
@@ -77,8 +79,25 @@ class TensorHeaders:
             for tensor in self._unhooked():
                 (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
 
+    def _undisturbed(self) -> AbstractContextManager[object]:
+        """Around questions to tensors that have no shape yet, and refuse them otherwise."""
+        if _LAZY.isdisjoint(self._classes):
+            return nullcontext()
+        return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - no public way
+
     def _unhooked(self) -> list[torch.Tensor]:
         return [t for t, hooked in zip(self.tensors, self._are_hooked, strict=True) if not hooked]
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory, unseen by dispatch modes, since neither counts nor planned faults concern it.
+
+    ``_make_subclass`` takes all modes off the stack (torch/csrc/autograd/python_variable.cpp); it makes a plain tensor,
+    so wrappers are detached.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        return tensor.detach()
+    return torch.Tensor._make_subclass(torch.Tensor, tensor)  # noqa: SLF001 - as nn.Parameter does
 
 
 def _put_leaf_back(tensor: torch.Tensor, alias: torch.Tensor, *, requires_grad: bool) -> None:

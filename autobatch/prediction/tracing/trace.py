@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.prediction.tracing.twins import Twins, modules_of
 from autobatch.state.random_state import RandomState
 from autobatch.state.tensor_header import is_uninitialized
-from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
 __all__ = [
@@ -193,7 +192,6 @@ def _enter(workload: Workload, stack: ExitStack, circumstances: Circumstances, m
         twins.inhabit(modules),
         location.follow(),
         autocast.redirect(DEVICE_TYPE, types),
-        _uncompiled(workload),
         _without_nested_tensors(),
         without_waiting(),
     ):
@@ -216,13 +214,6 @@ def _collected_between_steps() -> Iterator[None]:
             gc.unfreeze()
         if is_enabled:
             gc.enable()
-
-
-def _uncompiled(workload: Workload) -> AbstractContextManager[Any]:
-    """While this lasts nothing is compiled; also what a function around the step hides from ``is_compiled``."""
-    if not is_compiled(workload.model, workload.step) and "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 @contextmanager
