@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from autobatch.accumulation.pieces import Piece, check_additive, cut, join, refuse_graphs
+from autobatch.accumulation.pieces import Piece, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
 from autobatch.accumulation.shares import Totals
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
@@ -49,6 +49,7 @@ class Accumulation:
         shrink: Called after each shortage; returns the new largest micro-batch, smaller than the failed one, or raises.
         scale: Applied to each share of the loss before its backward pass: a ``GradScaler``'s ``scale``.
         in_float32: Whether gradients in bfloat16 and float16 are added up in float32 when there are several pieces.
+        smallest: The fewest samples that the model can run; no batch is cut into smaller pieces.
         leaves_are_known: Whether the first micro-batch need not be looked through for parameters that nobody knows.
     """
 
@@ -57,6 +58,7 @@ class Accumulation:
     shrink: Callable[[Shortage], int]
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     in_float32: bool = True
+    smallest: int = 1
     leaves_are_known: bool = False
     _is_additive: bool = False
     _draws_on_host: bool = False
@@ -149,7 +151,7 @@ class Accumulation:
                 progress.todo = progress.todo[1:]
                 continue
             failed_size = progress.todo[0].size
-            if stamps.unchanged() and self._holds(here):
+            if stamps.unchanged() and self._holds(here) and self._least_size(progress.todo) < failed_size:
                 here.restore()
             else:
                 before.restore()
@@ -253,15 +255,18 @@ class Accumulation:
             lambda: [
                 piece
                 for layout, start, stop in ranges
-                for piece in cut(self.workload, layout, start, stop, largest or layout.count)
+                for piece in cut(self.workload, layout, start, stop, largest or layout.count, self.smallest)
             ],
             "to count with weigh()",
         )
 
+    def _least_size(self, pieces: Sequence[Piece]) -> int:
+        return find_least_size(join(pieces), self.smallest)
+
     def _divide_anew(self, progress: Progress, failed_size: int, reason: str) -> list[Piece]:
         kept = sum(progress.sizes)
         redone = sum(piece.size for piece in progress.todo)
-        largest = self.shrink(Shortage(failed_size, kept, redone, reason))
+        largest = self.shrink(Shortage(failed_size, kept, redone, reason, self._least_size(progress.todo)))
         smaller = self._cut(join(progress.todo), largest)
         check_additive(progress.todo, smaller)
         return smaller
