@@ -289,13 +289,13 @@ class Runner:
         )
 
     def _explain_shortage(self, shortage: Shortage) -> str:
-        usage, size = self._device.usage(), shortage.failed_size
+        used, size = self._device.usage().allocated, shortage.failed_size
         samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
         why = "" if size == 1 else f"{explain_smallest(self._workload.model)}; "
         return (
             f"step {self.steps} ran out of memory at a micro-batch of {samples}; {why}"
-            f"{format_bytes(usage.allocated)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is "
-            f"as before the step: free memory or give fit() a larger budget="
+            f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; "
+            f"{shortage.reason}; everything is as before the step: free memory or give fit() a larger budget="
         )
 
 

@@ -52,14 +52,12 @@ class Piece:
         return self.layout.take(self.start, self.stop)
 
 
-def cut(workload: Workload, layout: Layout, start: int, stop: int, largest: int, smallest: int = 1) -> list[Piece]:
-    """Samples ``start`` to ``stop`` of a batch as the fewest pieces of at most ``largest``, as equal as can be.
+def cut(workload: Workload, samples: tuple[Layout, int, int], largest: int, smallest: int = 1) -> list[Piece]:
+    """Samples ``(batch, start, stop)`` of a batch as the fewest pieces of at most ``largest``, as equal as can be.
 
     Args:
         workload: Says what a piece counts for.
-        layout: The batch.
-        start: The first sample.
-        stop: The one after the last.
+        samples: The batch, the first sample and the one after the last.
         largest: The most samples of a piece; more only where no division has but pieces of at least ``smallest``.
         smallest: The fewest samples that the model can run. A batch of fewer is one piece, and the model's own error.
 
@@ -67,11 +65,12 @@ def cut(workload: Workload, layout: Layout, start: int, stop: int, largest: int,
         InvalidBatch: ``weigh`` gave no count.
     """
     pieces = []
+    layout, start, stop = samples
     total = stop - start
     for size in balance(total, max(largest, least_size(total, smallest)), min(total, smallest)):
         # Taken only for somebody to count in it: a part of a nest costs tens of microseconds.
-        samples = None if workload.weigh is None else layout.take(start, start + size)
-        weights = workload.weights_of(samples, size)
+        part = None if workload.weigh is None else layout.take(start, start + size)
+        weights = workload.weights_of(part, size)
         pieces.append(Piece(layout, start, start + size, weights))
         start += size
     return pieces

@@ -254,8 +254,8 @@ class Accumulation:
         return self._try_twice(
             lambda: [
                 piece
-                for layout, start, stop in ranges
-                for piece in cut(self.workload, layout, start, stop, largest or layout.count, self.smallest)
+                for samples in ranges
+                for piece in cut(self.workload, samples, largest or samples[0].count, self.smallest)
             ],
             "to count with weigh()",
         )

@@ -4,9 +4,9 @@ Covers the way down (memory ended, the allocator thrashes, less is free than the
 plan's size. Does not cover how memory is read, nor what is done about a step that ran out of it (``runner``).
 
 The policy follows from costs. A retry costs one piece, at most one step; a size that is too small costs something in
-every step. So the plan's size is back as soon as the reading of free memory allows it, and after an OOM that the reading
-does not explain, one clean step later. Only a size that fails again as soon as it is back waits longer: 1, 2, 4, ...
-clean steps, up to ``LONGEST_WAIT``; each step that goes well halves the wait.
+every step. So the plan's size is back as soon as the reading of free memory allows it, and after an OOM that the
+reading does not explain, one clean step later. Only a size that fails again as soon as it is back waits longer: 1, 2,
+4, ... clean steps, up to ``LONGEST_WAIT``; each step that goes well halves the wait.
 """
 
 from __future__ import annotations
@@ -96,11 +96,6 @@ class Pace:
         """The size that the last steps allow, whatever is free now."""
         return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
 
-    @property
-    def unit(self) -> int:
-        """Clean steps that prove a size."""
-        return max(self.patience, 1)
-
     def before_step(self, there_bytes: int | None, room_bytes: int | None) -> Pace:
         """The size for a step that begins with so much memory.
 
@@ -173,7 +168,7 @@ class Pace:
             return pace
         failure = _Failure(pace.goal, pace.size, is_explained=False)
         ran = pace.setbacks[-1].ran if pace.setbacks and pace.setbacks[-1].is_tried else lower[-1]
-        return _set_back(_move(pace, min(ran, lower[-1]), "thrash"), failure, CLEAN_STEPS)
+        return _set_back(_move(pace, min(ran, lower[-1]), "thrash"), failure, CLEAN_STEPS, CLEAN_STEPS)
 
     def _fits(self, size: int, limit_bytes: int) -> bool:
         assert self.curve is not None  # noqa: S101 - narrows for mypy
@@ -182,23 +177,23 @@ class Pace:
 
 
 def _set_back_by_shortage(pace: Pace, failure: _Failure) -> Pace:
-    """Two sizes are tried again at once: one that has run since another failed, and one above the smallest.
+    """After a size that fails for the first time one clean step is waited, after one that fails again more.
 
-    The first has just shown that it runs. At the smallest size the next OOM would be the end of the step, whatever its
-    cause: it is no size to wait at.
+    Tried again at once are: where the reading explained the OOM, what the next reading allows; a size that ran while a
+    larger one waits; a compiled model's, whose next size would be one change more; and any size above the smallest, at
+    which the next OOM ends the step in ``DoesNotFit`` whatever its cause.
     """
-    at_once = failure.is_explained or bool(pace.setbacks) or pace.size == pace.rungs[0]
-    pace = _set_back(pace, failure, 0 if at_once else pace.unit)
-    # Where memory is short by the reading, the next reading decides.
+    at_once = failure.is_explained or pace.setbacks or pace.patience or pace.size == pace.rungs[0]
+    pace = _set_back(pace, failure, 0 if at_once else 1, 1 if len(pace.setbacks) > 1 else max(pace.patience, 1))
     return pace if failure.is_explained else _move(pace, pace.goal, "grown back")
 
 
-def _set_back(pace: Pace, failure: _Failure, least_wait: int) -> Pace:
-    """Remember what failed in a step that went on with ``pace.size``."""
+def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -> Pace:
+    """Remember what failed in a step that went on with ``pace.size``; ``least_wait`` is for one that fails again."""
     if pace.setbacks and pace.setbacks[-1].is_tried:
-        setback = pace.setbacks[-1].fail(pace.size, failure.failed, max(least_wait, pace.unit))
+        setback = pace.setbacks[-1].fail(pace.size, failure.failed, least_wait)
         return replace(pace, setbacks=(*pace.setbacks[:-1], setback))
-    setback = Setback(failure.goal, pace.size, failure.failed, least_wait, least_wait)
+    setback = Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
     return replace(pace, setbacks=(*pace.setbacks, setback))
 
 
@@ -214,8 +209,8 @@ def _count(pace: Pace, largest: int) -> Pace:
     if last is None:
         return pace
     setbacks = [setback.count_step() for setback in pace.setbacks]
-    if is_tried and pace.clean_steps % (pace.unit if last.wait else 1) == 0:
-        setbacks[-1:] = [proven] if (proven := setbacks[-1].succeed(pace.unit)) else []
+    if is_tried:
+        setbacks[-1:] = [proven] if (proven := setbacks[-1].succeed()) else []
     elif last.left and pace.size == last.ran and pace.clean_steps % CLEAN_STEPS == 0:
         setbacks[-1] = setbacks[-1].try_between(pace.rungs)
     pace = replace(pace, setbacks=_merge(setbacks))

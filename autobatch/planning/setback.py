@@ -61,12 +61,12 @@ class Setback:
         between = [rung for rung in rungs if self.ran < rung < self.failed]
         return replace(self, trial=between[len(between) // 2]) if between else self
 
-    def succeed(self, unit: int) -> Setback | None:
-        """The size for now went well in ``unit`` clean steps; ``None`` once nothing is left to wait for."""
+    def succeed(self) -> Setback | None:
+        """The size for now went well; ``None`` once nothing is left to wait for."""
         if self.trial is not None:
             return replace(self, ran=self.trial, failed=self.failed if self.left else self.size, trial=None)
         wait = self.wait // 2
-        return replace(self, wait=wait) if wait >= unit else None
+        return replace(self, wait=wait) if wait else None
 
     def fail(self, ran: int, failed: int, least_wait: int) -> Setback:
         """The size for now failed, and ``ran`` ran instead: twice the wait, unless only a size in between was tried.
