@@ -64,7 +64,9 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("no dirty check", TRANSACTION, "if stamps.unchanged() and self._holds(here) and", "if self._holds(here) and"),
+    Mutant(
+        "no dirty check", TRANSACTION, "if stamps.unchanged() and self._holds(here) and", "if self._holds(here) and"
+    ),
     Mutant(
         "a piece is kept that drew from NumPy", REWIND_POINT, "self._is_whole or self.random.host.is_current()", "True"
     ),

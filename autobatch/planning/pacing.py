@@ -199,7 +199,10 @@ def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -
 
 def _count(pace: Pace, largest: int) -> Pace:
     """A clean step: it brings sizes that wait nearer, and proves one that is tried."""
-    pace = replace(pace, thrashed_steps=0)
+    if pace.thrashed_steps:
+        pace = replace(pace, thrashed_steps=0)
+    if not pace.setbacks and pace.size == pace.ladder[-1]:
+        return pace  # nothing to come back to: most steps
     last = pace.setbacks[-1] if pace.setbacks else None
     is_tried = last is not None and last.is_tried and pace.size == last.goal
     least = last.ran + 1 if last and is_tried else pace.size // 2 + 1
