@@ -134,20 +134,21 @@ def test_below_the_ladder_the_size_is_halved(ladder, smallest, rungs):
 
 
 @pytest.mark.parametrize(
-    ("failed", "curve", "room", "smallest", "least", "size"),
+    ("failed", "curve", "room", "limits", "size"),
     [
-        (64, LINE, 500, 1, 1, 32),  # the curve says 40
-        (64, LINE, 419, 1, 1, 16),  # and 31 here
-        (64, LINE, 5_000, 1, 1, 32),  # it says that 64 fit; three quarters, down to a rung
-        (64, None, 5_000, 1, 1, 32),
-        (43, LINE, 5_000, 1, 1, 32),  # a part of a balanced batch
-        (3, LINE, 0, 1, 1, 1),
-        (3, LINE, 0, 2, 2, 2),
-        (4, LINE, 0, 2, 3, 3),  # an odd rest cannot be divided into twos
+        (64, LINE, 500, (1, 1), 32),  # the curve says 40
+        (64, LINE, 419, (1, 1), 16),  # and 31 here
+        (64, LINE, 5_000, (1, 1), 32),  # it says that 64 fit; three quarters, down to a rung
+        (64, None, 5_000, (1, 1), 32),
+        (43, LINE, 5_000, (1, 1), 32),  # a part of a balanced batch
+        (3, LINE, 0, (1, 1), 1),
+        (3, LINE, 0, (2, 2), 2),
+        (4, LINE, 0, (2, 3), 3),  # an odd rest cannot be divided into twos
     ],
 )
-def test_the_size_after_an_oom_by_example(failed, curve, room, smallest, least, size):
+def test_the_size_after_an_oom_by_example(failed, curve, room, limits, size):
     """What the curve and the room allow, down to the next rung, but no size that the model cannot run."""
+    smallest, least = limits
     pace = at(64, curve, smallest).after_shortage(failed, room, least)
     assert (pace.size, pace.reason) == (size, "out of memory")
 

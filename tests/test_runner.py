@@ -99,7 +99,7 @@ def test_the_optimizer_steps_exactly_once_and_gradients_are_gone():
 
 
 def test_the_smaller_size_is_kept_for_one_clean_step_and_told():
-    """After a retry the next step begins with the size that ran, the one after it with the plan's; each is one event."""
+    """After a retry the next step begins with the size that ran, the one after it with the plan's; each an event."""
     events = []
     _model, _, runner = make_runner(16, 8, hooks=[events.append])
     with oom_at(15):

@@ -22,7 +22,7 @@ from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.ladders import compiled_ladder, eager_ladder
 from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import balance
-from autobatch.planning.setback import CLEAN_STEPS, LONGEST_WAIT
+from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.records import Tenant
 from autobatch.testing import FakeDevice
 
@@ -184,7 +184,7 @@ def test_a_loss_that_stays_costs_few_ooms(target, size, data, curve, compiled):
     pace = make_pace(compiled=compiled, curve=curve, target=target, size=size)
     tally = run(pace, most=most, target=target)
     assert tally.ooms <= 24
-    best = max(rung for rung in pace.rungs if rung <= most)
+    best = max(rung for rung in pace.rungs if max(balance(target, rung)) <= most)
     assert tally.sizes.count(best) >= 0.8 * STEPS
 
 
@@ -205,3 +205,74 @@ def test_a_compiled_model_changes_its_size_seldom(count, length, today, seed):
 def test_a_compiled_model_changes_its_size_seldom_where_a_loss_stays(most, today):
     """The waits are those of 20 clean steps and their doublings."""
     assert run(make_pace(compiled=True), most=most).changes <= today
+
+
+class Unsteady(FakeDevice):
+    """Memory that ends at chosen pieces of chosen steps although it is there, or beyond so many samples."""
+
+    def __init__(self, failures=None, most=None):
+        super().__init__(need, need(SIZE))
+        self.failures, self.most, self.step, self.done = failures or {}, most, -1, 0
+
+    def begin(self, step):
+        """The next step."""
+        self.step, self.done = step, 0
+        self.piece, self.left = self.failures.get(step, (0, 0))
+
+    @contextmanager
+    def micro_batch(self, samples):
+        """Fail as said, else as the formula says."""
+        if self.step >= 0 and ((self.left and self.done >= self.piece) or (self.most and samples > self.most)):
+            self.left -= self.left > 0
+            raise torch.OutOfMemoryError("memory ended, whatever the reading says")
+        with super().micro_batch(samples):
+            yield
+        self.done += 1
+
+
+def train(device, taken=()):
+    """Train for real on it: micro-batches of each step, and the events."""
+    events = []
+    model, batch = nn.Linear(1, 1), torch.zeros(TARGET, 1)
+
+    def step(model, part):
+        return model(part).mean()
+
+    plan = autobatch.fit(model, TARGET, batch=batch[:8], step=step, device=device, headroom=0, check=None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    runner = autobatch.Runner(plan, model, step, optimizer, device=device, hooks=[events.append])
+    results = []
+    for number in range(STEPS):
+        device.begin(number)
+        used = SLOPE * SIZE // 2
+        device.tenants = (Tenant(pid=1, used_bytes=used),) if number in taken else ()
+        results.append(runner.step(batch).micro_batch_sizes)
+    full = sum(sizes == plan.micro_batch_sizes for sizes in results)
+    return full / STEPS, events
+
+
+@pytest.mark.parametrize(
+    ("taken", "failures", "bar", "retries"),
+    [
+        (spread_steps(30), {}, 0.97, 0),
+        (spread_steps(150), {}, 0.90, 0),
+        (spread_steps(15, 20), {}, 0.85, 0),
+        ((), draw_failures(30, 1), 0.93, 30),
+        ((), draw_failures(90, 2), 0.80, 90),
+        ((), draw_failures(180, 3), 0.60, 180),
+    ],
+)
+@pytest.mark.slow
+def test_a_real_runner_is_as_often_at_full_size(taken, failures, bar, retries):
+    """The same bars with the real ``Runner``, whose readings, retries and events are its own."""
+    share, events = train(Unsteady(failures), taken)
+    assert share >= bar
+    assert sum(isinstance(event, Retried) for event in events) == retries
+
+
+@pytest.mark.slow
+def test_a_real_runner_meets_a_loss_that_stays_seldom():
+    """At most 24 OOMs in 3,000 steps, and as many changes of the size as it takes to try."""
+    _, events = train(Unsteady(most=40))
+    assert 2 <= sum(isinstance(event, Retried) for event in events) <= 24
+    assert sum(isinstance(event, SizeChanged) for event in events) <= 24
