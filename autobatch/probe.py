@@ -28,7 +28,9 @@ from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import MemoryUsage, Trial
+from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
+from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
 __all__ = ["Probe"]
@@ -59,6 +61,7 @@ class Probe:
         limit_bytes: Enforced during each trial.
         state: Puts values and generators back after each trial.
         in_float32: As in ``Accumulation``.
+        target: Samples in a step, of which a trial runs two micro-batches; 0: no more than those.
         aux_bytes: The most that a step has put beside the loss of one micro-batch.
         state_bytes: What the optimizer's state took in the last trial.
         reasons: For each size that ran out of memory, the error's first line.
@@ -70,10 +73,16 @@ class Probe:
     limit_bytes: int
     state: TrainingState
     in_float32: bool = True
+    target: int = 0
     reasons: dict[int, str] = field(default_factory=dict)
     aux_bytes: int = 0
     state_bytes: int = 0
     _warm: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin to learn what the steps change: in the first one, so that no trial's time has that in it."""
+        model, device = self.workload.model, self.device.torch_device
+        self._learnt = StepState(model, device, records=not is_compiled(model, self.workload.step))
 
     def run(self, size: int) -> Trial:
         """Try one size. Only an out-of-memory error becomes an outcome; all others come out unchanged.
@@ -90,6 +99,7 @@ class Probe:
         if not self._warm:
             reason = self._attempt(self._warm_up, min(size, _WARM_SIZE), readings)
             self._warm = reason is None
+            self._learnt.records = self._learnt.records and not self._warm
             if not self._warm:
                 self.state.reset_optimizer()
                 self.device.reclaim()
@@ -188,7 +198,13 @@ class Probe:
         # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
         workload = replace(self.workload, step=self._run_step, weigh=None)
         accumulation = Accumulation(
-            workload, self.device, shrink=_end_trial, in_float32=self.in_float32, leaves_are_known=self._warm
+            workload,
+            self.device,
+            shrink=_end_trial,
+            in_float32=self.in_float32,
+            leaves_are_known=self._warm,
+            known_state=self._learnt,
+            stands_for=-(-self.target // size) if self.target > size else 0,
         )
         accumulated = accumulation.run(batches, size)
         assert accumulated is not None  # noqa: S101 - all samples count here

@@ -32,6 +32,7 @@ from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
+from autobatch.state.user_objects import check_objects
 from autobatch.step.batch_norm import explain_smallest, refuses_one_sample
 from autobatch.step.compilation import is_compiled
 from autobatch.step.default_step import default_step
@@ -65,6 +66,7 @@ class Runner:
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
         hooks: Iterable[Hook] = (),
+        keep: Sequence[Any] = (),
         device: torch.device | str | Device | None = None,
     ) -> None:
         """Bind a plan to a model.
@@ -80,6 +82,9 @@ class Runner:
             max_grad_norm: Clip the whole gradient's norm to this before the update.
             scheduler: Its ``step()`` is called after each step in which the optimizer stepped.
             hooks: Called with every event.
+            keep: Objects outside the model that the step changes, such as metrics: a step that is undone or retried
+                puts them back. Each has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict()``,
+                or is a module, a tensor, a generator, or a dict or list of these.
             device: The device's memory; default: where the model is.
 
         Raises:
@@ -105,6 +110,7 @@ class Runner:
             scale,
             in_float32=plan.accumulate_in_float32,
             smallest=plan.smallest_micro_batch,
+            keep=check_objects(keep),
         )
         self._update = (
             None if optimizer is None else Update(optimizer, self._room.check_update, scaler, max_grad_norm, scheduler)

@@ -136,6 +136,7 @@ class SizeSearch:
             self.allowance.limit_bytes,
             self.state,
             self.wanted.accumulate_in_float32,
+            target,
         )
         identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
         with torch.enable_grad():

@@ -35,6 +35,7 @@ STEP = "autobatch/step/workload.py"
 
 RECOLLECTION = "autobatch/planning/recollection.py"
 SEARCH = "autobatch/size_search.py"
+SETBACK = "autobatch/planning/setback.py"
 KEEPING = "autobatch/ledger/keeping.py"
 STORE = "autobatch/ledger/store.py"
 PREDICTION = "autobatch/prediction/"
@@ -42,6 +43,11 @@ PREDICTION = "autobatch/prediction/"
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
+MOVING_TESTS = ("tests/test_moving_state.py",)
+
+
+SMALLEST_TESTS = ("tests/test_smallest_piece.py",)
+PACING_TESTS = ("tests/test_pacing.py", "tests/test_size_over_time.py")
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,21 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "no dirty check", TRANSACTION, "if stamps.unchanged() and self._holds(here) and", "if self._holds(here) and"
+        "no dirty check", TRANSACTION, "stamps.unchanged() and progress.totals.are_exact", "progress.totals.are_exact"
     ),
     Mutant(
-        "a piece is kept that drew from NumPy", REWIND_POINT, "self._is_whole or self.random.host.is_current()", "True"
+        "a piece is kept that drew from NumPy",
+        REWIND_POINT,
+        "not (draws or moves)",
+        "not moves",
     ),
-    Mutant("generators are not restored", REWIND_POINT, "        self.random.restore()\n", ""),
-    Mutant("buffers are not restored", REWIND_POINT, "                buffer.copy_(value)\n", "                pass\n"),
+    Mutant(
+        "generators are not restored",
+        REWIND_POINT,
+        "        self.random.restore()  # last: the user's objects may draw when they are loaded\n",
+        "",
+    ),
+    Mutant("buffers are not restored", REWIND_POINT, "            buffer.copy_(value)\n", "            pass\n"),
     Mutant(
         "NumPy's generator is forgotten",
         RANDOM,
@@ -85,12 +99,12 @@ MUTANTS = (
         "        if self.weigh is None:\n",
         "        if True:\n",
     ),
-    Mutant("gradients are not cleared on a restart", TRANSACTION, "                stamps.clear()\n", ""),
+    Mutant("gradients are not cleared on a restart", TRANSACTION, "            stamps.clear()\n", ""),
     Mutant(
         "the loss of a failed attempt is kept",
         PROGRESS,
-        "        self.loss, self.counted, self.unit = None, 0.0, None\n",
-        "",
+        "        self.todo = [*self.done, *self.todo]\n        self._forget()\n",
+        "        self.todo, self.done, self.aux = [*self.done, *self.todo], [], []\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
     ),
     Mutant("a piece that counts for nothing is run", TRANSACTION, "        if not piece.counts:", "        if False:"),
@@ -119,7 +133,7 @@ MUTANTS = (
         "        start += size\n    return pieces\n",
         "        start += size\n    return pieces[:-1] or pieces\n",
     ),
-    Mutant("weights need not add up", TRANSACTION, "        check_additive(progress.todo, smaller)\n", ""),
+    Mutant("weights need not add up", TRANSACTION, "        check_additive(todo, smaller)\n", ""),
     Mutant(
         "the scaler is updated twice",
         UPDATE,
@@ -144,9 +158,8 @@ MUTANTS = (
     Mutant(
         "each micro-batch is clipped",
         TRANSACTION,
-        "        progress.finish(piece.size, share, output.aux)\n",
-        "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n"
-        "        progress.finish(piece.size, share, output.aux)\n",
+        "        coalesce_gradients(stamps.parameters)\n",
+        "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n",
     ),
     Mutant(
         "gradients are clipped before they are unscaled",
@@ -164,9 +177,9 @@ MUTANTS = (
     ),
     Mutant(
         "a buffer stays where it was put",
-        REWIND_POINT,
-        "                buffer.data = alias\n",
-        "                pass\n",
+        "autobatch/state/tensor_header.py",
+        "        if not self._refers_to_the_same():\n            tensor.data = self._alias\n",
+        "",
         ("tests/test_rewind_point.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
@@ -179,7 +192,7 @@ MUTANTS = (
     Mutant(
         "an update is never past the turn",
         TRANSACTION,
-        "            aside.spend()\n",
+        "            aside.spend(self.workload.parameters())\n",
         "",
         RUNNER_TESTS,
     ),
@@ -203,6 +216,90 @@ MUTANTS = (
         "                forget_state(self.optimizer, made)\n",
         "                pass\n",
         FAULT_TESTS,
+    ),
+    Mutant(
+        "memory that forward writes into is not copied",
+        "autobatch/state/written_memory.py",
+        "                point.setdefault(key, saved)\n",
+        "                pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "memory that is known to move is copied once",
+        "autobatch/state/written_memory.py",
+        "            self._known.add([tensor])\n",
+        "            pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "copies of written memory are not put back",
+        REWIND_POINT,
+        "            memory.copy_(value)\n",
+        "            pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "attributes stay as a failed attempt left them",
+        "autobatch/state/module_state.py",
+        "            put_entries_back(vars(module), held)\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "containers in attributes stay as a failed attempt left them",
+        "autobatch/state/containers.py",
+        "        for content in self.contents:\n            content.put_back()\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a piece is kept that moved an attribute",
+        REWIND_POINT,
+        "not (draws or moves)",
+        "not draws",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a lazy parameter stays what it became",
+        "autobatch/state/tensor_header.py",
+        "            tensor.__class__ = self._class\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "objects that the user named are not put back",
+        REWIND_POINT,
+        "        self._objects.put_back()\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a step whose counts are no whole numbers keeps its first total",
+        SHARES,
+        "all(w.is_integer() and w <= _EXACT_IN_FLOAT32 for piece in pieces for w in piece.weights.values())",
+        "True",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a retry divides by the total of other pieces",
+        PROGRESS,
+        "            self.totals = Totals.of(pieces, weighed=self._weighed)\n",
+        "            pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "sparse gradients grow with every micro-batch",
+        TRANSACTION,
+        "        coalesce_gradients(stamps.parameters)\n",
+        "",
+        ("tests/test_sparse_gradients.py",),
+    ),
+    Mutant(
+        "a trial's sparse gradient has the rows of two micro-batches",
+        TRANSACTION,
+        "            widen_gradients(stamps.parameters, self.stands_for)\n",
+        "",
+        ("tests/test_sparse_gradients.py",),
     ),
     Mutant(
         "a remembered plan may need more than there is",
@@ -294,6 +391,48 @@ MUTANTS = (
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
         ("tests/test_recollection.py",),
+    ),
+    Mutant(
+        "a batch is cut into pieces that the model cannot run",
+        PIECES,
+        "max(largest, least_size(total, smallest)), min(total, smallest)):",
+        "largest):",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a rest that no size divides is kept",
+        TRANSACTION,
+        "and is_clean and can_divide_rest:",
+        "and is_clean:",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "fit does not ask whether one sample runs",
+        SEARCH,
+        "smallest = probe.find_smallest() if is_doubtful else 1",
+        "smallest = 1",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a plan without trials never finds out",
+        "autobatch/runner.py",
+        "if self._accumulation.smallest > 1 or not refuses_one_sample(error):",
+        "if True:",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a size that fails again waits no longer",
+        SETBACK,
+        "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
+        "least_wait",
+        PACING_TESTS,
+    ),
+    Mutant(
+        "a wait is never short again",
+        SETBACK,
+        "        wait = self.wait // 2\n",
+        "        wait = self.wait\n",
+        PACING_TESTS,
     ),
     Mutant(
         "a prediction that knows no larger size ends a search",

@@ -271,7 +271,6 @@ def test_an_oom_before_the_optimizers_step_undoes_the_step(scaled):
                 model, optimizer, runner = make_update(scaled=scaled, plan=runner.plan)
             else:  # the first layers' backward pass comes after that of the head
                 model, optimizer, runner = make_update(scaled=scaled, plan=runner.plan)
-        model.calls = before["calls "]
         assert not differences(forget_objects(bits_of(model, optimizer)), forget_objects(before))
     assert undone >= 8
     assert runner.step(make_batch(8)).retries == 0
@@ -471,7 +470,6 @@ def run_interrupted(way, position, plan):
         try:
             run(make_batch(8))
         except KeyboardInterrupt:
-            model.calls = before["calls "]
             torch.set_grad_enabled(True)  # a `with` that is interrupted where it ends is not left: Python's own gap
     gradients = [gradient.clone() for gradient in gradients_of(model).values() if gradient is not None]
     found = bits_of(model, optimizer)

@@ -21,6 +21,7 @@ from torch import nn
 
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.records import DeviceInfo
+from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.workload import Workload
 
 __all__ = ["fingerprint"]
@@ -54,7 +55,8 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
 
 
 def _spell(name: str, tensor: torch.Tensor) -> str:
-    return f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+    shape = "no shape yet" if is_uninitialized(tensor) else tuple(tensor.shape)
+    return f"{name} {tensor.dtype} {shape}"
 
 
 def _spell_module(name: str, module: nn.Module) -> str:

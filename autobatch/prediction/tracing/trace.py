@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import Layout, map_tensors
-from autobatch.errors import AutobatchError, CannotPredict
+from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
 from autobatch.prediction.isolation import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
@@ -34,6 +34,7 @@ from autobatch.prediction.tracing.location import Location
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.prediction.tracing.twins import Twins, modules_of
 from autobatch.state.random_state import RandomState
+from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
@@ -164,6 +165,9 @@ def _on_twins(workload: Workload, circumstances: Circumstances, most_events: int
 
 
 def _check(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_uninitialized(parameter):
+            raise InvalidArgument(f"parameter {name} has no shape yet: run the model once on a sample first")
     for name, module in model.named_modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise CannotPredict(
