@@ -11,7 +11,7 @@ reading does not explain, one clean step later. Only a size that fails again as 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -32,7 +32,7 @@ class _Failure:
 
     Attributes:
         goal: The size that was wanted when the step began.
-        failed: Samples of the smallest micro-batch that failed.
+        failed: The smallest size at which a micro-batch failed.
         is_explained: Whether each OOM was explained by the curve and by what was free then.
     """
 
@@ -146,8 +146,9 @@ class Pace:
         if last and last.is_tried and last.ran < failed and not explains:
             wanted = last.ran
         size = max(rungs[max(bisect_right(rungs, min(wanted, failed - 1)) - 1, 0)], least)
-        began = self.failure or _Failure(self.goal, failed, is_explained=True)
-        failure = _Failure(began.goal, min(failed, began.failed), began.is_explained and explains)
+        began = self.failure or _Failure(self.goal, self.size, is_explained=True)
+        failed = min(rungs[bisect_left(rungs, failed)], began.failed)
+        failure = _Failure(began.goal, failed, began.is_explained and explains)
         return replace(_move(self, size, "out of memory"), failure=failure, clean_steps=0, thrashed_steps=0)
 
     def after_step(self, largest: int, *, thrashed: bool) -> Pace:
