@@ -95,7 +95,8 @@ def fit(
 
     Raises:
         NeedsBatch: No batch was given and the model does not tell what it takes.
-        DoesNotFit: Not even one sample fits; the message says what it needed, what there was, and what would help.
+        DoesNotFit: Not even one sample fits, or the fewest that the model can run; the message says what it needed,
+            what there was, and what would help.
         InexactSplit: ``check="raise"`` and the split would change the gradient.
         InvalidArgument: An argument cannot mean anything.
         InvalidBatch: The batch cannot be counted.
@@ -176,7 +177,7 @@ def _make_plan(
     verdict: Verdict | None,
     warnings: tuple[str, ...],
 ) -> Plan:
-    sizes = balance(wanted.target_batch, found.size)
+    sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
     return Plan(
         target_batch=wanted.target_batch,
         world_size=1,
@@ -205,6 +206,7 @@ def _make_plan(
         failing_size=found.failing_size,
         searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
         confirms=found.confirmed.id if found.confirmed else "",
+        smallest_micro_batch=found.smallest,
     )
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from autobatch.accumulation.progress import Accumulated, Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
-from autobatch.errors import DoesNotFit
+from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import MemoryUsage, Trial
@@ -108,6 +108,32 @@ class Probe:
         if reason is not None:
             self.reasons[size] = reason
         return _summarise(size, readings, self.device.usage().alloc_retries, reason)
+
+    def find_smallest(self) -> int:
+        """The fewest samples that the model can run: 1, or 2 where one sample alone raises an error.
+
+        Only the forward pass is run. Whether two samples run is not asked here: each trial does.
+        """
+        handled = sys.exc_info()[1]
+        try:
+            self._attempt(self._run_one_sample, 1, _Readings())
+        except Exception as error:
+            refused = not isinstance(error, AutobatchError) and not is_oom(error, handled=handled)
+            if not refused:
+                raise
+        else:
+            return 1
+        # After the ``except`` block, whose error holds the tensors of the failed pass.
+        self.state.rewind()
+        self.device.reclaim()
+        return 2
+
+    def _run_one_sample(self, size: int, _: _Readings) -> None:
+        batch = self._make_batch(size)
+        self.workload.run(map_tensors(batch.batch, self._copy))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.place_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
     def _attempt(self, action: Callable[[int, _Readings], None], size: int, readings: _Readings) -> str | None:
         """Run one part of a trial from the user's own state; returns None, or why memory ended."""

@@ -35,6 +35,7 @@ STEP = "autobatch/step/workload.py"
 
 RECOLLECTION = "autobatch/planning/recollection.py"
 SEARCH = "autobatch/size_search.py"
+SETBACK = "autobatch/planning/setback.py"
 KEEPING = "autobatch/ledger/keeping.py"
 STORE = "autobatch/ledger/store.py"
 PREDICTION = "autobatch/prediction/"
@@ -48,6 +49,10 @@ RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
 BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
 MOVING_TESTS = ("tests/test_moving_state.py",)
+
+
+SMALLEST_TESTS = ("tests/test_smallest_piece.py",)
+PACING_TESTS = ("tests/test_pacing.py", "tests/test_size_over_time.py")
 
 
 @dataclass(frozen=True)
@@ -454,6 +459,48 @@ MUTANTS = (
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
         ("tests/test_recollection.py",),
+    ),
+    Mutant(
+        "a batch is cut into pieces that the model cannot run",
+        PIECES,
+        "max(largest, least_size(total, smallest)), min(total, smallest)):",
+        "largest):",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a rest that no size divides is kept",
+        TRANSACTION,
+        "and is_clean and can_divide_rest:",
+        "and is_clean:",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "fit does not ask whether one sample runs",
+        SEARCH,
+        "smallest = probe.find_smallest() if is_doubtful else 1",
+        "smallest = 1",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a plan without trials never finds out",
+        "autobatch/runner.py",
+        "if self._accumulation.smallest > 1 or not refuses_one_sample(error):",
+        "if True:",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a size that fails again waits no longer",
+        SETBACK,
+        "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
+        "least_wait",
+        PACING_TESTS,
+    ),
+    Mutant(
+        "a wait is never short again",
+        SETBACK,
+        "        wait = self.wait // 2\n",
+        "        wait = self.wait\n",
+        PACING_TESTS,
     ),
     Mutant(
         "a prediction that knows no larger size ends a search",

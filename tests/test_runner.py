@@ -98,8 +98,8 @@ def test_the_optimizer_steps_exactly_once_and_gradients_are_gone():
     assert all(gradient is None for gradient in gradients_of(model).values())
 
 
-def test_the_smaller_size_is_kept_and_told():
-    """After a retry the next steps begin with the size that ran; each retry is one event and one warning."""
+def test_the_smaller_size_is_kept_for_one_clean_step_and_told():
+    """After a retry the next step begins with the size that ran, the one after it with the plan's; each an event."""
     events = []
     _model, _, runner = make_runner(16, 8, hooks=[events.append])
     with oom_at(15):
@@ -110,7 +110,10 @@ def test_the_smaller_size_is_kept_and_told():
     assert "planned out of memory" in retry.reason
     result = runner.step(make_batch(16, torch.float64))
     assert max(result.micro_batch_sizes) <= retry.new_size
-    assert [event.step for event in events if isinstance(event, StepFinished)] == [0, 1]
+    assert runner.micro_batch_size == 8
+    assert max(runner.step(make_batch(16, torch.float64)).micro_batch_sizes) == 8
+    assert [event.step for event in events if isinstance(event, StepFinished)] == [0, 1, 2]
+    assert [(event.step, event.new_size) for event in events if isinstance(event, SizeChanged)] == [(2, 8)]
 
 
 def test_one_log_line_a_retry(caplog):
@@ -155,7 +158,7 @@ def test_the_curve_chooses_the_next_size():
 
 
 def test_a_step_shrinks_first_when_less_is_free_and_grows_back_later():
-    """A tenant between two steps costs no OOM; when it has gone, the plan's size is back after clean steps."""
+    """A tenant between two steps costs no OOM; when it has gone, the plan's size is back in the next step."""
     events = []
     runner, batch, budget = make_tight_runner(events)
     runner.step(batch)
@@ -166,9 +169,7 @@ def test_a_step_shrinks_first_when_less_is_free_and_grows_back_later():
     [change] = [event for event in events if isinstance(event, SizeChanged)]
     assert (change.step, change.old_size, change.reason) == (1, runner.plan.micro_batch_size, "less is free")
     assert max(results[0].micro_batch_sizes) <= change.new_size == runner.micro_batch_size
-    for _ in range(100):
-        runner.step(batch)
-    assert runner.micro_batch_size == runner.plan.micro_batch_size
+    assert runner.step(batch).micro_batch_sizes == runner.plan.micro_batch_sizes
     grown = [event for event in events if isinstance(event, SizeChanged)][1:]
     assert {event.reason for event in grown} == {"grown back"}
     assert not any(isinstance(event, Retried) for event in events)
@@ -342,7 +343,7 @@ def test_a_tuple_of_tensors_is_one_batch_and_no_several():
 
 
 def test_a_step_that_never_fits_restores_all_and_raises():
-    """Out of memory at one sample: DoesNotFit, and parameters, buffers, gradients, generators are as before."""
+    """Out of memory at the fewest samples: DoesNotFit, and parameters, buffers, gradients, generators are as before."""
     model = Everything()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     device = FakeDevice(lambda n: 10 + n, total_bytes=100)
@@ -354,7 +355,7 @@ def test_a_step_that_never_fits_restores_all_and_raises():
     mean_step(model, make_batch(3)).backward()
     before = bits_of(model, optimizer)
     device.curve = lambda n: 101
-    with pytest.raises(DoesNotFit, match="at a micro-batch of one sample") as caught:
+    with pytest.raises(DoesNotFit, match="at a micro-batch of 2 samples, the fewest it can have") as caught:
         runner.step(make_batch(32))
     assert not differences(bits_of(model, optimizer), before)  # no forward pass ran: the device refused before it
     assert runner.micro_batch_size == 8

@@ -27,12 +27,15 @@ class Shortage:
         samples_kept: Samples whose gradient stands.
         samples_redone: Samples that are still to do, or to do again.
         reason: The error's first line.
+        least_size: The least size into which what is still to do can be divided: any piece has to be one that the
+            model can run.
     """
 
     failed_size: int
     samples_kept: int
     samples_redone: int
     reason: str
+    least_size: int = 1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autobatch.accumulation.pieces import Piece, check_additive, cut, join, refuse_graphs
+from autobatch.accumulation.pieces import Piece, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
@@ -51,6 +51,7 @@ class Accumulation:
         shrink: Called after each shortage; returns the new largest micro-batch, smaller than the failed one, or raises.
         scale: Applied to each share of the loss before its backward pass: a ``GradScaler``'s ``scale``.
         in_float32: Whether gradients in bfloat16 and float16 are added up in float32 when there are several pieces.
+        smallest: The fewest samples that the model can run; no batch is cut into smaller pieces.
         leaves_are_known: Whether the first micro-batch need not be looked through for parameters that nobody knows.
         known_state: What its steps are known to change; default: nothing yet.
         stands_for: How many micro-batches a step has of which the first two are run here, in a trial: sparse gradients
@@ -63,6 +64,7 @@ class Accumulation:
     shrink: Callable[[Shortage], int]
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     in_float32: bool = True
+    smallest: int = 1
     leaves_are_known: bool = False
     known_state: StepState | None = None
     stands_for: int = 0
@@ -178,7 +180,8 @@ class Accumulation:
                 f"else is as before the step; load your last checkpoint"
             )
         is_clean = stamps.unchanged() and progress.totals.are_exact
-        if self._state.returns_to(here, before) and is_clean:
+        can_divide_rest = self._least_size(progress.todo) < progress.failed_size
+        if self._state.returns_to(here, before) and is_clean and can_divide_rest:
             here.restore()
         else:
             before.restore()
@@ -273,16 +276,19 @@ class Accumulation:
         return self._try_twice(
             lambda: [
                 piece
-                for layout, start, stop in ranges
-                for piece in cut(self.workload, layout, start, stop, largest or layout.count)
+                for samples in ranges
+                for piece in cut(self.workload, samples, largest or samples[0].count, self.smallest)
             ],
             "to count with weigh()",
         )
+
+    def _least_size(self, pieces: Sequence[Piece]) -> int:
+        return find_least_size(join(pieces), self.smallest)
 
     def _divide_anew(self, progress: Progress, reason: str) -> None:
         """Cut what is left into smaller micro-batches; where nothing is done yet, its total is that of the new ones."""
         failed, todo = progress.failed_size, progress.todo
         kept, redone = sum(progress.sizes), sum(piece.size for piece in todo)
-        smaller = self._cut(join(todo), self.shrink(Shortage(failed, kept, redone, reason)))
+        smaller = self._cut(join(todo), self.shrink(Shortage(failed, kept, redone, reason, self._least_size(todo))))
         check_additive(todo, smaller)
         progress.retry_with(smaller)
