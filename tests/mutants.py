@@ -32,6 +32,7 @@ GRADIENTS = "autobatch/state/gradients.py"
 REWIND_POINT = "autobatch/state/rewind_point.py"
 RANDOM = "autobatch/state/random_state.py"
 STEP = "autobatch/step/workload.py"
+LOOP_GUARD = "autobatch/step/loop_guard.py"
 
 RECOLLECTION = "autobatch/planning/recollection.py"
 SEARCH = "autobatch/size_search.py"
@@ -42,6 +43,7 @@ PREDICTION = "autobatch/prediction/"
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
+LOOP_GUARD_TESTS = ("tests/test_loop_guard.py",)
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,34 @@ MUTANTS = (
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
         ("tests/test_recollection.py",),
+    ),
+    Mutant(
+        "a backward pass inside the step is not noticed",
+        LOOP_GUARD,
+        "            _watch_gradients(stack, watched, refused)\n",
+        "",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a step may step an optimizer that it holds",
+        LOOP_GUARD,
+        "_is_optimizer(v) and _holds_any(v, known)",
+        "False",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "an optimizer inside a wrapper may be stepped",
+        LOOP_GUARD,
+        "    yield from vars(value).values()\n",
+        "    yield from ()\n",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a refusal that the step caught is forgotten",
+        LOOP_GUARD,
+        "        if refused:\n            raise InvalidStep(refused[0])\n",
+        "",
+        LOOP_GUARD_TESTS,
     ),
     Mutant(
         "a prediction that knows no larger size ends a search",
