@@ -155,5 +155,5 @@ class Verdict(Record):
     def _show_modules(self) -> str:
         shown = [f"{found.module} {found.relative_error:.1e}" for found in self.modules[:_MODULES_SHOWN]]
         more = len(self.modules) - len(shown)
-        shown += [plural(more, "more module")] if more else []
-        return f" ({', '.join(shown)})" if shown else ""
+        others = f" and {plural(more, 'more module')}" if more else ""
+        return f" ({', '.join(shown)}{others})" if shown else ""

@@ -24,7 +24,7 @@ INDICES = {
     "exponential_, argsort": lambda n: torch.empty(n).exponential_().argsort(),
     "rand_like, argsort": lambda n: torch.rand_like(torch.ones(n)).argsort(),
     "Gumbel, argsort": lambda n: torch.distributions.Gumbel(0.0, 1.0).sample((n,)).argsort(),
-    "randperm": lambda n: torch.randperm(n),
+    "randperm": torch.randperm,
     "randint": lambda n: torch.randint(n, (n,)),
     "multinomial": lambda n: torch.multinomial(torch.ones(n), n),
     "multinomial with replacement": lambda n: torch.multinomial(torch.ones(n), n, replacement=True),

@@ -1,4 +1,4 @@
-"""A step held still: the same draws for a sample in any division, no dropout, float32, and nothing left of it afterwards."""
+"""A step held still: a sample draws the same in any division, no dropout, float32, and nothing left of it afterwards."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_a_sample_draws_the_same_in_the_whole_and_in_any_part(name, sizes):
     assert torch.equal(whole, parts)
 
 
-@pytest.mark.parametrize("name", ["rand", "randn", "uniform_", "normal", "normal_", "exponential_", "randn out", "gamma"])
+@pytest.mark.parametrize(
+    "name", ["rand", "randn", "uniform_", "normal", "normal_", "exponential_", "randn out", "gamma"]
+)
 def test_samples_draw_unlike_each_other(name):
     """Otherwise an order made of draws would leave all samples where they are."""
     whole, _ = draw_in_parts(DRAWS[name], (4, 4))

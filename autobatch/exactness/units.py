@@ -47,7 +47,7 @@ def units_of(layout: Layout) -> Iterator[Unit]:
                 yield source.unit(f"({{}}{cut} != {filler}).sum()", _unequal(cut, filler))
     for source in found:
         tensor = source.joined
-        if _is_mask(tensor) or (tensor.ndim == 1 and bool((tensor >= 0).all())):
+        if _is_mask(tensor) or (source.ndim == 1 and bool((tensor >= 0).all())):
             for cut in source.cuts():
                 yield source.unit(f"{{}}{cut}.sum()", _summed(cut))
 
@@ -60,11 +60,13 @@ class _Source:
         path: How it is reached from ``batch``; of a list of samples, how the list is.
         within: How a tensor is reached from its ``item`` of a list of samples; ``None`` where there is no list.
         joined: All its values, to be looked at.
+        ndim: Dimensions of the tensor, or of each sample's.
     """
 
     path: str
     within: str | None
     joined: torch.Tensor
+    ndim: int
 
     @property
     def is_of_samples(self) -> bool:
@@ -72,7 +74,7 @@ class _Source:
 
     def cuts(self) -> tuple[str, ...]:
         # A language model's labels are its inputs, one place on: the first of each row is no label.
-        return ("", "[:, 1:]") if self.joined.ndim >= 2 and not self.is_of_samples else ("",)
+        return ("", "[:, 1:]") if self.ndim >= 2 and not self.is_of_samples else ("",)
 
     def unit(self, code: str, count: Callable[[torch.Tensor], float]) -> Unit:
         if self.within is None:
@@ -91,13 +93,13 @@ def _sources(layout: Layout) -> Iterator[_Source]:
     lists = [path for path, reading in layout.lists.items() if reading == "samples"]
     for path, tensor in _tensors("batch", layout.batch).items():
         if not any(path.startswith(f"{of_samples}[") for of_samples in lists):
-            yield _Source(path, None, tensor)
+            yield _Source(path, None, tensor, tensor.ndim)
     for path in lists:
         items = [_tensors("item", item) for item in _at(layout.batch, path)]
         for name in items[0] if items else ():
             if all(name in item for item in items):
                 joined = torch.cat([item[name].reshape(-1) for item in items])
-                yield _Source(path, name.removeprefix("item"), joined)
+                yield _Source(path, name.removeprefix("item"), joined, items[0][name].ndim)
 
 
 def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
