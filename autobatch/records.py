@@ -153,7 +153,7 @@ class Verdict(Record):
         return f"splitting is not exact: {tried}{self._show_modules()}: {'; '.join(self.causes)}"
 
     def _show_modules(self) -> str:
-        shown = [f"{found.module} {found.relative_error:.1e}" for found in self.modules[:_MODULES_SHOWN]]
+        shown = [f"{found.module}: {found.relative_error:.1e}" for found in self.modules[:_MODULES_SHOWN]]
         more = len(self.modules) - len(shown)
         others = f" and {plural(more, 'more module')}" if more else ""
         return f" ({', '.join(shown)}{others})" if shown else ""

@@ -1,4 +1,4 @@
-"""A step held still: a sample draws the same in any division, no dropout, float32, and nothing left of it afterwards."""
+"""A step held still: a sample draws the same in any division, no dropout, float32, and nothing of it left."""
 
 from __future__ import annotations
 

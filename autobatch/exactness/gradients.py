@@ -17,7 +17,7 @@ __all__ = ["Gradients", "distances", "norms", "take_gradients", "total"]
 _COORDINATES = 2**18
 """How many numbers of a gradient a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all."""
 
-_CHUNK = 2**18
+_CHUNK = 2**16
 """How many numbers are made float64 at a time: the copy of a whole layer would be the most that a check holds."""
 
 
