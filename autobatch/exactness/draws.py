@@ -122,12 +122,13 @@ def _deviate(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _normal(given: _Arguments, numbering: Numbering) -> torch.Tensor:
-    tensors = [value for value in (given.get("mean"), given.get("std")) if isinstance(value, torch.Tensor)]
+    named = (given.get("mean"), given.get("std"))
+    tensors: list[torch.Tensor] = [value for value in named if isinstance(value, torch.Tensor)]
     if not tensors:
         return _new(_deviate)(given, numbering)
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    found = _deviate(given, numbering.uniform(shape, tensors[0].device))
-    return found.to(tensors[0].dtype)
+    shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
+    dtype: torch.dtype = tensors[0].dtype
+    return _deviate(given, numbering.uniform(shape, tensors[0].device)).to(dtype)
 
 
 def _permutation(given: _Arguments, numbering: Numbering) -> torch.Tensor:

@@ -22,7 +22,6 @@ from torch.overrides import TorchFunctionMode
 
 from autobatch.exactness.draws import SampleDraws
 from autobatch.exactness.numbering import Numbering
-from autobatch.memory.cpu import run_eagerly
 
 __all__ = ["still", "widen"]
 
@@ -105,7 +104,6 @@ def still(
     wider = _WIDER[dtype]
     with ExitStack() as stack:
         stack.enter_context(_LOCK)
-        stack.enter_context(run_eagerly())
         stack.enter_context(_no_autocast())
         for owner, name, value in _settings():
             stack.enter_context(_hold(owner, name, value))

@@ -26,6 +26,8 @@ class PlanRecord(Record):
         world_size: Ranks that share it.
         micro_batch_size: The most samples in one forward and backward.
         micro_batch_sizes: What this rank runs, in order; sums to its share of the target.
+        smallest_micro_batch: The fewest samples that the model can run: 2 where ``fit`` found that one sample raises an
+            error, as BatchNorm does in train mode with one value per channel. A retry has no smaller piece either.
         accumulation_steps: How many micro-batches that is.
         budget_bytes: What the process may hold on the device; 0 where the device cannot tell.
         headroom_bytes: The part of the budget that is left free on purpose.
@@ -86,6 +88,7 @@ class PlanRecord(Record):
     failing_size: NonNegativeInt = 0
     searched_bytes: NonNegativeInt = 0
     confirms: str = ""
+    smallest_micro_batch: PositiveInt = 1
 
     @property
     def limit_bytes(self) -> int:
@@ -107,6 +110,9 @@ class PlanRecord(Record):
             raise ValueError(f"micro_batch_sizes sum to {sum(sizes)}, but a rank's share of the target is {expected}")
         if self.micro_batch_size != max(sizes, default=0):
             raise ValueError(f"micro_batch_size={self.micro_batch_size} is not the largest of micro_batch_sizes")
+        if len(sizes) > 1 and min(sizes) < self.smallest_micro_batch:
+            smallest = self.smallest_micro_batch
+            raise ValueError(f"micro_batch_sizes has a {min(sizes)}, less than smallest_micro_batch={smallest}")
         if self.accumulation_steps != len(sizes):
             raise ValueError(f"accumulation_steps={self.accumulation_steps}, but micro_batch_sizes has {len(sizes)}")
         if self.headroom_bytes > self.budget_bytes:
