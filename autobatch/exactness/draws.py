@@ -121,14 +121,13 @@ def _deviate(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
     return deviates
 
 
-def _normal(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+def _normal(given: _Arguments, numbering: Numbering) -> Any:
     named = (given.get("mean"), given.get("std"))
     tensors: list[torch.Tensor] = [value for value in named if isinstance(value, torch.Tensor)]
     if not tensors:
         return _new(_deviate)(given, numbering)
-    shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))  # type: ignore[no-untyped-call]
-    dtype: torch.dtype = tensors[0].dtype
-    return _deviate(given, numbering.uniform(shape, tensors[0].device)).to(dtype)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    return _deviate(given, numbering.uniform(shape, tensors[0].device)).to(tensors[0].dtype)
 
 
 def _permutation(given: _Arguments, numbering: Numbering) -> torch.Tensor:
