@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from moving_models import Hidden, KeyEncoder, Normalised
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
@@ -535,3 +537,38 @@ def test_a_verdict_is_one_line():
     """Whatever it says, it fits a log."""
     verdict = Verdict(exact=True, relative_error=1e-7, samples=16, partitions=((1, 15),))
     assert str(verdict) == "splitting is exact: 16 samples in 1 division, relative error 1.0e-07"
+
+
+@pytest.mark.parametrize(
+    ("make_model", "modules"),
+    [
+        (lambda: KeyEncoder(way="in place"), "KeyEncoder, key"),
+        (lambda: KeyEncoder(way="data in place"), "KeyEncoder, key"),
+        (lambda: KeyEncoder(way="data assigned"), "KeyEncoder"),
+        (Normalised, "body, head"),
+        (Hidden, "Hidden"),
+    ],
+    ids=["in place", "data in place", "data assigned", "trained weights", "attributes"],
+)
+def test_state_that_moves_in_forward_is_found_and_put_back(make_model, modules):
+    """Each run begins from the same state, wherever that is; its drift is neither rounding nor a wrong count."""
+    torch.manual_seed(0)
+    model = make_model()
+    before = bits_of(model)
+    verdict = verify(model, make_batch(8), mean_step)
+    assert not verdict.exact
+    assert any(f"state that moves with every forward pass ({modules};" in cause for cause in verdict.causes)
+    assert not differences(bits_of(model), before)
+
+
+@pytest.mark.parametrize("drift", [1e-3, 0.05, 1.0])
+def test_state_that_cannot_be_put_back_does_not_pass_for_rounding(drift):
+    """A step whose own counter changes the loss: no two runs agree, and no split is called exact for it."""
+    calls = itertools.count(1)
+
+    def step(model, batch):
+        return mean_step(model, batch) * (1 + drift * next(calls))
+
+    verdict = verify(Plain(torch.float32), make_batch(8), step)
+    assert not verdict.exact
+    assert any("the same samples give another gradient each time" in cause for cause in verdict.causes)

@@ -29,7 +29,6 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
-from autobatch.state.written_memory import stop_recording
 from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
@@ -111,7 +110,7 @@ class Accumulation:
             reason = self._complete(progress, before, aside, update)
         finally:
             try:
-                stop_recording()
+                self._state.stop_recording()
                 if not aside.is_final:
                     before.restore()
             finally:

@@ -149,12 +149,10 @@ def _renew_where_it_matters(measured: Measurement, partitions: Sequence[Sizes]) 
 
 def _moved_modules(measured: Measurement) -> list[str]:
     model = measured.workload.model
-    measured.checkpoint.restore()
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     measured.repeat_error()
-    moved = [name for name, buffer in model.named_buffers() if name in before and not torch.equal(buffer, before[name])]
-    owners = [name.rpartition(".")[0].partition(".parametrizations")[0] for name in moved]
-    return [*dict.fromkeys(owner.removeprefix("parametrizations") or type(model).__name__ for owner in owners)]
+    moved = {id(module) for module in measured.checkpoint.find_moved()}
+    names = [name.partition(".parametrizations")[0] for name, module in model.named_modules() if id(module) in moved]
+    return [*dict.fromkeys(name.removeprefix("parametrizations") or type(model).__name__ for name in names)]
 
 
 def _explain_sum(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:

@@ -15,14 +15,14 @@ import torch
 
 from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
-from autobatch.batch.layout import Layout
+from autobatch.batch.layout import Layout, tensors_of
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.gradients import Gradients, distances, norms, take_gradients, total
 from autobatch.exactness.numbering import Numbering
-from autobatch.exactness.rounding import TOLERANCE, Scales
+from autobatch.exactness.rounding import TOLERANCE, Scales, bound_noise
 from autobatch.memory.device import Device
 from autobatch.planning.planner import balance
-from autobatch.state.rewind_point import RewindPoint
+from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import Mean, Sum
 from autobatch.step.workload import Step, Workload
 
@@ -213,23 +213,26 @@ class Measurement:
         for tensor in found.tensors:
             if tensor is not None:
                 tensor.div_(_FACTOR)
-        self._scales = replace(scales, noise=distances(found, self.whole()))
+        self._scales = replace(scales, noise=bound_noise(distances(found, self.whole()), scales.sizes))
 
     def _numbers(self, found: Gradients) -> torch.Tensor:
         self._measure_noise()
         return found.numbers(self.whole(), self.scales().divisors())
 
     def _run(self, ranges: Sequence[tuple[int, int]], factor: float = 1.0) -> Gradients:
-        parameters = self.workload.parameters()
+        self.checkpoint.restore()
+        parameters = self.workload.parameters()  # only now: what the last run has made is gone
         for parameter in parameters:
             parameter.grad = None
-        self.checkpoint.restore()
         parts = [self.part(start, stop) for start, stop in ranges]
         # What counts for nothing is not run.
         run = [range_ for range_, part in zip(ranges, parts, strict=True) if self._counts(part)]
         workload = replace(self.workload, step=self._make_step(iter(run)))
         scale = None if factor == 1 else lambda loss: loss * factor
-        done = Accumulation(workload, self.device, _end, scale).run(parts, self.layout.count)
+        state = StepState(self.workload.model, self.device.torch_device, records=False)
+        accumulation = Accumulation(workload, self.device, _end, scale, known_state=state)
+        with self.checkpoint.record(tensors_of(self.layout.batch)):
+            done = accumulation.run(parts, self.layout.count)
         self.draws.end()
         if done is None:
             return Gradients((None,) * len(parameters))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["TOLERANCE", "Scales", "relate"]
+__all__ = ["TOLERANCE", "Scales", "bound_noise", "relate"]
 
 TOLERANCE = 1e-4
 """Exact splits measure up to 6e-5 in float32 (a deep convolutional network with GroupNorm), most of them below 1e-6;
@@ -22,6 +22,17 @@ the mildest wrong one known here is beyond 1e-3. Before that is said of any, it 
 _NOISES = 100.0
 """A difference of fewer roundings than this is none. Whole and split differ by up to 10 of them on parameters without
 a true gradient (biases of attention keys, 16 samples in up to 16 parts, torch 2.13 on the CPU)."""
+
+
+_MOST_NOISE = 1e-6
+"""What differs by more than this part of the largest gradient, from one run to the next, is no rounding: the step keeps
+state that moves. As noise it would hide any difference."""
+
+
+def bound_noise(noise: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """What of each parameter's difference between two runs can be rounding, given the norms of all gradients."""
+    most = _MOST_NOISE * max((size for size in sizes if math.isfinite(size)), default=0.0)
+    return [min(one, most) for one in noise]
 
 
 @dataclass(frozen=True)

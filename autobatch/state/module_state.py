@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import is_
 
+import torch
 from torch import nn
 
 from autobatch.state.containers import find_contents, put_entries_back
@@ -57,6 +58,14 @@ class ModuleState:
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
         return all(held.are_current() for held in self._attributes.values()) and self.headers.are_current()
+
+    def find_changed(self) -> list[nn.Module]:
+        """The modules whose class, attributes or containers are not as they were; tensors are not looked at."""
+        return [held.module for held in self._attributes.values() if not held.are_current()]
+
+    def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
+        """The tensors that one of the modules held itself."""
+        return self._attributes[id(module)].tensors
 
     def put_back(self) -> None:
         """Let all of it be as it was. Can be done any number of times."""

@@ -71,6 +71,26 @@ class RewindPoint:
         """The buffers of which this has copies."""
         return [buffer for buffer, _ in self._buffers]
 
+    def record(self, apart: Iterable[torch.Tensor]) -> WriteRecorder:
+        """While active, copies all that is written into, so that ``restore`` puts it back.
+
+        Args:
+            apart: Tensors of which no copies are made: gradients, the batch.
+        """
+        return WriteRecorder([self.memory], WrittenMemory(), [*apart, *self.buffers()])
+
+    def find_moved(self) -> list[nn.Module]:
+        """The modules whose attributes, or whose tensors' values, are not as they were."""
+        changed = {id(module) for module in self.modules.find_changed()}
+        buffers = {id(buffer) for buffer, value in self._buffers if not torch.equal(buffer, value)}
+        written = {key for key, (memory, value) in self.memory.items() if not torch.equal(memory, value)}
+
+        def holds_moved(module: nn.Module) -> bool:
+            tensors = self.modules.tensors_of(module)
+            return any(id(t) in buffers or any(s._cdata in written for s in storages_of(t)) for t in tensors)
+
+        return [module for module in self.modules.modules if id(module) in changed or holds_moved(module)]
+
     def restore(self) -> None:
         """Put all of it back bit for bit, in place; allocates nothing of size."""
         try:
@@ -120,6 +140,7 @@ class StepState:
         self.records, self._begun = records, 0
         self._memory = WrittenMemory()
         self._latest: ModuleState | None = None
+        self._recorder: WriteRecorder | None = None
         self.moves_modules = self._draws_on_host = False
 
     def begin(self) -> RewindPoint:
@@ -153,7 +174,13 @@ class StepState:
         if not (self.records and is_recorded(self._begun - 1)):
             return nullcontext()
         buffers = [buffer for point in points for buffer in point.buffers()]
-        return WriteRecorder([point.memory for point in points], self._memory, [*apart, *buffers])
+        self._recorder = WriteRecorder([point.memory for point in points], self._memory, [*apart, *buffers])
+        return self._recorder
+
+    def stop_recording(self) -> None:
+        """At the end of a step, however it ended."""
+        if self._recorder is not None:
+            self._recorder.stop()
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 from autobatch.dispatch import DispatchMode
 from autobatch.storages import storages_of
 
-__all__ = ["Saved", "WriteRecorder", "WrittenMemory", "is_recorded", "stop_recording"]
+__all__ = ["Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
 
 Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By storage: all of its bytes as a view, and a copy of them."""
@@ -109,6 +109,11 @@ class WriteRecorder(DispatchMode):
         self._apart |= made - given
         return result
 
+    def stop(self) -> None:
+        """Leave the mode if an interrupt has not let it be left: one that comes as a ``with`` block ends does that."""
+        if _get_current_dispatch_mode() is self:
+            _pop_mode()
+
     @torch.no_grad()
     def _save(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
@@ -119,12 +124,6 @@ class WriteRecorder(DispatchMode):
             for point in self._points:
                 point.setdefault(key, saved)
             self._known.add([tensor])
-
-
-def stop_recording() -> None:
-    """Leave recorders that an interrupt has not let be left: one that comes as a ``with`` block ends does that."""
-    while isinstance(_get_current_dispatch_mode(), WriteRecorder):
-        _pop_mode()
 
 
 _WRITTEN: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}

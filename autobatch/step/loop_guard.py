@@ -19,6 +19,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from autobatch.errors import InvalidStep
+from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.reachable import parts_of, walk
 
 __all__ = ["LoopGuard"]
@@ -97,7 +98,7 @@ def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refus
         raise InvalidStep(_BACKWARD)
 
     for parameter in parameters:
-        if parameter.is_leaf and parameter.requires_grad:
+        if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
             before = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public twin
             if before is None:
                 stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", None)
