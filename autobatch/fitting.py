@@ -32,6 +32,7 @@ from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
+from autobatch.wrappers import unwrap_optimizer, warn_of_wrapper
 
 __all__ = ["fit"]
 
@@ -70,7 +71,8 @@ def fit(
             ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
             ``plan.warnings`` says which.
         optimizer: Its state and its step's own peak are measured. It is stepped on your tensors only inside a trial,
-            and put back.
+            and put back. Of the wrappers of Lightning and accelerate the torch optimizer inside is stepped, so that
+            trainers count no step.
         weigh: What the mean is over, ``weigh(micro_batch) -> float``; default: samples.
         device: Where the model is; default: where its parameters are.
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
@@ -104,6 +106,7 @@ def fit(
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
+    optimizer = unwrap_optimizer(optimizer)
     workload = Workload(model, step or default_step, weigh, optimizer)
     memory = _watch(workload, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
@@ -187,7 +190,7 @@ def _make_plan(
         curve=found.curve if memory.measures else None,
         trials=found.trials,
         device=memory.describe(),
-        warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload)),
+        warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
         accumulate_in_float32=wanted.accumulate_in_float32,

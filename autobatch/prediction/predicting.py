@@ -37,6 +37,7 @@ from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_n
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
+from autobatch.wrappers import unwrap_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
 
@@ -99,7 +100,7 @@ def predict(
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
         raise InvalidArgument(f"margin={margin!r} must be a fraction from 0 to less than 1, such as 0.1")
     card = _find_local() if gpu is None else find_gpu(gpu)
-    workload = Workload(model, step or default_step, weigh, optimizer)
+    workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, target_batch)
     layout, circumstances = example.layout, Circumstances(scaler=scaler)
     timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
