@@ -12,9 +12,12 @@ from pydantic import BaseModel, ConfigDict
 
 from autobatch.wording import plural
 
-__all__ = ["DeviceInfo", "MemoryUsage", "Outcome", "Record", "Tenant", "Trial", "Verdict"]
+__all__ = ["DeviceInfo", "MemoryUsage", "Outcome", "Phase", "Record", "Tenant", "Trial", "Verdict"]
 
 Outcome = Literal["fits", "oom", "thrash"]
+
+Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
+"""The parts of a training step in which memory can end, in their order."""
 
 
 class Record(BaseModel):
@@ -85,6 +88,9 @@ class Trial(Record):
             size.
         backward_reserved: ``peak_reserved`` up to the end of the backward passes.
         resident_bytes: Bytes in tensors before the first micro-batch: parameters, buffers, optimizer state, batch.
+        ended_in: Where memory ended, if it did. ``"gradients"``: in a backward pass, where the gradients alone are more
+            than the limit beside what was there before it. ``"optimizer state"``: where the optimizer made it, which
+            some do in the course of their first step.
     """
 
     micro_batch_size: int
@@ -97,6 +103,7 @@ class Trial(Record):
     backward_allocated: int | None = None
     backward_reserved: int | None = None
     resident_bytes: int = 0
+    ended_in: Phase | None = None
 
     @property
     def samples_per_second(self) -> float:
