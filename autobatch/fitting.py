@@ -25,7 +25,15 @@ from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.recollection import Wanted
 from autobatch.records import Verdict
-from autobatch.request import Allowance, check_choice, check_count, check_target, find_allowance, find_device
+from autobatch.request import (
+    Allowance,
+    check_choice,
+    check_count,
+    check_micro_batches,
+    check_target,
+    find_allowance,
+    find_device,
+)
 from autobatch.size_search import Found, SizeSearch
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
@@ -107,6 +115,7 @@ def fit(
     check_choice("check", check, ("warn", "raise", None))
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
+    check_micro_batches(target_batch, bound)
     workload = Workload(model, step or default_step, weigh, optimizer)
     memory = _watch(workload, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
@@ -177,6 +186,7 @@ def _make_plan(
     verdict: Verdict | None,
     warnings: tuple[str, ...],
 ) -> Plan:
+    check_micro_batches(wanted.target_batch, found.size)
     sizes = balance(wanted.target_batch, found.size)
     return Plan(
         target_batch=wanted.target_batch,

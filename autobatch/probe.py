@@ -230,7 +230,7 @@ class Probe:
 
 def _summarise(size: int, readings: _Readings, alloc_retries: int, phase: Phase | None) -> Trial:
     backward, optimizer = readings.backward, readings.optimizer
-    retries = alloc_retries - readings.retries_before
+    retries = max(alloc_retries - readings.retries_before, 0)  # somebody may have reset the allocator's statistics
     return Trial(
         micro_batch_size=size,
         outcome="oom" if phase is not None else "thrash" if retries > 0 else "fits",

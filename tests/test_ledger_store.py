@@ -171,9 +171,10 @@ def test_notes_are_written_whole_or_not_at_all(store):
     """A setback that cannot be written takes the ranges of its note with it."""
     store.add_plan(make_plan())
     store.add_run(make_run())
-    setback = Setback(step=2**63, kind="size", old_size=8, new_size=4)
+    setback = Setback.model_construct(step=2**63, kind="size", old_size=8, new_size=4)
+    note = make_note(0, outcome="finished").model_copy(update={"setbacks": (setback,)})
     with pytest.raises(OverflowError):
-        store.update_run(make_note(0, setbacks=(setback,), outcome="finished"))
+        store.update_run(note)
     assert store.runs_of("a1") == [make_run()]
     assert store.update_run(make_note(0))
 

@@ -153,6 +153,14 @@ TABLE = [
         ),
     ),
     (
+        lambda: fit(target_batch=10**8, max_micro_batch=3),
+        "InvalidArgument",
+        (
+            "target_batch=100000000 would be 33333334 micro-batches of at most 3, more than the 1000000 that one "
+            "optimizer step may have: ask for fewer samples, or allow larger micro-batches"
+        ),
+    ),
+    (
         lambda: fit(objective="speed"),
         "InvalidArgument",
         "objective='speed' is not known; one of 'throughput', 'memory'",

@@ -11,8 +11,9 @@ RTX 6000 Ada's say which of the two), and where that was told in GiB, half of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from autobatch.bounds import LISTED, Bytes, Text
 from autobatch.records import Record
 
 __all__ = ["GPUS", "Gpu", "make_gpu"]
@@ -36,15 +37,15 @@ class Gpu(Record):
         context_measured: Whether that was read on a card of this architecture.
     """
 
-    name: str
-    aliases: tuple[str, ...] = ()
-    total_bytes: int
-    architecture: str
-    context_bytes: int
-    cublas_workspace_bytes: int
-    source: str
+    name: Text
+    aliases: Annotated[tuple[Text, ...], LISTED] = ()
+    total_bytes: Bytes
+    architecture: Text
+    context_bytes: Bytes
+    cublas_workspace_bytes: Bytes
+    source: Text
     measured: bool
-    context_source: str
+    context_source: Text
     context_measured: bool
 
 

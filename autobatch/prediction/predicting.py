@@ -32,7 +32,7 @@ from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
 from autobatch.records import DeviceInfo, Trial
-from autobatch.request import check_target
+from autobatch.request import check_micro_batches, check_target
 from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
@@ -190,6 +190,7 @@ def _as_trial(point: Point) -> Trial:
 def _make_plan(
     workload: Workload, layout: Layout, sizing: Sizing, curve: MemoryCurve, warnings: tuple[str, ...]
 ) -> Plan:
+    check_micro_batches(sizing.target, sizing.largest)
     card, sizes = sizing.gpu, balance(sizing.target, sizing.largest)
     budget = card.total_bytes - card.context_bytes
     return Plan(
