@@ -23,7 +23,7 @@ def report_unreadable(kind: str, name: str, reason: str) -> None:
     """One log line a process for each row."""
     complain_once(
         f"unreadable {kind} {name}",
-        f"{kind} {name} in the ledger is not one that this version reads ({reason}): it was damaged, and is set aside",
+        f"{kind} {name} in the ledger is not one that this version reads ({reason}): it is damaged, and is set aside",
     )
 
 
