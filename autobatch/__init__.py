@@ -93,6 +93,7 @@ _WITHOUT_TORCH = {
     "autobatch.hooks",
     "autobatch.plan",
     "autobatch.planning.curve",
+    "autobatch.prediction.prediction",
     "autobatch.records",
 }
 

@@ -14,6 +14,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, ValidationInfo
 
 __all__ = [
+    "LARGEST",
     "LISTED",
     "LONGEST_LIST",
     "LONGEST_TEXT",
@@ -40,7 +41,9 @@ LONGEST_TEXT = 4000
 LONGEST_LIST = 10_000
 """Entries; trials, ranges of steps and warnings are far fewer."""
 
-_LARGEST = 2**63 - 1  # what SQLite holds, and no device has
+LARGEST = 2**63 - 1
+"""What SQLite holds; no device has as many bytes."""
+
 _LAST_MOMENT = 253_402_214_400.0  # the last day of the year 9999: the calendar ends there, in any time zone
 
 _STEERING = re.compile(
@@ -70,9 +73,9 @@ def _check_text(text: str, info: ValidationInfo) -> str:
 Text = Annotated[str, AfterValidator(_check_text)]
 """One line of at most ``LONGEST_TEXT`` letters."""
 
-Bytes = Annotated[int, Field(ge=0, le=_LARGEST)]
-Count = Annotated[int, Field(ge=0, le=_LARGEST)]
-Whole = Annotated[int, Field(ge=-_LARGEST, le=_LARGEST)]
+Bytes = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
 """A difference of two of them."""
 
 Samples = Annotated[int, Field(ge=1, le=2**31)]

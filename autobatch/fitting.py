@@ -38,9 +38,10 @@ from autobatch.size_search import Found, SizeSearch
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
+from autobatch.step.identity import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
-from autobatch.wrappers import unwrap_optimizer, warn_of_wrapper
+from autobatch.wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 
 __all__ = ["fit"]
 
@@ -210,12 +211,13 @@ def _make_plan(
         version=__version__,
         id=secrets.token_hex(6),
         made_at=time.time(),
-        model=type(workload.model).__name__,
+        model=type(unwrap_model(workload.model)).__name__,
         objective=wanted.objective,
         max_micro_batch=wanted.max_micro_batch,
         failing_size=found.failing_size,
         searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
         confirms=found.confirmed.id if found.confirmed else "",
+        identity=identify_model(workload.model, workload.optimizer),
     )
 
 

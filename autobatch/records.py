@@ -13,7 +13,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Samples, Seconds, Text, is_one_line
 from autobatch.wording import plural
 
-__all__ = ["DeviceInfo", "MemoryUsage", "Outcome", "Phase", "Record", "Tenant", "Trial", "Verdict", "spell_invalid"]
+__all__ = [
+    "DeviceInfo",
+    "MemoryUsage",
+    "ModelIdentity",
+    "Outcome",
+    "Phase",
+    "Record",
+    "Tenant",
+    "Trial",
+    "Verdict",
+    "spell_invalid",
+]
 
 _LONGEST_REASON = 200
 """Of each half of a reason: a field's name may come from the file, and be as long as that."""
@@ -126,6 +137,27 @@ class Trial(Record):
     def samples_per_second(self) -> float:
         """Samples of both micro-batches over the attempt's wall time; 0 where no time was taken."""
         return 2 * self.micro_batch_size / self.seconds if self.seconds > SHORTEST else 0.0
+
+
+class ModelIdentity(Record):
+    """What a plan's model and optimizer are recognised by, without running anything.
+
+    The same for a model that is compiled, wrapped for data parallelism, moved, cast to another dtype or trained on:
+    names, dtypes and values do not count.
+
+    Attributes:
+        tensors: Parameters, each once however often it is shared.
+        parameters: Numbers in them.
+        trained: Numbers in those that require a gradient.
+        shapes: A digest of all shapes.
+        optimizer: The class of the torch optimizer; empty where there was none.
+    """
+
+    tensors: Count
+    parameters: Count
+    trained: Count
+    shapes: Text
+    optimizer: Text = ""
 
 
 class Verdict(Record):

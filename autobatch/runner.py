@@ -69,7 +69,8 @@ class Runner:
         """Bind a plan to a model.
 
         Args:
-            plan: From ``fit``, or loaded.
+            plan: From ``fit``, or loaded. One of another model, by the shapes of its parameters, or of another
+                optimizer is used as it is, and warned of.
             model: The model to train, on its device.
             step: ``step(model, micro_batch) -> loss``, the mean over ``weigh(micro_batch)`` units; or ``(loss, aux)``.
                 ``None``: as in ``fit``, the model's own loss.
@@ -111,6 +112,7 @@ class Runner:
         # What runs on a stand-in for a device is not worth keeping.
         kept = () if isinstance(device, Device) else (RunKeeper(plan, Ledger.open()),)
         self._telling = Telling(plan, (*hooks, *kept))
+        self._telling.tell_plan(model, optimizer)
         self._largest_elements = 0.0
         self._peak_bytes = 0
 

@@ -2,8 +2,8 @@
 
 Covers processes without NumPy: torch tries to import it once, on its own import or with the first optimizer, depending
 on its version, and warns where it cannot (``torch/csrc/utils/tensor_numpy.cpp``). Nothing here needs NumPy, so whoever
-calls ``fit`` or the command ``autobatch`` should not read of it. Does not cover processes that have NumPy, where nothing
-is done.
+calls ``fit`` or the command ``autobatch`` should not read of it. Does not cover processes that have NumPy, where
+nothing is done.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Reader:
             raise
 
     def _set_aside(self, move: Callable[[sqlite3.Connection, int, str], None], rowid: int, reason: str) -> None:
-        # It was reported, and left out: where it cannot be moved (the file may only be read, another process writes, the
-        # row is broken beyond that), it stays there.
+        # It was reported, and left out: where it cannot be moved (the file may only be read, another process writes,
+        # the row is broken beyond that), it stays there.
         with suppress(sqlite3.Error), transaction(self._connection) as connection:
             move(connection, rowid, reason)
 

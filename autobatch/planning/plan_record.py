@@ -12,7 +12,7 @@ from pydantic import FailFast, Field, model_validator
 
 from autobatch.bounds import LISTED, MOST_MICRO_BATCHES, MOST_SAMPLES, Bytes, Count, Moment, Samples, Seconds, Text
 from autobatch.planning.curve import MemoryCurve
-from autobatch.records import DeviceInfo, Record, Trial, Verdict
+from autobatch.records import DeviceInfo, ModelIdentity, Record, Trial, Verdict
 
 __all__ = ["PlanRecord"]
 
@@ -56,6 +56,8 @@ class PlanRecord(Record):
         searched_bytes: The limit within which they were searched for; that of a remembered plan's search, where one
             trial has confirmed it.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
+        identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
+            plan that was written by hand without it.
     """
 
     target_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
@@ -89,6 +91,7 @@ class PlanRecord(Record):
     failing_size: Count = 0
     searched_bytes: Bytes = 0
     confirms: Text = ""
+    identity: ModelIdentity | None = None
 
     @property
     def limit_bytes(self) -> int:

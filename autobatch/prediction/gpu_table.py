@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 from autobatch.bounds import LISTED, Bytes, Text
 from autobatch.records import Record
 
-__all__ = ["GPUS", "Gpu", "make_gpu"]
+__all__ = ["COMMONEST", "GPUS", "Gpu", "make_gpu"]
 
 _MIB = 2**20
 
@@ -234,3 +234,13 @@ GPUS: tuple[Gpu, ...] = tuple(
     for row in _ROWS
 )
 """Every card that is known by name."""
+
+COMMONEST = {
+    "V100": "V100-16GB",
+    "A100": "A100-80GB",
+    "A100-PCIe": "A100-80GB-PCIe",
+    "A100-SXM": "A100-80GB-SXM",
+    "RTX 4060 Ti": "RTX 4060 Ti 8GB",
+    "H100": "H100-80GB",
+}
+"""Which is meant by a name under which cards of several sizes are sold: what most clouds and shops have of it."""

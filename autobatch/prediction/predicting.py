@@ -22,7 +22,7 @@ from autobatch.planning.planner import balance
 from autobatch.prediction.changes import try_changes
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
-from autobatch.prediction.gpus import find_gpu
+from autobatch.prediction.gpus import explain_choice, find_gpu
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.proof import Proof, prove
@@ -35,9 +35,10 @@ from autobatch.records import DeviceInfo, Trial
 from autobatch.request import check_micro_batches, check_target
 from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
 from autobatch.step.default_step import default_step
+from autobatch.step.identity import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
-from autobatch.wrappers import unwrap_optimizer
+from autobatch.wrappers import unwrap_model, unwrap_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
 
@@ -77,7 +78,8 @@ def predict(
         batch: An example batch, as for ``fit``; only shapes and dtypes count.
         step: ``step(model, micro_batch)``, as for ``fit``.
         optimizer: Its state and its step's own memory are part of the prediction.
-        gpu: A card's name (``"H100-80GB"``), all of its memory (``"24GiB"``), or ``None`` for the one of this machine.
+        gpu: A card's name (``"H100-80GB"``; of ``"H100"`` it is the commonest, and ``warnings`` says which), all of its
+            memory (``"24GiB"``), or ``None`` for the one of this machine.
         target_batch: Samples one optimizer step should see.
         weigh: As for ``fit``; it is not called.
         margin: The fraction of the predicted peak that is left free on top of it; of all that the process takes.
@@ -106,7 +108,7 @@ def predict(
     timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
     sizing, proof = _prove(Sizing(estimate, card, target_batch, margin), workload, layout, circumstances)
-    warnings = (*example.warnings, *explained, *warn_of_no_optimizer(workload))
+    warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
         prediction = _with_changes(prediction, sizing, workload, layout, circumstances)
@@ -208,10 +210,11 @@ def _make_plan(
         warnings=warnings,
         predicted=True,
         made_at=time.time(),
-        model=type(workload.model).__name__,
+        model=type(unwrap_model(workload.model)).__name__,
         weighed=workload.weigh is not None,
         batch_lists=dict(layout.lists),
         version=__version__,
+        identity=identify_model(workload.model, workload.optimizer),
     )
 
 
