@@ -15,7 +15,7 @@ from autobatch.silent_torch import import_torch
 from autobatch.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch import hooks, testing
+    from autobatch import batches, hooks, testing
     from autobatch.errors import (
         AutobatchError,
         CannotPredict,
@@ -61,6 +61,7 @@ __all__ = [
     "Trial",
     "Verdict",
     "__version__",
+    "batches",
     "fit",
     "hooks",
     "is_oom",
@@ -102,11 +103,11 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    room = f"autobatch.{name}" if name in {"hooks", "testing"} else _ROOMS.get(name, "autobatch.errors")
+    room = f"autobatch.{name}" if name in {"batches", "hooks", "testing"} else _ROOMS.get(name, "autobatch.errors")
     if room not in _WITHOUT_TORCH:
         import_torch()
     module = importlib.import_module(room)
-    return module if name in {"hooks", "testing"} else getattr(module, name)
+    return module if name in {"batches", "hooks", "testing"} else getattr(module, name)
 
 
 def __dir__() -> list[str]:

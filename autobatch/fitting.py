@@ -35,6 +35,7 @@ from autobatch.request import (
     find_device,
 )
 from autobatch.size_search import Found, SizeSearch
+from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
@@ -74,8 +75,9 @@ def fit(
     Args:
         model: The model, on its device.
         target_batch: Samples one optimizer step should see, over all ranks.
-        batch: An example batch: any nest of tensors, arrays, lists, dicts, dataclasses with one row a sample. Or a
-            Dataset or DataLoader, whose largest samples are used. ``None``: inferred from the model where it tells.
+        batch: An example batch: tensors and arrays with one row a sample, in lists, dicts, dataclasses; or an object of
+            a type that ``autobatch.batches`` knows. Or a Dataset or DataLoader, whose largest samples are used.
+            ``None``: inferred from the model where it tells.
         step: ``step(model, micro_batch) -> loss``: the mean over ``weigh(micro_batch)`` units, or ``(loss, aux)``.
             ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
             ``plan.warnings`` says which.
@@ -104,7 +106,8 @@ def fit(
 
     Raises:
         NeedsBatch: No batch was given and the model does not tell what it takes.
-        DoesNotFit: Not even one sample fits; the message says what it needed, what there was, and what would help.
+        DoesNotFit: Not even one sample fits, or the fewest that the model can run; the message says what it needed,
+            what there was, and what would help.
         InexactSplit: ``check="raise"`` and the split would change the gradient.
         InvalidArgument: An argument cannot mean anything.
         InvalidBatch: The batch cannot be counted.
@@ -123,7 +126,7 @@ def fit(
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
     host_bytes = read_host_memory().available_bytes // 2
-    with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
+    with one_at_a_time(), TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
         wanted = Wanted(
@@ -188,7 +191,7 @@ def _make_plan(
     warnings: tuple[str, ...],
 ) -> Plan:
     check_micro_batches(wanted.target_batch, found.size)
-    sizes = balance(wanted.target_batch, found.size)
+    sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
     return Plan(
         target_batch=wanted.target_batch,
         world_size=1,
@@ -218,6 +221,7 @@ def _make_plan(
         searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
         confirms=found.confirmed.id if found.confirmed else "",
         identity=identify_model(workload.model, workload.optimizer),
+        smallest_micro_batch=found.smallest,
     )
 
 

@@ -24,12 +24,14 @@ from torch import nn
 from autobatch.accumulation.progress import Accumulated, Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
-from autobatch.errors import DoesNotFit
+from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import MemoryUsage, Phase, Trial
 from autobatch.state.optimizer_state import count_state, is_making_state, make_state
+from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
+from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 from autobatch.storages import bytes_of
 
@@ -62,6 +64,7 @@ class Probe:
         limit_bytes: Enforced during each trial.
         state: Puts values and generators back after each trial.
         in_float32: As in ``Accumulation``.
+        target: Samples in a step, of which a trial runs two micro-batches; 0: no more than those.
         aux_bytes: The most that a step has put beside the loss of one micro-batch.
         state_bytes: What the optimizer's state took in the last trial.
         reasons: For each size that ran out of memory, the error's first line.
@@ -73,6 +76,7 @@ class Probe:
     limit_bytes: int
     state: TrainingState
     in_float32: bool = True
+    target: int = 0
     reasons: dict[int, str] = field(default_factory=dict)
     aux_bytes: int = 0
     state_bytes: int = 0
@@ -80,6 +84,11 @@ class Probe:
     _phase: Phase = "forward"
     _passes_left: int = 0
     _ended_in_pass: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin to learn what the steps change: in the first one, so that no trial's time has that in it."""
+        model, device = self.workload.model, self.device.torch_device
+        self._learnt = StepState(model, device, records=not is_compiled(model, self.workload.step))
 
     def run(self, size: int) -> Trial:
         """Try one size. Only an out-of-memory error becomes an outcome; all others come out unchanged.
@@ -97,6 +106,7 @@ class Probe:
             readings.state = self._resumed_state_bytes(usage)
             reason = self._attempt(self._warm_up, min(size, _WARM_SIZE), readings)
             self._warm = reason is None
+            self._learnt.records = self._learnt.records and not self._warm
             if not self._warm:
                 self.state.reset_optimizer()
                 self.device.reclaim()
@@ -118,6 +128,32 @@ class Probe:
         is_hopeless = 0 < self.limit_bytes < readings.resident + gradients
         fits_before = readings.resident < self.limit_bytes
         return "gradients" if self._phase == "backward" and is_hopeless and fits_before else self._phase
+
+    def find_smallest(self) -> int:
+        """The fewest samples that the model can run: 1, or 2 where one sample alone raises an error.
+
+        Only the forward pass is run. Whether two samples run is not asked here: each trial does.
+        """
+        handled = sys.exc_info()[1]
+        try:
+            self._attempt(self._run_one_sample, 1, _Readings())
+        except Exception as error:
+            refused = not isinstance(error, AutobatchError) and not is_oom(error, handled=handled)
+            if not refused:
+                raise
+        else:
+            return 1
+        # After the ``except`` block, whose error holds the tensors of the failed pass.
+        self.state.rewind()
+        self.device.reclaim()
+        return 2
+
+    def _run_one_sample(self, size: int, _: _Readings) -> None:
+        batch = self._make_batch(size)
+        self.workload.run(map_tensors(batch.batch, self._copy))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.place_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
     def _attempt(self, action: Callable[[int, _Readings], None], size: int, readings: _Readings) -> str | None:
         """Run one part of a trial from the user's own state; returns None, or why memory ended."""
@@ -144,7 +180,7 @@ class Probe:
         """The first step makes the optimizer's state and loads kernels: neither belongs to the steps that follow."""
         batch = self._make_batch(size)
         # A copy: a step that writes into its batch is found here, before it has written into the user's.
-        batch = replace(batch, batch=map_tensors(batch.batch, torch.clone))
+        batch = replace(batch, batch=map_tensors(batch.batch, _copy_as_leaf))
         with self._read(readings, "backward"):
             self._accumulate([batch], size)
             self._make_state()
@@ -184,7 +220,13 @@ class Probe:
         # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
         workload = replace(self.workload, step=self._run_step, weigh=None)
         accumulation = Accumulation(
-            workload, self.device, shrink=self._end_trial, in_float32=self.in_float32, leaves_are_known=self._warm
+            workload,
+            self.device,
+            shrink=self._end_trial,
+            in_float32=self.in_float32,
+            leaves_are_known=self._warm,
+            known_state=self._learnt,
+            stands_for=-(-self.target // size) if self.target > size else 0,
         )
         self._phase, self._passes_left, self._ended_in_pass = "forward", len(batches), False
         try:
@@ -226,6 +268,10 @@ class Probe:
     def _end_trial(self, shortage: Shortage) -> NoReturn:
         self._ended_in_pass = True
         raise DoesNotFit(shortage.reason)
+
+
+def _copy_as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _summarise(size: int, readings: _Readings, alloc_retries: int, phase: Phase | None) -> Trial:

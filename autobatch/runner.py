@@ -26,11 +26,14 @@ from autobatch.ledger.keeping import RunKeeper
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
-from autobatch.planning.pacing import Pace, compiled_ladder, eager_ladder
+from autobatch.planning.ladders import compiled_ladder, eager_ladder
+from autobatch.planning.pacing import Pace
+from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
-from autobatch.step.batch_norm import batch_norms_in_train_mode
+from autobatch.state.user_objects import check_objects
+from autobatch.step.batch_norm import explain_smallest, refuses_one_sample
 from autobatch.step.compilation import is_compiled
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
@@ -64,6 +67,7 @@ class Runner:
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
         hooks: Iterable[Hook] = (),
+        keep: Sequence[Any] = (),
         device: torch.device | str | Device | None = None,
     ) -> None:
         """Bind a plan to a model.
@@ -81,6 +85,9 @@ class Runner:
             max_grad_norm: Clip the whole gradient's norm to this before the update.
             scheduler: Its ``step()`` is called after each step in which the optimizer stepped.
             hooks: Called with every event.
+            keep: Objects outside the model that the step changes, such as metrics: a step that is undone or retried
+                puts them back. Each has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict()``,
+                or is a module, a tensor, a generator, or a dict or list of these.
             device: The device's memory; default: where the model is.
 
         Raises:
@@ -102,12 +109,18 @@ class Runner:
             scaler.scale(torch.zeros((), device=self._device.torch_device))
         self._room = Room(plan, self._workload, self._device)
         self._accumulation = Accumulation(
-            self._workload, self._device, self._shrink, scale, in_float32=plan.accumulate_in_float32
+            self._workload,
+            self._device,
+            self._shrink,
+            scale,
+            in_float32=plan.accumulate_in_float32,
+            smallest=plan.smallest_micro_batch,
+            keep=check_objects(keep),
         )
         self._update = (
             None if optimizer is None else Update(optimizer, self._room.check_update, scaler, max_grad_norm, scheduler)
         )
-        self._pace = _set_pace(plan, model, step)
+        self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
         self._layout = Layout(None, 0, plan.batch_lists)
         # What runs on a stand-in for a device is not worth keeping.
         kept = () if isinstance(device, Device) else (RunKeeper(plan, Ledger.open()),)
@@ -133,7 +146,7 @@ class Runner:
             The loss, the committed sizes and the numbers of this step. Gradients are ``None`` afterwards.
 
         Raises:
-            DoesNotFit: Memory ended at one sample; everything is as before.
+            DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
         return self.step_over([batch])
@@ -190,9 +203,7 @@ class Runner:
         """Count a step that is done, before anything is told: an interrupt there must not make it a failed one."""
         step, self.steps = self.steps, self.steps + 1
         self._telling.tell_finished(step, result)
-        room_bytes = self._room.left() if self.micro_batch_size < self.plan.micro_batch_size else None
-        pace = self._pace.after_step(max(result.micro_batch_sizes), room_bytes, thrashed=thrashed)
-        self._change_pace(pace, self.steps)
+        self._change_pace(self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed), self.steps)
 
     def _commit(self, batches: Sequence[Any], *, update: bool) -> tuple[StepResult, bool]:
         """The step, and whether the allocator had to give memory back in it."""
@@ -205,8 +216,7 @@ class Runner:
         if limited:
             self._device.watch(self._workload.resident_tensors())
         with self._device.limit(self.plan.budget_bytes) if limited else nullcontext():
-            if limited:
-                self._change_pace(self._look_ahead(), self.steps)
+            self._change_pace(self._look_ahead() if limited else self._pace.before_step(None, None), self.steps)
             self._device.reset_peak()
             alloc_retries = self._device.usage().alloc_retries
             accumulated = self._accumulate(layouts, self._apply_update if update else None)
@@ -225,7 +235,7 @@ class Runner:
         return result, usage.alloc_retries > alloc_retries
 
     def _look_ahead(self) -> Pace:
-        """The size for this step: less only if there is less room even when all that is unused is given back."""
+        """The size for this step: less only if less is free even when all that is unused is given back."""
         pace = self._pace.before_step(self._room.there(), self._room.left())
         if pace.size >= self._pace.size:
             return pace
@@ -261,19 +271,24 @@ class Runner:
         pace_before = self._pace
         try:
             return self._accumulation.run(batches, pace_before.size, update)
-        except BaseException:
+        except BaseException as error:
             self._pace = pace_before  # a step that did not happen has taught nothing
-            raise
+            if self._accumulation.smallest > 1 or not refuses_one_sample(error):
+                raise
+        # A plan that no trial stands behind does not know it. Everything is as before the step: it can be run anew.
+        self._accumulation.smallest = 2
+        self._pace = _set_pace(self.plan, self._workload, smallest=2)
+        return self._accumulate(batches, update)
 
     def _change_pace(self, pace: Pace, step: int) -> None:
         self._telling.tell_pace(step, self._pace.size, pace)
         self._pace = pace
 
     def _shrink(self, shortage: Shortage) -> int:
-        if shortage.failed_size == 1:
+        least = max(shortage.least_size, self._pace.smallest)
+        if shortage.failed_size <= least:
             raise DoesNotFit(self._explain_shortage(shortage))
-        smallest = 2 if batch_norms_in_train_mode(self._workload.model) else 1
-        self._pace = replace(self._pace, smallest=smallest).after_shortage(shortage.failed_size, self._room.left())
+        self._pace = self._pace.after_shortage(shortage.failed_size, self._room.left(), least)
         self._telling.tell_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
 
@@ -286,19 +301,21 @@ class Runner:
         )
 
     def _explain_shortage(self, shortage: Shortage) -> str:
-        usage = self._device.usage()
+        used, size = self._device.usage().allocated, shortage.failed_size
+        samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
+        why = "" if size == 1 else f"{explain_smallest(self._workload.model)}; "
         return (
-            f"step {self.steps} ran out of memory at a micro-batch of one sample; {format_bytes(usage.allocated)} of a "
-            f"budget of {format_bytes(self.plan.budget_bytes)} were held before it; {shortage.reason}; everything is "
-            f"as before the step: free memory or give fit() a larger budget="
+            f"step {self.steps} ran out of memory at a micro-batch of {samples}; {why}"
+            f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; "
+            f"{shortage.reason}; everything is as before the step: free memory or give fit() a larger budget="
         )
 
 
-def _set_pace(plan: Plan, model: nn.Module, step: Step | None) -> Pace:
+def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
     size = plan.micro_batch_size
-    if is_compiled(model, step):
-        return Pace(compiled_ladder(size), size, plan.curve)
-    return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve)
+    if is_compiled(workload.model, workload.step):
+        return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
+    return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
 
 
 def _check_plan(plan: Any, weigh: Any) -> None:

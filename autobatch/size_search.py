@@ -14,13 +14,13 @@ import torch
 
 from autobatch.batch.example import find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
-from autobatch.batch.layout_rules import ListReading
+from autobatch.batch.list_rules import ListReading
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.memory.device import Device
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.planner import choose_size, useful_sizes
+from autobatch.planning.planner import balance, choose_size, least_size, useful_sizes
 from autobatch.planning.recollection import Wanted, find_remembered, why_not_confirmed
 from autobatch.planning.search import Question, next_size, next_smaller_size
 from autobatch.prediction.expecting import Expectation, expect_largest
@@ -29,7 +29,12 @@ from autobatch.records import Trial
 from autobatch.report.refusal import explain_refusal
 from autobatch.request import Allowance
 from autobatch.state.training_state import TrainingState
-from autobatch.step.batch_norm import batch_norms_in_train_mode
+from autobatch.step.batch_norm import (
+    batch_norms_in_train_mode,
+    explain_smallest,
+    may_refuse_one_sample,
+    refuses_one_sample,
+)
 from autobatch.step.default_step import default_step, explain_default
 from autobatch.step.fingerprint import fingerprint
 from autobatch.step.workload import Workload
@@ -49,6 +54,7 @@ class Found:
         fingerprint: Identifies what was measured.
         batch_lists: How the lists of the example were read, by path.
         state_bytes: What the optimizer's state took.
+        smallest: The fewest samples that the model can run.
         batch_norms: Names of layers that normalise by their micro-batch, in the mode in which the user left them.
         warnings: What the user should know, a sentence each.
         confirmed: The remembered plan that the one trial confirmed; ``None`` where sizes were searched for.
@@ -60,6 +66,7 @@ class Found:
     fingerprint: str
     batch_lists: dict[str, ListReading]
     state_bytes: int
+    smallest: int
     batch_norms: tuple[str, ...]
     warnings: tuple[str, ...]
     confirmed: PlanRecord | None = None
@@ -108,7 +115,8 @@ class SizeSearch:
         """Try sizes on this batch, or on what the model tells of one.
 
         Raises:
-            DoesNotFit: Not even one sample does.
+            DoesNotFit: Not even one sample does; or no division of the target into micro-batches of at most
+                ``max_micro_batch`` samples is one that the model can run.
             NeedsBatch: There is no batch and the model tells of none.
         """
         model, target = self.workload.model, self.wanted.target_batch
@@ -128,11 +136,18 @@ class SizeSearch:
             self.allowance.limit_bytes,
             self.state,
             self.wanted.accumulate_in_float32,
+            target,
         )
         identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
         with torch.enable_grad():
-            trials, confirmed = self._recall(identity, probe)
-            size = confirmed.micro_batch_size if confirmed else self._search(example.layout, probe, trials)
+            is_doubtful = target > 1 and may_refuse_one_sample(model)
+            smallest = probe.find_smallest() if is_doubtful else 1
+            trials, confirmed = self._recall(identity, probe, smallest)
+            size = confirmed.micro_batch_size if confirmed else self._search(example.layout, probe, trials, smallest)
+            if not is_doubtful and min(balance(target, size)) < size == 2:  # a piece of one that no trial has run
+                smallest = probe.find_smallest()
+                size = self._search(example.layout, probe, trials, smallest) if smallest > 1 else size
+                confirmed = confirmed if size == 2 else None
         if self.workload.step is default_step:
             warnings.append(explain_default(model, layout.grow(2)))
         warnings += _warn_of_aux(probe.aux_bytes, size, target)
@@ -143,14 +158,17 @@ class SizeSearch:
             identity,
             dict(layout.lists),
             probe.state_bytes,
+            smallest,
             batch_norms,
             tuple(warnings),
             confirmed,
         )
 
-    def _recall(self, identity: str, probe: Probe) -> tuple[list[Trial], PlanRecord | None]:
+    def _recall(self, identity: str, probe: Probe, smallest: int) -> tuple[list[Trial], PlanRecord | None]:
         """The trial of a remembered plan's size, if there is such a plan, and the plan if that trial confirms it."""
-        plan, reason, refused = find_remembered(self.recall(identity), self.wanted)
+        least = least_size(self.wanted.target_batch, smallest)
+        plans = [plan for plan in self.recall(identity) if plan.micro_batch_size >= least]
+        plan, reason, refused = find_remembered(plans, self.wanted)
         if plan is None:
             if reason:
                 emit(PlanRefused(plan_id=refused, reason=reason), self.hooks)
@@ -162,15 +180,15 @@ class SizeSearch:
             emit(PlanRefused(plan_id=plan.id, reason=changed), self.hooks)
         return [trial], None if changed else plan
 
-    def _search(self, example: Layout, probe: Probe, trials: list[Trial]) -> int:
+    def _search(self, example: Layout, probe: Probe, trials: list[Trial], smallest: int) -> int:
         """The answer, after as many more trials as it takes; they are added to those there are."""
-        sizes = useful_sizes(self.wanted.target_batch, self.wanted.max_micro_batch)
+        sizes = self._find_candidates(smallest)
         expected = self._expect(example, sizes)
         question = Question(
             bound=self.wanted.max_micro_batch,
             limit_bytes=self.allowance.limit_bytes,
             measures=self.memory.measures,
-            smallest_probe=min(2 if batch_norms_in_train_mode(self.workload.model) else 1, self.wanted.max_micro_batch),
+            smallest_probe=min(smallest, sizes[0]),
             candidates=sizes,
             expected=expected.largest,
             expects_no_more=not expected.knows_no_larger,
@@ -178,11 +196,27 @@ class SizeSearch:
         policies = (next_size, next_smaller_size) if self.wanted.objective == "memory" else (next_size,)
         for policy in policies:
             while (size := policy(question, trials)) is not None:
-                trials.append(self._told(self._try_size(size, question, probe, trials)))
+                trials.append(self._told(self._try_size(size, probe, trials)))
         chosen = choose_size(question, trials, self.wanted.objective)
         if chosen is None:
-            raise DoesNotFit(self._refuse(trials, probe))
+            reason = explain_smallest(self.workload.model) if smallest > 1 else ""
+            raise DoesNotFit(self._refuse(trials, probe, reason))
         return chosen
+
+    def _find_candidates(self, smallest: int) -> tuple[int, ...]:
+        """The useful sizes that leave no piece which the model cannot run.
+
+        Raises:
+            DoesNotFit: None of them is within ``max_micro_batch``.
+        """
+        target, bound = self.wanted.target_batch, self.wanted.max_micro_batch
+        least = least_size(target, smallest)
+        if bound < least:
+            raise DoesNotFit(
+                f"{target} samples in micro-batches of at most {bound} leave one of a single sample, and "
+                f"{explain_smallest(self.workload.model)}: pass max_micro_batch={least} or more"
+            )
+        return tuple(size for size in useful_sizes(target, bound) if size >= least)
 
     def _expect(self, example: Layout, sizes: Sequence[int]) -> Expectation:
         """On a card needless trials are dear, more so if they run out; on a CPU a trace takes longer than they."""
@@ -194,14 +228,15 @@ class SizeSearch:
         emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes), self.hooks)
         return trial
 
-    def _try_size(self, size: int, question: Question, probe: Probe, trials: Sequence[Trial]) -> Trial:
+    def _try_size(self, size: int, probe: Probe, trials: Sequence[Trial]) -> Trial:
         try:
             return probe.run(size)
         except ValueError as error:
-            # Below the smallest probe BatchNorm may refuse; then what did not fit before is the answer, not this error.
-            if size >= question.smallest_probe:
+            if size > 1 or self.wanted.target_batch == 1 or not refuses_one_sample(error):
                 raise
-            raise DoesNotFit(self._refuse(trials, probe)) from error
+            self._find_candidates(smallest=2)
+            # What did not fit before is the answer, not this error.
+            raise DoesNotFit(self._refuse(trials, probe, explain_smallest(self.workload.model))) from error
 
     def _hold_whole_batch(self, layout: Layout, warnings: list[str]) -> Layout:
         """A batch that lives where the model lives stands there whole during a step: so it does in each trial."""
@@ -217,9 +252,10 @@ class SizeSearch:
             return layout
         return layout.grown(target)
 
-    def _refuse(self, trials: Sequence[Trial], probe: Probe) -> str:
+    def _refuse(self, trials: Sequence[Trial], probe: Probe, why_no_smaller: str) -> str:
         smallest = min(trials, key=lambda trial: trial.micro_batch_size)
         reason = probe.reasons.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
+        reason = f"{reason}; {why_no_smaller}" if why_no_smaller else reason
         allowance = self.allowance
         return explain_refusal(smallest, reason, allowance.limit_bytes, allowance.budget_bytes, self.memory.describe())
 

@@ -1,7 +1,7 @@
 """The memory behind a tensor of any layout.
 
 Covers dense, sparse and wrapped tensors on every device. Does not cover what is done with the memory: counting it is
-``memory.live_storage``, putting it aside ``workload.storage_copy``.
+``memory.live_storage``, putting it aside ``state.storage_copy``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["bytes_of", "place_of", "storages_of"]
@@ -28,6 +29,8 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
     ``nbytes`` is not defined for sparse tensors (``aten/src/ATen/core/TensorBase.h``).
     """
+    if isinstance(tensor, UninitializedParameter):
+        return 0
     if tensor.layout in _SPARSE_PARTS:
         return sum(storage.nbytes() for storage in storages_of(tensor))
     return int(tensor.nbytes)
@@ -65,7 +68,8 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 def _strided_storage(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # opaque layouts have no storage to look at
+    # Opaque layouts have no storage to look at, and a lazy module's parameter refuses nearly every question.
+    except (NotImplementedError, RuntimeError, ValueError):
         return
     if storage.device.type != "meta":  # a fake tensor claims a device, its storage does not
         yield storage

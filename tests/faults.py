@@ -17,6 +17,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from moving_models import (
+    CLASS_WEIGHTS,
+    DataDependent,
+    Embedded,
+    Hidden,
+    Hooked,
+    KeyEncoder,
+    LateTeacher,
+    Lazy,
+    Normalised,
+    Teacher,
+    class_weighted_step,
+    sum_class_weights,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,6 +154,23 @@ def terms_step(model: nn.Module, batch: Any) -> dict[str, Any]:
     }
 
 
+def weighted_terms_step(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """Two means over class weights, of which neither total is a whole number."""
+    classes, value = model(batch[0])
+    weights = CLASS_WEIGHTS[batch[1]]
+    squares = (value[:, 0] - 1).square() * weights.sqrt()
+    return {
+        "classes": F.cross_entropy(classes, batch[1], weight=CLASS_WEIGHTS),
+        "value": squares.sum() / weights.sqrt().sum(),
+    }
+
+
+def weigh_terms(batch: Any) -> dict[str, torch.Tensor]:
+    """What each of them is over."""
+    weights = CLASS_WEIGHTS[batch[1]]
+    return {"classes": weights.sum(), "value": weights.sqrt().sum()}
+
+
 def count_terms(batch: Any) -> dict[str, Any]:
     """What each of the terms is over."""
     return {"classes": len(batch[1]), "value": (batch[1] > 0).sum()}
@@ -158,6 +189,14 @@ class Case:
     scaled: bool = False
     scheduled: bool = False
     max_grad_norm: float | None = 0.05
+    taught: bool = False
+
+    def make_step(self) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
+        """The step, and what it changes outside the model."""
+        if not self.taught:
+            return self.step, ()
+        teacher = Teacher()
+        return teacher.step, (teacher,)
 
     @property
     def draws_on_host(self) -> bool:
@@ -170,6 +209,16 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def make_dropout() -> nn.Module:
+    """Draws in every forward pass, and nothing else."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4))
+
+
+def plain_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """No state at all."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def adamw_foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Several operations for all parameters at once."""
     return torch.optim.AdamW(parameters, lr=0.01, foreach=True)
@@ -178,6 +227,16 @@ def adamw_foreach(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def adamw_fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """One operation for all."""
     return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def sparse_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Takes sparse gradients only."""
+    return torch.optim.SparseAdam(parameters, lr=0.01)
+
+
+def adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes its state when it is made."""
+    return torch.optim.Adagrad(parameters, lr=0.1)
 
 
 CASES = (
@@ -192,6 +251,22 @@ CASES = (
     Case("bfloat16, AdamW fused", lambda: Everything(torch.bfloat16), adamw_fused, dtype=torch.bfloat16),
     Case("stated mean + GradScaler, SGD", Everything, sgd, stated_step, scaled=True),
     Case("several loss terms, AdamW foreach", TwoHeads, adamw_foreach, terms_step, count_terms, max_grad_norm=None),
+    Case("key encoder moved in place, SGD", lambda: KeyEncoder(way="in place"), sgd),
+    Case("key encoder moved through .data, SGD", lambda: KeyEncoder(way="data in place"), sgd),
+    Case("key encoder whose .data is assigned, SGD", lambda: KeyEncoder(way="data assigned"), sgd),
+    Case("key encoder copied into, scaled, SGD", lambda: KeyEncoder(way="copied"), sgd, autocast_step, scaled=True),
+    Case("teacher made in forward and hidden, AdamW foreach", LateTeacher, adamw_foreach),
+    Case("trained weights that forward moves, AdamW fused", Normalised, adamw_fused),
+    Case("state in plain attributes, SGD", Hidden, sgd, augmented_step),
+    Case("buffer and parameter registered in forward, SGD", DataDependent, sgd, max_grad_norm=None),
+    Case("lazy modules, AdamW foreach", Lazy, adamw_foreach),
+    Case("hooks and flags that forward sets, SGD", Hooked, sgd),
+    Case("class weights, SGD", TwoHeads, sgd, weighted_terms_step, weigh_terms),
+    Case("one class-weighted loss, AdamW fused", make_dropout, adamw_fused, class_weighted_step, sum_class_weights),
+    Case("sparse embedding, plain SGD", Embedded, plain_sgd, max_grad_norm=None),
+    Case("sparse embedding, SparseAdam", Embedded, sparse_adam, max_grad_norm=None),
+    Case("sparse embedding, Adagrad", Embedded, adagrad, max_grad_norm=None),
+    Case("teacher outside the model, kept, SGD", lambda: nn.Linear(6, 4), sgd, taught=True),
 )
 
 
@@ -215,6 +290,7 @@ class Training:
         self.where = "elsewhere"
         self.device = Roomy()
         self.model = case.make_model()
+        self.step, self.kept = case.make_step()
         self.optimizer = case.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.scaler = Scaler("cpu", init_scale=1024.0, growth_interval=1) if case.scaled else None
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5) if case.scheduled else None
@@ -226,8 +302,6 @@ class Training:
         _seed()
         for number in range(earlier_steps):
             self.runner.step(make_batch(SAMPLES, case.dtype, seed=100 + number))
-        # As after an earlier shortage: what a step draws from Python and NumPy is then kept for every micro-batch.
-        self.runner._accumulation._draws_on_host = earlier_steps > 0 and case.draws_on_host
         self.where = "elsewhere"
         if earlier_gradients:
             for index, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
@@ -235,13 +309,13 @@ class Training:
         self.batch = make_batch(SAMPLES, case.dtype)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on; a counter that is the model's own plain attribute is its own."""
-        bits = {k: v for k, v in bits_of(self.model, self.optimizer).items() if not k.startswith("calls")}
+        """Everything that the next step depends on."""
         return {
-            **bits,
+            **bits_of(self.model, self.optimizer),
             "numpy": np.random.get_state(legacy=False),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "kept": [{**teacher.state_dict(), **bits_of(teacher.model)} for teacher in self.kept],
             "runner": (self.runner.steps, self.runner.micro_batch_size),
         }
 
@@ -257,6 +331,7 @@ class Training:
             max_grad_norm=case.max_grad_norm,
             scheduler=self.scheduler,
             hooks=[self.events.append],
+            keep=self.kept,
             device=self.device,
         )
 
@@ -267,7 +342,7 @@ class Training:
     def _step(self, model: nn.Module, batch: Any) -> Any:
         self.where = "forward"
         try:
-            return self.case.step(model, batch)
+            return self.step(model, batch)
         finally:
             self.where = "elsewhere"
 
@@ -301,7 +376,7 @@ def plan_of(case: Case) -> autobatch.Plan:
         model,
         SAMPLES,
         batch=make_batch(SAMPLES, case.dtype),
-        step=case.step,
+        step=case.make_step()[0],
         weigh=case.weigh,
         optimizer=case.make_optimizer([p for p in model.parameters() if p.requires_grad]),
         device=Roomy(),

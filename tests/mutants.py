@@ -1,8 +1,8 @@
 """Bugs planted on purpose: each must turn a fast test red, or the tests prove less than they say.
 
-A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; of a
-prediction and of a remembered plan. Does not cover planning and memory, whose tests are tables and properties of their
-own.
+A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; how a
+batch is read; predictions and remembered plans; the process, which two threads and an interrupt leave as it was. Does
+not cover planning, whose tests are tables and properties of their own.
 """
 # ruff: noqa: T201 - a script: it talks to a person
 
@@ -35,13 +35,24 @@ STEP = "autobatch/step/workload.py"
 
 RECOLLECTION = "autobatch/planning/recollection.py"
 SEARCH = "autobatch/size_search.py"
+SETBACK = "autobatch/planning/setback.py"
 KEEPING = "autobatch/ledger/keeping.py"
 STORE = "autobatch/ledger/store.py"
 PREDICTION = "autobatch/prediction/"
+BATCH = "autobatch/batch/"
+
+LIVE_STORAGE = "autobatch/memory/live_storage.py"
+DISPATCH = "autobatch/dispatch.py"
 
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
+BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
+MOVING_TESTS = ("tests/test_moving_state.py",)
+
+
+SMALLEST_TESTS = ("tests/test_smallest_piece.py",)
+PACING_TESTS = ("tests/test_pacing.py", "tests/test_size_over_time.py")
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,22 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("no dirty check", TRANSACTION, "if stamps.unchanged() and self._holds(here):", "if self._holds(here):"),
     Mutant(
-        "a piece is kept that drew from NumPy", REWIND_POINT, "self._is_whole or self.random.host.is_current()", "True"
+        "no dirty check", TRANSACTION, "stamps.unchanged() and progress.totals.are_exact", "progress.totals.are_exact"
     ),
-    Mutant("generators are not restored", REWIND_POINT, "        self.random.restore()\n", ""),
-    Mutant("buffers are not restored", REWIND_POINT, "                buffer.copy_(value)\n", "                pass\n"),
+    Mutant(
+        "a piece is kept that drew from NumPy",
+        REWIND_POINT,
+        "not (draws or moves)",
+        "not moves",
+    ),
+    Mutant(
+        "generators are not restored",
+        REWIND_POINT,
+        "        self.random.restore()  # last: the user's objects may draw when they are loaded\n",
+        "",
+    ),
+    Mutant("buffers are not restored", REWIND_POINT, "            buffer.copy_(value)\n", "            pass\n"),
     Mutant(
         "NumPy's generator is forgotten",
         RANDOM,
@@ -83,12 +104,12 @@ MUTANTS = (
         "        if self.weigh is None:\n",
         "        if True:\n",
     ),
-    Mutant("gradients are not cleared on a restart", TRANSACTION, "                stamps.clear()\n", ""),
+    Mutant("gradients are not cleared on a restart", TRANSACTION, "            stamps.clear()\n", ""),
     Mutant(
         "the loss of a failed attempt is kept",
         PROGRESS,
-        "        self.loss, self.counted, self.unit = None, 0.0, None\n",
-        "",
+        "        self.todo = [*self.done, *self.todo]\n        self._forget()\n",
+        "        self.todo, self.done, self.aux = [*self.done, *self.todo], [], []\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
     ),
     Mutant("a piece that counts for nothing is run", TRANSACTION, "        if not piece.counts:", "        if False:"),
@@ -117,7 +138,7 @@ MUTANTS = (
         "        start += size\n    return pieces\n",
         "        start += size\n    return pieces[:-1] or pieces\n",
     ),
-    Mutant("weights need not add up", TRANSACTION, "        check_additive(progress.todo, smaller)\n", ""),
+    Mutant("weights need not add up", TRANSACTION, "        check_additive(todo, smaller)\n", ""),
     Mutant(
         "the scaler is updated twice",
         UPDATE,
@@ -142,9 +163,8 @@ MUTANTS = (
     Mutant(
         "each micro-batch is clipped",
         TRANSACTION,
-        "        progress.finish(piece.size, share, output.aux)\n",
-        "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n"
-        "        progress.finish(piece.size, share, output.aux)\n",
+        "        coalesce_gradients(stamps.parameters)\n",
+        "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n",
     ),
     Mutant(
         "gradients are clipped before they are unscaled",
@@ -162,9 +182,9 @@ MUTANTS = (
     ),
     Mutant(
         "a buffer stays where it was put",
-        REWIND_POINT,
-        "                buffer.data = alias\n",
-        "                pass\n",
+        "autobatch/state/tensor_header.py",
+        "        if not self._refers_to_the_same():\n            tensor.data = self._alias\n",
+        "",
         ("tests/test_rewind_point.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
@@ -177,7 +197,7 @@ MUTANTS = (
     Mutant(
         "an update is never past the turn",
         TRANSACTION,
-        "            aside.spend()\n",
+        "            aside.spend(self.workload.parameters())\n",
         "",
         RUNNER_TESTS,
     ),
@@ -201,6 +221,90 @@ MUTANTS = (
         "                forget_state(self.optimizer, made)\n",
         "                pass\n",
         FAULT_TESTS,
+    ),
+    Mutant(
+        "memory that forward writes into is not copied",
+        "autobatch/state/written_memory.py",
+        "                point.setdefault(key, saved)\n",
+        "                pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "memory that is known to move is copied once",
+        "autobatch/state/written_memory.py",
+        "            self._known.add([tensor])\n",
+        "            pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "copies of written memory are not put back",
+        REWIND_POINT,
+        "            memory.copy_(value)\n",
+        "            pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "attributes stay as a failed attempt left them",
+        "autobatch/state/module_state.py",
+        "            put_entries_back(vars(module), held)\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "containers in attributes stay as a failed attempt left them",
+        "autobatch/state/containers.py",
+        "        for content in self.contents:\n            content.put_back()\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a piece is kept that moved an attribute",
+        REWIND_POINT,
+        "not (draws or moves)",
+        "not draws",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a lazy parameter stays what it became",
+        "autobatch/state/tensor_header.py",
+        "            tensor.__class__ = self._class\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "objects that the user named are not put back",
+        REWIND_POINT,
+        "        self._objects.put_back()\n",
+        "",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a step whose counts are no whole numbers keeps its first total",
+        SHARES,
+        "all(w.is_integer() and w <= _EXACT_IN_FLOAT32 for piece in pieces for w in piece.weights.values())",
+        "True",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a retry divides by the total of other pieces",
+        PROGRESS,
+        "            self.totals = Totals.of(pieces, weighed=self._weighed)\n",
+        "            pass\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "sparse gradients grow with every micro-batch",
+        TRANSACTION,
+        "        coalesce_gradients(stamps.parameters)\n",
+        "",
+        ("tests/test_sparse_gradients.py",),
+    ),
+    Mutant(
+        "a trial's sparse gradient has the rows of two micro-batches",
+        TRANSACTION,
+        "            widen_gradients(stamps.parameters, self.stands_for)\n",
+        "",
+        ("tests/test_sparse_gradients.py",),
     ),
     Mutant(
         "a remembered plan may need more than there is",
@@ -280,6 +384,69 @@ MUTANTS = (
         ("tests/test_fitting.py",),
     ),
     Mutant(
+        "a list of samples of one length is read as fields",
+        BATCH + "list_rules.py",
+        'found.may_be_arguments else "samples"\n\n\ndef _judge_unlike',
+        'found.may_be_arguments else "fields"\n\n\ndef _judge_unlike',
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "two tensors of one shape are guessed to be fields",
+        BATCH + "list_rules.py",
+        '    if len(shapes_of(entries)) == 1:\n        return "unclear"\n',
+        "",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "the number of samples that a loader collates is not used",
+        BATCH + "largest.py",
+        "        return describe(batch, like=Layout(None, len(entries), lists))\n",
+        "        return describe(batch)\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a number that is not the batch's is believed",
+        BATCH + "largest.py",
+        "layout.lists if layout.count == samples else None",
+        "layout.lists",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "samples that a user's take leaves out are not missed",
+        BATCH + "registry.py",
+        "        if count != len(indices):\n",
+        "        if False:\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a part of a registered type hands its gradient to the user's batch",
+        BATCH + "layout.py",
+        "    return map_tensors(taken, as_leaf)\n",
+        "    return taken\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a trial's copy of the batch carries a graph",
+        "autobatch/probe.py",
+        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
+        "    return tensor.clone()\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a trial's copy of the batch requires no gradient",
+        "autobatch/probe.py",
+        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
+        "    return tensor.detach().clone()\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "an object with samples in it is shared by all micro-batches",
+        BATCH + "layout_rules.py",
+        "    _refuse_undivided(batch, ROOT, count, lists)\n",
+        "",
+        BATCH_TESTS,
+    ),
+    Mutant(
         "a plan that runs is deleted",
         STORE,
         "WHERE NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id) AND rowid IN ",
@@ -292,6 +459,48 @@ MUTANTS = (
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
         ("tests/test_recollection.py",),
+    ),
+    Mutant(
+        "a batch is cut into pieces that the model cannot run",
+        PIECES,
+        "max(largest, least_size(total, smallest)), min(total, smallest)):",
+        "largest):",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a rest that no size divides is kept",
+        TRANSACTION,
+        "and is_clean and can_divide_rest:",
+        "and is_clean:",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "fit does not ask whether one sample runs",
+        SEARCH,
+        "smallest = probe.find_smallest() if is_doubtful else 1",
+        "smallest = 1",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a plan without trials never finds out",
+        "autobatch/runner.py",
+        "if self._accumulation.smallest > 1 or not refuses_one_sample(error):",
+        "if True:",
+        SMALLEST_TESTS,
+    ),
+    Mutant(
+        "a size that fails again waits no longer",
+        SETBACK,
+        "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
+        "least_wait",
+        PACING_TESTS,
+    ),
+    Mutant(
+        "a wait is never short again",
+        SETBACK,
+        "        wait = self.wait // 2\n",
+        "        wait = self.wait\n",
+        PACING_TESTS,
     ),
     Mutant(
         "a prediction that knows no larger size ends a search",
@@ -307,6 +516,74 @@ MUTANTS = (
         "",
         ("tests/test_expecting.py",),
     ),
+    Mutant(
+        "Python code runs when a tensor is freed",
+        LIVE_STORAGE,
+        "_StorageReference(storage, self._dead.add)",
+        "_StorageReference(storage, lambda dead: self._dead.add(dead))",
+        ("tests/test_live_storage.py",),
+    ),
+    Mutant(
+        "an interrupt may come between the total and a storage's part in it",
+        LIVE_STORAGE,
+        "            self._total, reference.byte_count = self._total - reference.byte_count, 0\n",
+        "            self._total -= reference.byte_count\n            reference.byte_count = 0\n",
+        ("tests/test_live_storage.py",),
+    ),
+    Mutant(
+        "what another storage has at the address of a dead one is forgotten",
+        LIVE_STORAGE,
+        "reference.key if reference.key in known and known[reference.key] is reference else None",
+        "reference.key",
+        ("tests/test_live_storage.py",),
+    ),
+    Mutant(
+        "two threads leave torch's globals in a dispatch mode",
+        DISPATCH,
+        "        _push_mode(self)\n        return self\n\n"
+        "    def __exit__(self, *error: object) -> None:\n"
+        '        """End what ``__enter__`` began."""\n'
+        "        _pop_mode()\n",
+        "        return super().__enter__()\n",
+        ("tests/test_threads.py",),
+    ),
+    Mutant(
+        "compiled code is met under a mode",
+        DISPATCH,
+        '        if "torch._dynamo" in sys.modules:\n            _set_up_compiler()\n',
+        "",
+        ("tests/test_cpu.py",),
+    ),
+    Mutant(
+        "nothing is compiled in any thread",
+        DISPATCH,
+        "        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):\n"
+        "            return None\n"
+        "        return self._choose(callback)\n",
+        "        return None\n",
+        ("tests/test_threads.py",),
+    ),
+    Mutant(
+        "a thread that leaves a CUDA limit puts another thread's in place",
+        "autobatch/memory/cuda.py",
+        "            if enter and not limits.entered:\n",
+        "            if enter:\n",
+        ("tests/test_cuda.py",),
+    ),
+    Mutant(
+        "two fits measure at once",
+        "autobatch/fitting.py",
+        "    with one_at_a_time(), TrainingState(",
+        "    with TrainingState(",
+        ("tests/test_threads.py",),
+    ),
+    Mutant(
+        "two forks change the warning filters at once",
+        PREDICTION + "isolation.py",
+        "        with _FILTERS, warnings.catch_warnings():\n",
+        "        with warnings.catch_warnings():\n",
+        ("tests/test_threads.py",),
+    ),
 )
 
 
@@ -319,9 +596,10 @@ def copy_sources(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The fast tests of these files, on the package in the folder, up to the first failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
-    # CI: the same examples are drawn each time, so that a bug is found in each run or in none.
-    environment = {**os.environ, "PYTHONPATH": str(folder), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # With one seed the same examples are drawn each time, so that a bug is found in each run or in none.
+    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--randomly-seed=0"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 
-from autobatch.planning.pacing import compiled_ladder
+from autobatch.planning.ladders import compiled_ladder
 from autobatch.planning.planner import balance
 from autobatch.step.compilation import is_compiled
 

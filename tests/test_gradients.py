@@ -143,7 +143,7 @@ def test_gradients_that_an_update_took_are_gone_at_the_end():
     aside.take()
     run_backward(parameters)
     assert not aside.is_final
-    aside.spend()
+    aside.spend(parameters)
     assert aside.is_final
     assert earlier() is None
     aside.end()

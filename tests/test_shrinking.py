@@ -60,14 +60,6 @@ def test_repeated_shrinking_reaches_one_sample(failed, curve, room_bytes):
     assert attempts <= 60
 
 
-@pytest.mark.parametrize(("failed", "expected"), [(8, 2), (3, 2), (2, 1)])
-@pytest.mark.parametrize("curve", [None, MemoryCurve(allocated=((0, 100), (1, 200)), reserved=((0, 100), (1, 200)))])
-def test_the_smallest_size_is_not_jumped_over(curve, failed, expected):
-    """With nothing left, a model that may refuse one sample is tried with two before it is tried with one."""
-    assert shrink(failed, curve, 0 if curve else None, smallest=2) == max(expected, 0 if curve else failed // 2)
-    assert shrink(8, curve, 0, smallest=1) == (1 if curve else 4)
-
-
 @pytest.mark.parametrize("failed", [1, 0, -3])
 def test_one_sample_cannot_be_split(failed):
     """A single sample that fails is the caller's to report, and is refused here."""

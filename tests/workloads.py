@@ -105,17 +105,21 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         "numpy": np.random.get_state()[1],
     }
     for name, parameter in model.named_parameters():
+        state[f"class of {name}"] = type(parameter).__qualname__
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            continue
         state[f"parameter {name}"] = parameter.detach().clone()
         state[f"gradient {name}"] = None if parameter.grad is None else parameter.grad.clone()
         state[f"gradient object {name}"] = id(parameter.grad) if parameter.grad is not None else None
         state[f"requires grad {name}"] = parameter.requires_grad
     for name, buffer in model.named_buffers():
-        state[f"buffer {name}"] = buffer.clone()
+        if not isinstance(buffer, nn.parameter.UninitializedBuffer):
+            state[f"buffer {name}"] = buffer.clone()
     for name, module in model.named_modules():
         state[f"training {name}"] = module.training
         state[f"hooks {name}"] = (list(module._forward_hooks.values()), list(module._forward_pre_hooks.values()))
-        state[f"attributes {name}"] = sorted(k for k in vars(module) if not k.startswith("_"))
-        state[f"calls {name}"] = getattr(module, "calls", None)
+        state[f"class {name}"] = type(module).__qualname__
+        state[f"attributes {name}"] = {k: _by_value(v) for k, v in vars(module).items() if not k.startswith("_")}
     if optimizer is not None:
         state["optimizer"] = {
             (index, key): value.clone() if isinstance(value, torch.Tensor) else value
@@ -124,6 +128,21 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         }
         state["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return state
+
+
+def _by_value(value: Any) -> Any:
+    """A copy of a plain attribute: a number, a tensor, an array, a generator, or a dict or list of them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, dict):
+        return {key: _by_value(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(map(_by_value, value)))
+    if isinstance(value, nn.Module):
+        return {key: part.clone() for key, part in value.state_dict().items()}
+    return value.copy() if hasattr(value, "tolist") else value if isinstance(value, (int, float, str)) else None
 
 
 def differences(found: Any, expected: Any, path: str = "") -> list[str]:
@@ -139,6 +158,10 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
         return [] if equal else [path]
     if hasattr(expected, "tolist"):
         return [] if (found == expected).all() else [path]
+    if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        return [
+            d for i, pair in enumerate(zip(found, expected, strict=True)) for d in differences(*pair, f"{path}/{i}")
+        ]
     return [] if type(found) is type(expected) and found == expected else [path]
 
 

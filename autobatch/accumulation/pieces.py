@@ -15,10 +15,10 @@ import torch
 
 from autobatch.batch.layout import Layout
 from autobatch.errors import InvalidBatch
-from autobatch.planning.planner import balance
+from autobatch.planning.planner import balance, least_size
 from autobatch.step.workload import Workload
 
-__all__ = ["Piece", "check_additive", "cut", "join", "refuse_graphs", "sum_weights"]
+__all__ = ["Piece", "check_additive", "cut", "find_least_size", "join", "refuse_graphs", "sum_weights"]
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,33 @@ class Piece:
         return self.layout.take(self.start, self.stop)
 
 
-def cut(workload: Workload, layout: Layout, start: int, stop: int, largest: int) -> list[Piece]:
-    """Samples ``start`` to ``stop`` of a batch as the fewest pieces of at most ``largest``, as equal as can be.
+def cut(workload: Workload, samples: tuple[Layout, int, int], largest: int, smallest: int = 1) -> list[Piece]:
+    """Samples ``(batch, start, stop)`` of a batch as the fewest pieces of at most ``largest``, as equal as can be.
+
+    Args:
+        workload: Says what a piece counts for.
+        samples: The batch, the first sample and the one after the last.
+        largest: The most samples of a piece; more only where no division has but pieces of at least ``smallest``.
+        smallest: The fewest samples that the model can run. A batch of fewer is one piece, and the model's own error.
 
     Raises:
         InvalidBatch: ``weigh`` gave no count.
     """
     pieces = []
-    for size in balance(stop - start, largest):
+    layout, start, stop = samples
+    total = stop - start
+    for size in balance(total, max(largest, least_size(total, smallest)), min(total, smallest)):
         # Taken only for somebody to count in it: a part of a nest costs tens of microseconds.
-        samples = None if workload.weigh is None else layout.take(start, start + size)
-        weights = workload.weights_of(samples, size)
+        part = None if workload.weigh is None else layout.take(start, start + size)
+        weights = workload.weights_of(part, size)
         pieces.append(Piece(layout, start, start + size, weights))
         start += size
     return pieces
+
+
+def find_least_size(ranges: Iterable[tuple[Layout, int, int]], smallest: int) -> int:
+    """The least size into which all ranges can be cut with no piece below ``smallest``."""
+    return max(least_size(stop - start, smallest) for _, start, stop in ranges)
 
 
 def join(pieces: Iterable[Piece]) -> list[tuple[Layout, int, int]]:

@@ -6,8 +6,8 @@ Covers the running sum of the loss and its count. Does not cover gradients, whic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -27,12 +27,15 @@ class Shortage:
         samples_kept: Samples whose gradient stands.
         samples_redone: Samples that are still to do, or to do again.
         reason: The error's first line.
+        least_size: The least size into which what is still to do can be divided: any piece has to be one that the
+            model can run.
     """
 
     failed_size: int
     samples_kept: int
     samples_redone: int
     reason: str
+    least_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,31 +48,40 @@ class Accumulated:
     retries: int
 
 
-@dataclass
 class Progress:
     """How far one accumulation has come.
 
     Attributes:
         todo: Pieces that are still to run.
+        done: Those that have run.
         totals: What the step's losses are divided by.
-        sizes: Samples of each finished piece.
         aux: What each finished piece gave beside its loss.
         loss: The running sum of all shares.
         counted: What shares that were divided by a unit have counted for so far.
         unit: What shares are divided by instead of the total, until the end; ``None`` where it is the total.
         retries: How often memory ended.
+        failed_size: Samples of the piece in which it last did.
     """
 
-    todo: list[Piece]
-    totals: Totals
-    sizes: list[int] = field(default_factory=list)
-    aux: list[Any] = field(default_factory=list)
-    loss: torch.Tensor | None = None
-    counted: float = 0.0
-    unit: float | None = None
-    retries: int = 0
+    def __init__(self, pieces: list[Piece], *, weighed: bool) -> None:
+        """Begin with these pieces; ``weighed``: whether ``weigh`` counted in them."""
+        self.todo, self._weighed = pieces, weighed
+        self.totals = Totals.of(pieces, weighed=weighed)
+        self.retries = self.failed_size = 0
+        self._forget()
 
-    def finish(self, size: int, share: Share | None, aux: Any) -> None:
+    def _forget(self) -> None:
+        self.done: list[Piece] = []
+        self.aux: list[Any] = []
+        self.loss: torch.Tensor | None = None
+        self.counted, self.unit = 0.0, cast("float | None", None)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each finished piece."""
+        return [piece.size for piece in self.done]
+
+    def finish(self, piece: Piece, share: Share | None, aux: Any) -> None:
         """Count a piece as done.
 
         Raises:
@@ -78,7 +90,7 @@ class Progress:
         if share is not None:
             self._add(share)
         # Last: where memory ends in the addition, the piece is not done, and comes again.
-        self.sizes.append(size)
+        self.done.append(piece)
         self.aux.append(aux)
 
     def _add(self, share: Share) -> None:
@@ -91,10 +103,24 @@ class Progress:
         self.loss = wide if self.loss is None else self.loss + wide
         self.counted, self.unit = self.counted + share.count, share.unit
 
-    def forget(self, pieces: list[Piece]) -> None:
-        """Begin anew with these pieces."""
-        self.todo, self.sizes, self.aux = pieces, [], []
-        self.loss, self.counted, self.unit = None, 0.0, None
+    def fail(self) -> None:
+        """Memory has ended in the next piece."""
+        self.failed_size, self.retries = self.todo[0].size, self.retries + 1
+
+    def begin_anew(self) -> None:
+        """Nothing is done."""
+        self.todo = [*self.done, *self.todo]
+        self._forget()
+
+    def retry_with(self, pieces: list[Piece]) -> None:
+        """Go on with what is left as these pieces.
+
+        Where nothing is done yet, the totals are summed over them: sums of other parts may be rounded otherwise, and
+        the step is to be the one that would have used these pieces from the start.
+        """
+        self.todo = pieces
+        if not self.done:
+            self.totals = Totals.of(pieces, weighed=self._weighed)
 
     def correct(self) -> float:
         """Divide the loss by the true total, where that was not known before; returns the gradients' factor."""

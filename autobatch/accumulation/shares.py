@@ -26,6 +26,8 @@ from autobatch.step.losses import Term
 
 __all__ = ["Share", "Totals"]
 
+_EXACT_IN_FLOAT32 = 2**24
+
 
 @dataclass(frozen=True, eq=False)
 class Share:
@@ -50,17 +52,22 @@ class Totals:
         weights: The total of each term; the name ``""`` stands for every term.
         samples: Samples of all pieces.
         weighed: Whether ``weigh`` said so; else the weights are numbers of samples.
+        are_exact: Whether the totals are the same however the samples are divided: sums of whole numbers are, up to
+            2^24 also where ``weigh`` counts in float32, and sums of class weights are not, in their last bits.
     """
 
     weights: Mapping[str, float]
     samples: int
     weighed: bool
+    are_exact: bool
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], *, weighed: bool) -> Totals:
         """Of the pieces that a step's batches were divided into."""
         samples = sum(piece.size for piece in pieces)
-        return cls(sum_weights(pieces), samples, weighed)
+        weights = sum_weights(pieces)
+        are_exact = all(w.is_integer() and w <= _EXACT_IN_FLOAT32 for piece in pieces for w in piece.weights.values())
+        return cls(weights, samples, weighed, are_exact)
 
     def share(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
         """The part of the step's loss that these terms of a piece are.

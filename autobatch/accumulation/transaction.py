@@ -14,21 +14,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from autobatch.accumulation.pieces import Piece, check_additive, cut, join, refuse_graphs
+from autobatch.accumulation.pieces import Piece, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
-from autobatch.accumulation.shares import Totals
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
-from autobatch.state.rewind_point import RewindPoint
+from autobatch.state.rewind_point import RewindPoint, StepState
+from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
+from autobatch.state.written_memory import stop_recording
+from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
 __all__ = ["Accumulation", "TakesGradient"]
@@ -49,7 +51,12 @@ class Accumulation:
         shrink: Called after each shortage; returns the new largest micro-batch, smaller than the failed one, or raises.
         scale: Applied to each share of the loss before its backward pass: a ``GradScaler``'s ``scale``.
         in_float32: Whether gradients in bfloat16 and float16 are added up in float32 when there are several pieces.
+        smallest: The fewest samples that the model can run; no batch is cut into smaller pieces.
         leaves_are_known: Whether the first micro-batch need not be looked through for parameters that nobody knows.
+        known_state: What its steps are known to change; default: nothing yet.
+        stands_for: How many micro-batches a step has of which the first two are run here, in a trial: sparse gradients
+            are given the rows that those may have. 0: all are run.
+        keep: Objects of the user that the step changes; see ``state.user_objects``.
     """
 
     workload: Workload
@@ -57,10 +64,20 @@ class Accumulation:
     shrink: Callable[[Shortage], int]
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     in_float32: bool = True
+    smallest: int = 1
     leaves_are_known: bool = False
+    known_state: StepState | None = None
+    stands_for: int = 0
+    keep: Sequence[Any] = ()
     _is_additive: bool = False
-    _draws_on_host: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
+
+    def __post_init__(self) -> None:
+        """Know nothing of what steps change, if nothing is known."""
+        compiled = is_compiled(self.workload.model, self.workload.step)
+        self._state = self.known_state or StepState(
+            self.workload.model, self.device.torch_device, self.keep, records=not compiled
+        )
 
     def run(self, batches: Sequence[Layout], largest: int, update: TakesGradient | None = None) -> Accumulated | None:
         """Accumulate the gradient of the mean over all samples of ``batches`` into ``.grad``.
@@ -84,15 +101,17 @@ class Accumulation:
             DoesNotFit: There is no room for a copy of the model's buffers, for counting, or for what comes after the
                 last backward pass. Whatever ``shrink`` and ``update`` raise comes out too.
         """
-        modules, parameters = [*self.workload.model.modules()], self.workload.parameters()
-        before, aside = self._remember(modules), GradientsAside(parameters)
+        parameters = self.workload.parameters()
+        before, aside = self._remember(self._state.begin), GradientsAside(parameters)
         try:
             aside.take()
             progress = self._begin(batches, largest)
-            self._advance(progress, before, modules, parameters)
+            self._advance(progress, before, parameters)
+            self._state.learn(before)
             reason = self._complete(progress, before, aside, update)
         finally:
             try:
+                stop_recording()
                 if not aside.is_final:
                     before.restore()
             finally:
@@ -114,7 +133,7 @@ class Accumulation:
             return None
 
         def begin() -> None:
-            aside.spend()
+            aside.spend(self.workload.parameters())
             before.forget()  # the trials' optimizer steps had no such copy beside them
 
         handled = sys.exc_info()[1]
@@ -128,49 +147,59 @@ class Accumulation:
             return describe_error(error, handled=handled)
         return None
 
-    def _advance(
-        self,
-        progress: Progress,
-        before: RewindPoint,
-        modules: Sequence[nn.Module],
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
+    def _advance(self, progress: Progress, before: RewindPoint, parameters: Sequence[nn.Parameter]) -> None:
         """Run all micro-batches, with ever smaller ones where memory ends."""
-        everything = progress.todo
-        if not any(piece.counts for piece in everything):
+        if not any(piece.counts for piece in progress.todo):
             return
         while progress.todo:
+            if self._state.moves_modules:  # a forward pass may make parameters
+                parameters = self.workload.parameters()
             if len(progress.todo) > 1 and self.in_float32:
                 self._sums.begin(parameters)
             stamps = GradientStamps(parameters, self._sums)
-            here = self._remember(modules, before) if progress.sizes else before
-            reason = self._attempt(progress, stamps)
+            here = self._remember(lambda: self._state.begin_piece(before)) if progress.sizes else before
+            reason = self._attempt(progress, stamps, before, here)
             if reason is None:
                 progress.todo = progress.todo[1:]
                 continue
-            failed_size = progress.todo[0].size
-            if stamps.unchanged() and self._holds(here):
-                here.restore()
-            else:
-                before.restore()
-                stamps.clear()
-                progress.forget(everything)
+            progress.fail()
+            self._rewind(progress, stamps, before, here, reason)
             # Only now, after the ``except`` block, are the frames of the failed attempt gone.
             self.device.reclaim()
-            progress.todo = self._divide_anew(progress, failed_size, reason)
-            progress.retries += 1
-            if not progress.sizes:
-                everything = progress.todo
+            self._divide_anew(progress, reason)
 
-    def _attempt(self, progress: Progress, stamps: GradientStamps) -> str | None:
+    def _rewind(
+        self, progress: Progress, stamps: GradientStamps, before: RewindPoint, here: RewindPoint, reason: str
+    ) -> None:
+        """Undo a failed micro-batch; the finished ones too, where they cannot be kept."""
+        lost = self._state.learn(before)
+        if lost:
+            raise CannotRetry(
+                f"memory ended ({reason}) after step() had written into a tensor of shape {tuple(lost[0].shape)} that "
+                f"it had never written into before, and of which there was no copy: this tensor stays as it is, all "
+                f"else is as before the step; load your last checkpoint"
+            )
+        is_clean = stamps.unchanged() and progress.totals.are_exact
+        can_divide_rest = self._least_size(progress.todo) < progress.failed_size
+        if self._state.returns_to(here, before) and is_clean and can_divide_rest:
+            here.restore()
+        else:
+            before.restore()
+            stamps.clear()
+            progress.begin_anew()
+
+    def _attempt(
+        self, progress: Progress, stamps: GradientStamps, before: RewindPoint, here: RewindPoint
+    ) -> str | None:
         """Run the next micro-batch; returns None, or why memory ended. Nothing of the error outlives this call."""
         piece = progress.todo[0]
         if not piece.counts:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
-            progress.finish(piece.size, None, None)
+            progress.finish(piece, None, None)
             return None
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         try:
-            with self.device.micro_batch(piece.size):
+            apart = [*stamps.tensors(), *tensors_of(piece.layout.batch)]
+            with self.device.micro_batch(piece.size), self._state.record([before, here], apart):
                 self._backward(piece, progress, stamps)
         except Exception as error:
             if not is_oom(error, handled=handled):
@@ -195,7 +224,11 @@ class Accumulation:
                 "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a "
                 "copy"
             )
-        progress.finish(piece.size, share, output.aux)
+        if self.stands_for and not progress.done:
+            widen_gradients(stamps.parameters, self.stands_for)
+            self._sums.widen(self.stands_for)
+        coalesce_gradients(stamps.parameters)
+        progress.finish(piece, share, output.aux)
 
     def _correct(self, progress: Progress) -> None:
         """Divide by the true total, where it was not known before; then round what was summed in float32."""
@@ -211,17 +244,8 @@ class Accumulation:
         # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
         return self.device.place_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    def _holds(self, here: RewindPoint) -> bool:
-        if here.holds():
-            return True
-        self._draws_on_host = True  # from now on each piece remembers those generators too
-        return False
-
-    def _remember(self, modules: Sequence[nn.Module], begun: RewindPoint | None = None) -> RewindPoint:
-        host = None if self._draws_on_host else begun
-        return self._try_twice(
-            lambda: RewindPoint(modules, self.device.torch_device, host), "for a copy of the model's buffers"
-        )
+    def _remember(self, make: Callable[[], RewindPoint]) -> RewindPoint:
+        return self._try_twice(make, "for a copy of what the step changes, such as buffers")
 
     def _try_twice(self, action: Callable[[], _T], purpose: str) -> _T:
         """What takes little memory; where that ends even here, another try with all caches given back."""
@@ -246,22 +270,25 @@ class Accumulation:
         if weighed and not self._is_additive:
             check_additive(self._cut([(layout, 0, layout.count) for layout in batches], None), pieces)
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
-        return Progress(pieces, Totals.of(pieces, weighed=weighed))
+        return Progress(pieces, weighed=weighed)
 
     def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[Piece]:
         return self._try_twice(
             lambda: [
                 piece
-                for layout, start, stop in ranges
-                for piece in cut(self.workload, layout, start, stop, largest or layout.count)
+                for samples in ranges
+                for piece in cut(self.workload, samples, largest or samples[0].count, self.smallest)
             ],
             "to count with weigh()",
         )
 
-    def _divide_anew(self, progress: Progress, failed_size: int, reason: str) -> list[Piece]:
-        kept = sum(progress.sizes)
-        redone = sum(piece.size for piece in progress.todo)
-        largest = self.shrink(Shortage(failed_size, kept, redone, reason))
-        smaller = self._cut(join(progress.todo), largest)
-        check_additive(progress.todo, smaller)
-        return smaller
+    def _least_size(self, pieces: Sequence[Piece]) -> int:
+        return find_least_size(join(pieces), self.smallest)
+
+    def _divide_anew(self, progress: Progress, reason: str) -> None:
+        """Cut what is left into smaller micro-batches; where nothing is done yet, its total is that of the new ones."""
+        failed, todo = progress.failed_size, progress.todo
+        kept, redone = sum(progress.sizes), sum(piece.size for piece in todo)
+        smaller = self._cut(join(todo), self.shrink(Shortage(failed, kept, redone, reason, self._least_size(todo))))
+        check_additive(todo, smaller)
+        progress.retry_with(smaller)

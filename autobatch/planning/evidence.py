@@ -40,8 +40,8 @@ class Question(Record):
         bound: No size above this is tried: a rank's share of the target, or what the user allows.
         limit_bytes: What a step may hold at its peak. A trial that ran with more than this does not fit.
         measures: Whether trials carry bytes. Where not, running out of memory is the only signal.
-        smallest_probe: 2 for models with BatchNorm, which refuse one value per channel: size 1 is then only tried
-            after 2 has failed.
+        smallest_probe: 2 for models that cannot run one sample, such as those with BatchNorm on one value per channel.
+            Should 1 be a candidate all the same, it is tried only after 2 has failed.
         candidates: The sizes worth answering with, ascending (``planner.useful_sizes``); empty for all up to the
             bound. A search may measure others on its way.
         expected: The answer that a prediction gives, 0 where there is none. It says where to begin, and with a line
@@ -61,6 +61,8 @@ class Question(Record):
     def _check_candidates(self) -> Question:
         start = [*range(1, min(self.bound, 2) + 1)]  # where every search may have to begin and to end
         candidates = [*self.candidates]
+        if candidates and self.smallest_probe > 1 and candidates[0] in (2, 3):
+            start = candidates[:1]  # a batch of an odd number of samples cannot be divided into parts of 2
         if candidates and (candidates != sorted({*candidates, *start}) or candidates[-1] > self.bound):
             raise ValueError(f"candidates must ascend from {start} to at most {self.bound}, not {candidates}")
         return self

@@ -1,7 +1,12 @@
-"""Which micro-batch size to go on with, step after step.
+"""Decides the micro-batch size of each step from free memory and from how earlier steps went.
 
-Covers the way down (memory ended, the allocator thrashes, less is free than the size needs) and the way back up, one
-notch at a time. Does not cover how memory is read, nor what is done about a step that ran out of it (``runner``).
+Covers the way down (memory ended, the allocator thrashes, less is free than the size needs) and the way back to the
+plan's size. Does not cover how memory is read, nor what is done about a step that ran out of it (``runner``).
+
+The policy follows from costs. A retry costs one piece, at most one step; a size that is too small costs something in
+every step. So the plan's size is back as soon as the reading of free memory allows it, and after an OOM that the
+reading does not explain, one clean step later. Only a size that fails again as soon as it is back waits longer: 1, 2,
+4, ... clean steps, up to ``LONGEST_WAIT``; each step that goes well halves the wait.
 """
 
 from __future__ import annotations
@@ -13,52 +18,32 @@ from typing import Literal
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.planner import useful_sizes
+from autobatch.planning.setback import CLEAN_STEPS, Setback
 from autobatch.planning.shrinking import shrink
 
-__all__ = ["CLEAN_STEPS", "COMPILED_SIZES", "LONGEST_WAIT", "Pace", "Reason", "compiled_ladder", "eager_ladder"]
+__all__ = ["Pace", "Reason"]
 
 Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
 
-CLEAN_STEPS = 20
-"""Steps without trouble before one notch is regained, and how long a regained size is on probation."""
 
-LONGEST_WAIT = 64 * CLEAN_STEPS
-"""The most clean steps before a size that has failed on probation is tried once more."""
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong in the step that is under way.
 
-COMPILED_SIZES = 3
-"""Rungs for a compiled step. A batch in balanced parts has at most two sizes, so three rungs are six graphs of the
-eight that ``torch._dynamo.config.recompile_limit`` allows: two are left for evaluation or the epoch's short last batch.
-"""
-
-
-def eager_ladder(target: int, size: int) -> tuple[int, ...]:
-    """The sizes worth going on with where a new size costs nothing: ``useful_sizes`` up to the plan's, ascending.
-
-    Raises:
-        InvalidArgument: ``target`` or ``size`` is less than 1.
+    Attributes:
+        goal: The size that was wanted when the step began.
+        failed: The smallest size at which a micro-batch failed.
+        is_explained: Whether each OOM was explained by the curve and by what was free then.
     """
-    sizes = useful_sizes(target, size)
-    return sizes if sizes[-1] == size else (*sizes, size)
 
-
-def compiled_ladder(size: int) -> tuple[int, ...]:
-    """A few sizes where each new one is compiled anew: ``size``, its half and its quarter, ascending.
-
-    One sample is left out: ``torch.compile`` specialises on it even where sizes are dynamic.
-
-    Raises:
-        InvalidArgument: ``size`` is less than 1.
-    """
-    if size < 1:
-        raise InvalidArgument(f"a micro-batch must have at least one sample, not {size}")
-    halves = (size >> times for times in reversed(range(COMPILED_SIZES)))
-    return tuple(half for half in halves if half > 1 or half == size)
+    goal: int
+    failed: int
+    is_explained: bool
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The size of the next step and what the last steps have taught.
+    """The size of the next step and what the last steps have shown.
 
     Every transition returns a new value, so a step that is undone is forgotten by keeping the old one. A step is
     ``before_step``, any number of ``after_shortage``, ``after_step``.
@@ -67,30 +52,26 @@ class Pace:
         ladder: The sizes to choose from, ascending; the last is the plan's.
         size: The most samples in a micro-batch now. Below the ladder it is halved.
         curve: Peak memory by size, where a plan has one.
-        smallest: Only an OOM leads below it: 2 for models with BatchNorm, which may refuse one sample.
+        smallest: The fewest samples that the model can run; no smaller size is chosen.
+        patience: Clean steps before the size may grow: 0 where a change costs nothing, more for compiled models.
         reason: Why the size last changed; ``None`` before the first change.
-        grown_from: The size before, where the last change was on the way up.
-        steps: Steps finished since the size last changed that say something about it: a batch of smaller micro-batches,
-            which would have run before too, does not.
-        clean_steps: Those among them since the last one that thrashed.
-        thrashed_steps: Steps running that thrashed.
-        is_short: Whether memory ended inside the step that is under way.
-        refused: The size that failed on probation; ``None`` once it, or a larger one, came through.
-        wait: Clean steps before ``refused`` is tried again.
+        setbacks: Sizes that failed and are to come back, the largest first.
+        clean_steps: Clean steps at this size that say something about it: a batch so small that a larger size would
+            not have changed it does not.
+        thrashed_steps: Steps in a row in which the allocator thrashed.
+        failure: What went wrong in the step that is under way, if anything.
     """
 
     ladder: tuple[int, ...]
     size: int
     curve: MemoryCurve | None = None
     smallest: int = 1
+    patience: int = 0
     reason: Reason | None = None
-    grown_from: int | None = None
-    steps: int = 0
+    setbacks: tuple[Setback, ...] = ()
     clean_steps: int = 0
     thrashed_steps: int = 0
-    is_short: bool = False
-    refused: int | None = None
-    wait: int = CLEAN_STEPS
+    failure: _Failure | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no ladder, or a size above it."""
@@ -101,127 +82,153 @@ class Pace:
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Every size that can be gone to, ascending from 1: the ladder, its foot halved again and again, ``smallest``.
+        """Every size that can be chosen, ascending: the ladder and its foot halved again and again, from ``smallest``.
 
-        Returns:
-            At most ``log2`` of the ladder's foot more than the ladder has, and one.
+        Twice ``smallest`` less one is one of them: the fewest samples into which any batch can be divided.
         """
         foot, top = self.ladder[0], self.ladder[-1]
         halves = {foot >> times for times in range(foot.bit_length())}
-        return tuple(sorted({*halves, *self.ladder, max(min(self.smallest, top), 1)}))
+        sizes = {*halves, *self.ladder, self.smallest, 2 * self.smallest - 1}
+        return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
 
     @property
-    def is_on_probation(self) -> bool:
-        """Whether a size that was grown into has not proved itself yet."""
-        return self.grown_from is not None and self.steps < CLEAN_STEPS
-
-    def after_shortage(self, failed: int, room_bytes: int | None) -> Pace:
-        """Memory ended at a micro-batch: go on with less, as ``shrink`` says, down to the next rung.
-
-        Where a size on probation failed, and the curve does not say why, the one before is good enough: it ran.
-
-        Args:
-            failed: Samples in the micro-batch that did not fit, from 2 to ``size``; parts of a batch may be smaller
-                than ``size``.
-            room_bytes: What the step may hold now, what is resident included; ``None`` where it cannot be told.
-
-        Raises:
-            InvalidArgument: ``failed`` is less than 2: one sample cannot be split.
-        """
-        rungs = self.rungs
-        wanted = shrink(failed, self.curve, room_bytes, self.smallest)
-        is_foreseen = self.curve is not None and room_bytes is not None and self.curve.largest(room_bytes) < failed
-        if self.is_on_probation and failed > (self.grown_from or 0) and not is_foreseen:
-            wanted = max(wanted, self.grown_from or 0)
-        size = rungs[bisect_right(rungs, wanted) - 1]
-        return replace(_move(self, size, "out of memory", failed), is_short=True)
+    def goal(self) -> int:
+        """The size that the last steps allow, whatever is free now."""
+        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
 
     def before_step(self, there_bytes: int | None, room_bytes: int | None) -> Pace:
-        """Less is free than the size needs: shrink before it fails.
+        """The size for a step that begins with so much memory.
 
-        The size is left only where it cannot fit, and then for one that fits with the headroom to spare; between the
-        two nothing changes, so that a neighbour who comes and goes a little is not answered each time.
+        The goal where it can fit, else the largest size that fits with the headroom to spare. Of sizes below the goal
+        one that can fit stays, so that a neighbour who comes and goes a little is not answered each time.
 
         Args:
             there_bytes: What a step can reach at most, in bytes, what is resident included.
             room_bytes: The same less the headroom; ``None``: no headroom is known.
 
         Returns:
-            This very pace where it can stay, or where the curve or what is there is not known.
+            This very pace where the size stays.
         """
-        if self.curve is None or there_bytes is None:
+        size = self.goal
+        if self.curve is not None and there_bytes is not None and not self._fits(size, there_bytes):
+            limit = there_bytes if room_bytes is None else min(there_bytes, room_bytes)
+            lower = [rung for rung in self.rungs if rung < size]
+            size = max((rung for rung in lower if self._fits(rung, limit)), default=(lower or [size])[0])
+            if size < self.size < self.goal and self._fits(self.size, there_bytes):
+                size = self.size
+        if size > self.size and self.clean_steps < self.patience:
             return self
-        # What one sample needs is needed at any size, the optimizer's step included: less would not help.
-        least = self.curve.peak_reserved(1)
-        if self.curve.peak_reserved(self.size) <= max(there_bytes, least):
-            return self
-        limit = max(there_bytes if room_bytes is None else min(there_bytes, room_bytes), least)
-        lower = _lower(self)
-        fitting = [rung for rung in lower if self.curve.peak_reserved(rung) <= limit]
-        return _move(self, (fitting or lower[:1])[-1], "less is free") if lower else self
+        return _move(self, size, "less is free" if size < self.size else "grown back")
 
-    def after_step(self, largest: int, room_bytes: int | None, *, thrashed: bool) -> Pace:
-        """A step is done; the size may change for the next one.
+    def after_shortage(self, failed: int, room_bytes: int | None, least: int = 1) -> Pace:
+        """Memory ended at a micro-batch: go on with less.
 
-        Down a notch where two steps running have thrashed. Up a notch, never above the plan's size, after enough clean
-        steps and where the curve says that it fits.
+        Where a size failed that was only being tried, and the curve does not say why, what ran before is good enough.
+        Else as ``shrink`` says, down to a rung; at the second OOM of a step that it cannot explain the curve is not
+        asked again.
+
+        Args:
+            failed: Samples in the micro-batch that did not fit, at most ``size``; parts of a batch may be smaller.
+            room_bytes: What the step may hold now, what is resident included; ``None`` where it cannot be told.
+            least: The fewest samples into which the rest of the step can be divided.
+
+        Raises:
+            InvalidArgument: ``failed`` is no more than ``least`` or ``smallest``: it cannot be made smaller.
+        """
+        rungs = self.rungs
+        least = max(least, rungs[0])
+        if failed <= least:
+            raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller: at least {least} samples can run")
+        explains = self.curve is not None and room_bytes is not None and self.curve.largest(room_bytes) < failed
+        is_blind = self.failure is not None and not (self.failure.is_explained or explains)
+        wanted = shrink(failed, None if is_blind else self.curve, room_bytes)
+        last = self.setbacks[-1] if self.setbacks else None
+        if last and last.is_tried and last.ran < failed and not explains:
+            wanted = last.ran
+        size = max(rungs[max(bisect_right(rungs, min(wanted, failed - 1)) - 1, 0)], least)
+        began = self.failure or _Failure(self.goal, self.size, is_explained=True)
+        failed = min(rungs[bisect_left(rungs, failed)], began.failed)
+        failure = _Failure(began.goal, failed, began.is_explained and explains)
+        return replace(_move(self, size, "out of memory"), failure=failure, clean_steps=0, thrashed_steps=0)
+
+    def after_step(self, largest: int, *, thrashed: bool) -> Pace:
+        """A step is done; the next steps may have another size.
 
         Args:
             largest: Samples in the step's largest micro-batch.
-            room_bytes: As in ``after_shortage``.
             thrashed: Whether the allocator had to give memory back and ask again during the step. Not counted where
                 memory also ended in the step, because it does so before each OOM.
         """
-        if self.is_short:
-            return replace(self, is_short=False)
-        pace = _count(self, largest, thrashed=thrashed)
-        if pace.thrashed_steps >= 2:
-            lower = _lower(pace)
-            return _move(pace, lower[-1], "thrash", largest) if lower else pace
-        return _grow(pace, room_bytes)
+        if self.failure is not None:
+            return _set_back_by_shortage(replace(self, failure=None), self.failure)
+        if not thrashed:
+            return _count(self, largest)
+        pace = replace(self, clean_steps=0, thrashed_steps=self.thrashed_steps + 1)
+        lower = [rung for rung in pace.rungs if rung < pace.size]
+        if pace.thrashed_steps < 2 or not lower:
+            return pace
+        failure = _Failure(pace.goal, pace.size, is_explained=False)
+        ran = pace.setbacks[-1].ran if pace.setbacks and pace.setbacks[-1].is_tried else lower[-1]
+        return _set_back(_move(pace, min(ran, lower[-1]), "thrash"), failure, CLEAN_STEPS, CLEAN_STEPS)
+
+    def _fits(self, size: int, limit_bytes: int) -> bool:
+        assert self.curve is not None  # noqa: S101 - narrows for mypy
+        # What one sample needs is needed at any size, the optimizer's step included: less would not help.
+        return self.curve.peak_reserved(size) <= max(limit_bytes, self.curve.peak_reserved(1))
 
 
-def _count(pace: Pace, largest: int, *, thrashed: bool) -> Pace:
-    counted = replace(
-        pace,
-        steps=pace.steps + (largest > (pace.grown_from or 0)),
-        clean_steps=0 if thrashed else pace.clean_steps + 1,
-        thrashed_steps=pace.thrashed_steps + 1 if thrashed else 0,
-    )
-    # Smaller sizes on the way back up say nothing about the one that failed: the wait is for that one.
-    came_through = counted.refused is not None and counted.size >= counted.refused and counted.steps >= CLEAN_STEPS
-    return replace(counted, refused=None, wait=CLEAN_STEPS) if came_through else counted
+def _set_back_by_shortage(pace: Pace, failure: _Failure) -> Pace:
+    """After a size that fails for the first time one clean step is waited, after one that fails again more.
+
+    Tried again at once are: where the reading explained the OOM, what the next reading allows; a size that ran while a
+    larger one waits; a compiled model's, whose next size would be one change more; and any size above the smallest, at
+    which the next OOM ends the step in ``DoesNotFit`` whatever its cause.
+    """
+    at_once = failure.is_explained or pace.setbacks or pace.patience or pace.size == pace.rungs[0]
+    pace = _set_back(pace, failure, 0 if at_once else 1, 1 if len(pace.setbacks) > 1 else max(pace.patience, 1))
+    return pace if failure.is_explained else _move(pace, pace.goal, "grown back")
 
 
-def _grow(pace: Pace, room_bytes: int | None) -> Pace:
-    if pace.clean_steps < CLEAN_STEPS or pace.size >= pace.ladder[-1]:
+def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -> Pace:
+    """Remember what failed in a step that went on with ``pace.size``; ``least_wait`` is for one that fails again."""
+    if pace.setbacks and pace.setbacks[-1].is_tried:
+        setback = pace.setbacks[-1].fail(pace.size, failure.failed, least_wait)
+        return replace(pace, setbacks=(*pace.setbacks[:-1], setback))
+    setback = Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
+    return replace(pace, setbacks=(*pace.setbacks, setback))
+
+
+def _count(pace: Pace, largest: int) -> Pace:
+    """A clean step: it brings sizes that wait nearer, and proves one that is tried."""
+    if pace.thrashed_steps:
+        pace = replace(pace, thrashed_steps=0)
+    if not pace.setbacks and pace.size == pace.ladder[-1]:
+        return pace  # nothing to come back to: most steps
+    last = pace.setbacks[-1] if pace.setbacks else None
+    is_tried = last is not None and last.is_tried and pace.size == last.goal
+    least = last.ran + 1 if last and is_tried else pace.size // 2 + 1
+    if largest < least:
         return pace
-    rungs = pace.rungs
-    higher = rungs[bisect_right(rungs, pace.size)]
-    if pace.refused is not None and higher >= pace.refused and pace.clean_steps < pace.wait:
+    pace = replace(pace, clean_steps=pace.clean_steps + 1)
+    if last is None:
         return pace
-    if pace.curve is not None and room_bytes is not None and pace.curve.peak_reserved(higher) > room_bytes:
-        return pace
-    return _move(pace, higher, "grown back")
+    setbacks = [setback.count_step() for setback in pace.setbacks]
+    if is_tried:
+        setbacks[-1:] = [proven] if (proven := setbacks[-1].succeed()) else []
+    elif last.left and pace.size == last.ran and pace.clean_steps % CLEAN_STEPS == 0:
+        setbacks[-1] = setbacks[-1].try_between(pace.rungs)
+    pace = replace(pace, setbacks=_merge(setbacks))
+    # Where a reading made the size smaller than that, the next reading decides.
+    return _move(pace, pace.goal, "grown back") if pace.size == last.goal else pace
 
 
-def _lower(pace: Pace) -> tuple[int, ...]:
-    """The rungs below the size that no OOM is needed for."""
-    rungs = pace.rungs
-    return rungs[bisect_left(rungs, pace.smallest) : bisect_left(rungs, pace.size)]
+def _merge(setbacks: list[Setback]) -> tuple[Setback, ...]:
+    """Setbacks that have all waited long enough come back as one."""
+    while len(setbacks) > 1 and not setbacks[-1].left and not setbacks[-2].left:
+        outer, inner = setbacks[-2:]
+        setbacks[-2:] = [replace(outer, ran=inner.ran, failed=inner.failed, wait=max(outer.wait, inner.wait))]
+    return tuple(setbacks)
 
 
-def _move(pace: Pace, size: int, reason: Reason, failed: int = 0) -> Pace:
-    """``failed``: samples in the micro-batch that showed that there is too little, if one has."""
-    has_failed = pace.is_on_probation and failed > (pace.grown_from or 0)
-    return replace(
-        pace,
-        size=size,
-        reason=reason,
-        grown_from=pace.size if size > pace.size else None,
-        steps=0,
-        clean_steps=0,
-        thrashed_steps=0,
-        refused=pace.size if has_failed else pace.refused,
-        wait=min(2 * pace.wait, LONGEST_WAIT) if has_failed else pace.wait,
-    )
+def _move(pace: Pace, size: int, reason: Reason) -> Pace:
+    return pace if size == pace.size else replace(pace, size=size, reason=reason, clean_steps=0, thrashed_steps=0)

@@ -27,6 +27,8 @@ class PlanRecord(Record):
         world_size: Ranks that share it.
         micro_batch_size: The most samples in one forward and backward.
         micro_batch_sizes: What this rank runs, in order; sums to its share of the target.
+        smallest_micro_batch: The fewest samples that the model can run: 2 where ``fit`` found that one sample raises an
+            error, as BatchNorm does in train mode with one value per channel. A retry has no smaller piece either.
         accumulation_steps: How many micro-batches that is.
         budget_bytes: What the process may hold on the device; 0 where the device cannot tell.
         headroom_bytes: The part of the budget that is left free on purpose.
@@ -91,6 +93,7 @@ class PlanRecord(Record):
     failing_size: Count = 0
     searched_bytes: Bytes = 0
     confirms: Text = ""
+    smallest_micro_batch: Samples = 1
     identity: ModelIdentity | None = None
 
     @property
@@ -116,6 +119,9 @@ class PlanRecord(Record):
         if 0 < self.max_micro_batch < self.micro_batch_size:
             limit = f"max_micro_batch={self.max_micro_batch}"
             raise ValueError(f"micro_batch_size={self.micro_batch_size} is more than {limit}")
+        if len(sizes) > 1 and min(sizes) < self.smallest_micro_batch:
+            smallest = self.smallest_micro_batch
+            raise ValueError(f"micro_batch_sizes has a {min(sizes)}, less than smallest_micro_batch={smallest}")
         if self.accumulation_steps != len(sizes):
             raise ValueError(f"accumulation_steps={self.accumulation_steps}, but micro_batch_sizes has {len(sizes)}")
         if self.headroom_bytes > self.budget_bytes:

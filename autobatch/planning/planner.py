@@ -14,7 +14,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.evidence import Question, largest_fitting, smallest_as_fast
 from autobatch.records import Trial
 
-__all__ = ["Objective", "balance", "choose_size", "divide_evenly", "spread", "useful_sizes"]
+__all__ = ["Objective", "balance", "choose_size", "divide_evenly", "least_size", "spread", "useful_sizes"]
 
 Objective = Literal["throughput", "memory"]
 
@@ -44,33 +44,62 @@ def spread(total: int, parts: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (parts - larger)
 
 
-def balance(total: int, largest: int) -> tuple[int, ...]:
+def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     """The fewest parts of at most ``largest`` samples that sum to ``total``, as equal as can be, larger first.
 
     ``balance(256, 100)`` is ``(86, 85, 85)``: as many steps as ``(100, 100, 56)`` and less memory. 0 samples need no
-    part.
+    part. As the parts are few and equal, no other division has a larger smallest part.
+
+    Args:
+        total: Samples to divide.
+        largest: The most samples of a part.
+        smallest: The fewest samples of a part: what the model can run.
 
     Raises:
-        InvalidArgument: ``largest`` is less than 1, or ``total`` less than 0.
+        InvalidArgument: ``largest`` is less than 1, or ``total`` less than 0; or each division has a part of fewer than
+            ``smallest`` samples: ``largest`` is less than ``least_size(total, smallest)``, or ``total`` than
+            ``smallest``.
     """
     _check_total(total)
     _check_largest(largest)
-    return spread(total, -(-total // largest)) if total else ()
+    steps = -(-total // largest)
+    if total and total // steps < smallest:
+        raise InvalidArgument(
+            f"{total} samples cannot be divided into parts of at least {smallest} and at most {largest}"
+        )
+    return spread(total, steps) if total else ()
 
 
-def divide_evenly(total: int, largest: int) -> tuple[int, int]:
+def least_size(total: int, smallest: int) -> int:
+    """The least size that allows a division into parts of at least ``smallest`` samples each.
+
+    ``least_size(9, 2)`` is 3, as 9 samples in parts of at most 2 leave one alone. Any larger size allows a division
+    too. A ``total`` below ``smallest`` stays whole.
+
+    Raises:
+        InvalidArgument: ``total`` or ``smallest`` is less than 1.
+    """
+    _check_positive(total)
+    if smallest < 1:
+        raise InvalidArgument(f"a micro-batch must have at least one sample, not at least {smallest}")
+    return -(-total // max(total // smallest, 1))
+
+
+def divide_evenly(total: int, largest: int, smallest: int = 1) -> tuple[int, int]:
     """``(size, steps)`` with ``size * steps == total`` exactly and ``size`` as large as ``largest`` allows.
 
     For frameworks that own the loop and know one size and one number of steps only. A prime ``total`` above
     ``largest`` leaves ``(1, total)``.
 
     Raises:
-        InvalidArgument: ``total`` or ``largest`` is less than 1.
+        InvalidArgument: ``total`` or ``largest`` is less than 1; or no divisor is from ``smallest`` to ``largest``.
     """
     _check_positive(total)
     _check_largest(largest)
     small = (divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0)
     size = max(part for divisor in small for part in (divisor, total // divisor) if part <= largest)
+    if size < smallest:
+        raise InvalidArgument(f"{total} samples have no divisor from {smallest} to {largest}")
     return size, total // size
 
 

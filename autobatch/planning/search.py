@@ -151,8 +151,8 @@ def _wishes(question: Question, trials: Sequence[Trial], peaks: dict[int, int], 
         yield from _wishes_from_one(question, trials, peaks, bracket)
     elif question.measures and question.expected > 1:
         yield from _wishes_of_prediction(question, bracket)
-    elif question.measures and 2 in bracket.open:
-        yield _Wish(2)  # not 1, which is another program; the less memory, the less it costs to be wrong
+    elif question.measures and (few := [size for size in bracket.open[:2] if size > 1]):
+        yield _Wish(few[0])  # not 1, which is another program; the less memory, the less it costs to be wrong
 
 
 def _wishes_of_prediction(question: Question, bracket: Bracket) -> Iterator[_Wish]:

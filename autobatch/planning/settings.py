@@ -27,7 +27,8 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
         Names as in that framework's own configuration. Size x accumulation x world size is the target exactly.
 
     Raises:
-        InvalidArgument: The framework is not known, or the target cannot be shared equally by the ranks.
+        InvalidArgument: The framework is not known, the target cannot be shared equally by the ranks, or a rank's share
+            not divided into equal micro-batches that the model can run.
     """
     if framework not in FRAMEWORKS:
         raise InvalidArgument(f"settings({framework!r}): not known; one of {', '.join(map(repr, FRAMEWORKS))}")
@@ -36,7 +37,14 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
             f"settings({framework!r}): a target batch of {plan.target_batch} cannot be shared equally by "
             f"{plan.world_size} ranks; take a multiple of {plan.world_size}"
         )
-    size, steps = divide_evenly(plan.target_batch // plan.world_size, plan.micro_batch_size)
+    share, smallest = plan.target_batch // plan.world_size, plan.smallest_micro_batch
+    try:
+        size, steps = divide_evenly(share, plan.micro_batch_size, smallest)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"settings({framework!r}): {error}, and the model cannot run micro-batches of fewer than {smallest}: take "
+            f"another target_batch, such as {share + 1} a rank"
+        ) from None
     if framework == "huggingface":
         return {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
     if framework == "lightning":

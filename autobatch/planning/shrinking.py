@@ -11,7 +11,7 @@ from autobatch.planning.curve import MemoryCurve
 __all__ = ["shrink"]
 
 
-def shrink(failed: int, curve: MemoryCurve | None, room_bytes: int | None, smallest: int = 1) -> int:
+def shrink(failed: int, curve: MemoryCurve | None, room_bytes: int | None) -> int:
     """The next size to try: at least 1, always smaller than the one that failed.
 
     What the curve says fits is tried first. Where the curve says that the failed size fits, it is wrong today (longer
@@ -22,7 +22,6 @@ def shrink(failed: int, curve: MemoryCurve | None, room_bytes: int | None, small
         failed: Samples in the micro-batch that did not fit, at least 2.
         curve: Peak memory by size, where a plan has one.
         room_bytes: What this step may hold now, what is resident included; ``None`` where it cannot be told.
-        smallest: Not jumped over on the way down: 2 for models with BatchNorm, which may refuse one sample.
 
     Raises:
         InvalidArgument: ``failed`` is less than 2: one sample cannot be split.
@@ -30,6 +29,6 @@ def shrink(failed: int, curve: MemoryCurve | None, room_bytes: int | None, small
     if failed < 2:
         raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller")
     if curve is None or room_bytes is None:
-        return max(failed // 2, min(smallest, failed - 1))
+        return failed // 2
     fitting = curve.largest(room_bytes)
-    return failed * 3 // 4 if fitting >= failed else max(fitting, min(smallest, failed - 1))
+    return failed * 3 // 4 if fitting >= failed else max(fitting, 1)

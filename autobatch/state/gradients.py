@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from autobatch.errors import InvalidStep
+from autobatch.state.sparse_gradients import widen
+from autobatch.state.tensor_header import is_uninitialized
 
 __all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside"]
 
@@ -50,11 +52,13 @@ class GradientsAside:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
-    def spend(self) -> None:
-        """From here on what stands in ``.grad`` is an update's: it is gone at the end, and so are the earlier ones."""
-        without: list[tuple[torch.Tensor, torch.Tensor | None]] = [
-            (parameter, None) for parameter, _ in self._gradients
-        ]
+    def spend(self, parameters: Sequence[torch.Tensor]) -> None:
+        """From here on what stands in ``.grad`` is an update's: it is gone at the end, and so are the earlier ones.
+
+        Args:
+            parameters: All there are by now: a forward pass may have made some.
+        """
+        without: list[tuple[torch.Tensor, torch.Tensor | None]] = [(parameter, None) for parameter in parameters]
         self._gradients, self._is_spent, self.is_final = without, True, True
 
     @torch.no_grad()
@@ -114,7 +118,11 @@ class Float32Sums:
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """From here on the narrow ones' gradients go into the sums; a second call before ``end`` does nothing."""
         if not self._hooks:
-            narrow = (p for p in parameters if _gradient_dtype(p) in NARROW and p.is_leaf and p.requires_grad)
+            narrow = (
+                p
+                for p in parameters
+                if p.is_leaf and p.requires_grad and _gradient_dtype(p) in NARROW and not is_uninitialized(p)
+            )
             self._hooks = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in narrow]
 
     @torch.no_grad()
@@ -125,7 +133,7 @@ class Float32Sums:
         if total is None:
             self._sums[parameter] = parameter.grad.float()
         elif total.is_sparse:
-            self._sums[parameter] = total + parameter.grad.float()
+            self._sums[parameter] = (total + parameter.grad.float()).coalesce()
         else:
             total.add_(parameter.grad)
         parameter.grad = None
@@ -133,6 +141,15 @@ class Float32Sums:
     def clear(self) -> None:
         """Drop all sums."""
         self._sums.clear()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The sums."""
+        return [*self._sums.values()]
+
+    @torch.no_grad()
+    def widen(self, times: int) -> None:
+        """Let sparse sums have the rows of so many micro-batches; see ``sparse_gradients``."""
+        self._sums = {parameter: widen(total, times) for parameter, total in self._sums.items()}
 
     @torch.no_grad()
     def multiply(self, factor: float) -> None:
@@ -170,8 +187,13 @@ class GradientStamps:
 
     def __init__(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
         """Stamp every parameter's gradient, and the sums beside them."""
+        self.parameters = parameters
         self._stamps = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
         self._sums, self._writes = sums, sums.writes
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The gradients that were stamped, and the sums."""
+        return [grad for _, grad, _ in self._stamps if grad is not None] + self._sums.tensors()
 
     def unchanged(self) -> bool:
         """Whether every ``.grad`` is the same tensor, written as often as when it was stamped, and so are the sums."""

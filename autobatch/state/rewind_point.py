@@ -1,75 +1,186 @@
-"""What an attempt that failed may have changed besides gradients: generators and buffers, by value.
+"""Remembers everything that a failed attempt at a micro-batch may have changed, and puts it back.
 
-Covers the state that makes a repeated forward pass draw the same numbers and see the same statistics. It is taken
-before every micro-batch, so it is small and stays on the device. Does not cover gradients (``accumulation``) nor
-parameters, which no forward or backward pass may change.
+Covers random generators, what modules hold (``module_state``), the values of buffers, memory that steps are known to
+write into (``written_memory``) and objects that the user has named (``user_objects``). Does not cover gradients
+(``gradients``), nor the optimizer, which no micro-batch touches.
+
+Copies of values stay on their device, and are made before every micro-batch. What is dearer to look at than to put back
+is remembered once a step, until a failure shows that it moves (``StepState``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
+from autobatch.state.module_state import ModuleState
 from autobatch.state.random_state import RandomState
-from autobatch.storages import place_of
+from autobatch.state.tensor_header import is_uninitialized
+from autobatch.state.user_objects import UserObjects
+from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory, is_recorded
+from autobatch.storages import storages_of
 
-__all__ = ["RewindPoint"]
+__all__ = ["RewindPoint", "StepState"]
+
+_NO_OBJECTS = UserObjects(())
 
 
 class RewindPoint:
-    """Generators and buffers at one moment.
-
-    Buffers are kept by value: running statistics are written without a change of ``_version``, so nothing cheaper tells
-    whether they moved. A buffer whose elements overlap (``expand``) is not copied: torch refuses to write into it.
+    """Everything that a micro-batch may change, at one moment.
 
     Attributes:
         random: The generators.
+        modules: What the modules held.
+        memory: Copies of memory that is known to be written into; a recorder adds to them.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, begun: RewindPoint | None = None) -> None:
-        """Remember both as they are now.
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        *,
+        random: RandomState | None = None,
+        state: ModuleState | None = None,
+        memory: WrittenMemory | None = None,
+        objects: Sequence[Any] = (),
+    ) -> None:
+        """Remember all of it as it is now.
 
         Args:
-            modules: ``[*model.modules()]``, walked once for many checkpoints.
+            modules: ``[*model.modules()]``, walked once for many points.
             device: Whose own generator is meant.
-            begun: An earlier one, whose word is taken for Python's and NumPy's generators; see ``holds``.
+            random: An earlier point's, which stands for Python's and NumPy's generators.
+            state: An earlier point's, which stands for what the modules hold.
+            memory: What steps are known to write into.
+            objects: What the user has named.
         """
-        self.random: RandomState = RandomState.capture(device, None if begun is None else begun.random.host)
-        self._is_whole = begun is None
-        self._standing = [(module, dict(module._buffers)) for module in modules if module._buffers]
-        # The alias stands for the memory: whoever assigns to ``.data`` gives the same buffer another.
-        aliases = [(buffer, buffer.detach()) for _, buffers in self._standing for buffer in _present(buffers)]
-        self._values = [(buffer, alias, None if _overlaps(alias) else alias.clone()) for buffer, alias in aliases]
+        self.random: RandomState = RandomState.capture(device, None if random is None else random.host)
+        self.modules: ModuleState = state or ModuleState(modules)
+        # By value: running statistics are written without a change of ``_version``. A buffer whose elements overlap
+        # (``expand``) is not copied: torch refuses to write into it.
+        buffers = {id(b): b for module in self.modules.modules for b in module._buffers.values() if b is not None}
+        self._buffers = [(b, b.detach().clone()) for b in buffers.values() if not is_uninitialized(b) and _is_own(b)]
+        self.memory: Saved = {} if memory is None else memory.save()
+        self._objects = UserObjects(objects) if objects else _NO_OBJECTS
 
-    def holds(self) -> bool:
-        """Whether ``restore`` leads back here: not if an earlier one's word was taken and those have moved since."""
-        return self._is_whole or self.random.host.is_current()
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of which this has copies."""
+        return [buffer for buffer, _ in self._buffers]
+
+    def restore(self) -> None:
+        """Put all of it back bit for bit, in place; allocates nothing of size."""
+        try:
+            self._put_back()
+        except BaseException:
+            self._put_back()  # interrupted: half of it would be neither before nor after
+            raise
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put both back bit for bit, in place; allocates nothing."""
-        self.random.restore()
-        for module, buffers in self._standing:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for buffer, alias, value in self._values:
-            if place_of(buffer) != place_of(alias):
-                buffer.data = alias
-            if value is not None:
-                buffer.copy_(value)
+    def _put_back(self) -> None:
+        self.modules.put_back()
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        for memory, value in self.memory.values():
+            storage = memory.untyped_storage()
+            if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
+                storage.resize_(value.nbytes)
+            memory.copy_(value)
+        self._objects.put_back()
+        self.random.restore()  # last: the user's objects may draw when they are loaded
 
     def forget(self) -> None:
         """Let go of the copies; from here on ``restore`` puts back no values."""
-        self._values = []
+        self._buffers, self.memory, self._objects = [], {}, _NO_OBJECTS
 
 
-def _present(buffers: Mapping[str, torch.Tensor | None]) -> list[torch.Tensor]:
-    return [buffer for buffer in buffers.values() if buffer is not None]
+class StepState:
+    """What the steps of one model change, learnt as they run.
+
+    Attributes:
+        records: Whether writes may be recorded.
+        moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, objects: Sequence[Any] = (), *, records: bool) -> None:
+        """Know nothing yet.
+
+        Args:
+            model: Its submodules are covered too.
+            device: Whose own generator is meant.
+            objects: What the user has named: see ``user_objects``.
+            records: Not for compiled models, which would run eagerly meanwhile.
+        """
+        self._model, self._device = model, device
+        self._modules = [part for item in objects if isinstance(item, nn.Module) for part in item.modules()]
+        self._objects = [item for item in objects if not isinstance(item, nn.Module)]
+        self.records, self._begun = records, 0
+        self._memory = WrittenMemory()
+        self._latest: ModuleState | None = None
+        self.moves_modules = self._draws_on_host = False
+
+    def begin(self) -> RewindPoint:
+        """Remember everything, before a step."""
+        self._begun += 1
+        modules = [*self._model.modules(), *self._modules]
+        self._latest = ModuleState(modules, self._latest)
+        return self._make_point(self._latest)
+
+    def _make_point(self, state: ModuleState, random: RandomState | None = None) -> RewindPoint:
+        return RewindPoint(
+            state.modules, self._device, random=random, state=state, memory=self._memory, objects=self._objects
+        )
+
+    def begin_piece(self, begun: RewindPoint) -> RewindPoint:
+        """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
+        if is_recorded(self._begun - 1):
+            self.returns_to(begun, begun)
+        state = begun.modules
+        if self.moves_modules:
+            state = ModuleState(state.modules, state)
+        return self._make_point(state, None if self._draws_on_host else begun.random)
+
+    def record(self, points: Sequence[RewindPoint], apart: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+        """Around a micro-batch: copies what it writes into, in the first steps and ever more rarely later.
+
+        Args:
+            points: The step's and the micro-batch's.
+            apart: Tensors of which there are no copies: gradients, the batch.
+        """
+        if not (self.records and is_recorded(self._begun - 1)):
+            return nullcontext()
+        buffers = [buffer for point in points for buffer in point.buffers()]
+        return WriteRecorder([point.memory for point in points], self._memory, [*apart, *buffers])
+
+    def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
+        """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.
+
+        What has moved is remembered before each micro-batch from then on.
+        """
+        draws = here.random.host is begun.random.host and not begun.random.host.is_current()
+        moves = here.modules is begun.modules and not begun.modules.is_current()
+        self._draws_on_host |= draws
+        self.moves_modules |= moves
+        return here is begun or not (draws or moves)
+
+    def learn(self, begun: RewindPoint) -> list[torch.Tensor]:
+        """Learn what torch has counted as written since a step began, in case the step is not recorded.
+
+        Returns:
+            Tensors that cannot be put back: there is no copy of what they held. In later steps there will be.
+        """
+        copied = {id(buffer) for buffer in begun.buffers()}
+        written = [tensor for tensor in begun.modules.headers.find_written() if id(tensor) not in copied]
+        unsaved = [t for t in written if any(s._cdata not in begun.memory for s in storages_of(t))]
+        self._memory.add(unsaved)
+        return unsaved
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def _is_own(tensor: torch.Tensor) -> bool:
+    """Whether each of its elements has memory of its own."""
     if tensor.layout is not torch.strided:
-        return False
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+        return True
+    return not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

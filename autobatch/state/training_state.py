@@ -9,23 +9,21 @@ user's own objects and NumPy arrays, generators the user made, files, a dataset'
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from autobatch.state.containers import Contents, children_of, remember
 from autobatch.state.random_state import RandomState
 from autobatch.state.storage_copy import StorageCopies
-from autobatch.storages import place_of
+from autobatch.state.tensor_header import TensorHeaders
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["TrainingState"]
-
-_Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -55,11 +53,15 @@ class TrainingState:
         # First: what a module shares with the optimizer is the optimizer's, which keeps it between trials.
         of_optimizer = list(_walk([] if optimizer is None else [vars(optimizer)], seen))
         of_model = list(_walk([vars(module) for module in model.modules()], seen))
-        tensors = [value for value in (*of_optimizer, *of_model) if isinstance(value, torch.Tensor)]
-        self._of_optimizer = [_Contents(value) for value in of_optimizer if not isinstance(value, torch.Tensor)]
-        self._of_model = [_Contents(value) for value in of_model if not isinstance(value, torch.Tensor)]
-        self._tensors = [_Standing(tensor) for tensor in tensors]
-        self._values = StorageCopies(tensors, host_bytes=host_bytes)
+        found = (*of_optimizer, *of_model)
+        tensors = [value for value in found if isinstance(value, torch.Tensor)]
+        self._of_optimizer = [content for value in of_optimizer if (content := remember(value)) is not None]
+        self._of_model = [content for value in of_model if (content := remember(value)) is not None]
+        self._classes = [(module, type(module)) for module in (model, *found) if isinstance(module, nn.Module)]
+        self._headers = TensorHeaders(tensors)
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
+            self._gradients = [_Gradient(tensor) for tensor in tensors]
+            self._values = StorageCopies(tensors, host_bytes=host_bytes)
         self._random = RandomState.capture(device)
         self._optimizer = optimizer
         _silence_step_hooks(optimizer)
@@ -67,8 +69,8 @@ class TrainingState:
     def rewind(self) -> None:
         """Put back values, generators and the model; gradients are dropped, what the optimizer has made stays."""
         self._put_back(self._of_model)
-        for standing in self._tensors:
-            standing.drop_gradient()
+        for gradient in self._gradients:
+            gradient.drop()
 
     def reset_optimizer(self) -> None:
         """Drop what the optimizer has made: a first step in which memory ended may leave half a state."""
@@ -80,13 +82,15 @@ class TrainingState:
         """Put everything back bit for bit."""
         self._put_back([*self._of_optimizer, *self._of_model])
 
-    def _put_back(self, contents: Iterable[_Contents]) -> None:
+    def _put_back(self, contents: Iterable[Contents]) -> None:
+        for module, cls in self._classes:
+            if type(module) is not cls:  # a lazy module has become an ordinary one
+                module.__class__ = cls
         for content in contents:
             content.put_back()
-        for standing in self._tensors:
-            standing.put_back()
-        for standing in self._tensors:  # now that gradients are what they were, too: half() casts those as well
-            standing.put_back_gradient()
+        self._headers.put_back()
+        for gradient in self._gradients:  # now that gradients are what they were, too: half() casts those as well
+            gradient.put_back()
         self._values.restore()
         self._random.restore()
 
@@ -101,87 +105,39 @@ class TrainingState:
         try:
             self.restore()
         finally:
-            self._of_optimizer, self._of_model, self._tensors, self._optimizer = [], [], [], None
+            self._of_optimizer, self._of_model, self._classes, self._gradients = [], [], [], []
+            self._headers, self._optimizer = TensorHeaders([]), None
             self._values.close()
 
 
-class _Contents:
-    """What a container holds, by identity. One that has not changed is not touched: whoever watches it sees nothing."""
-
-    def __init__(self, container: _Container) -> None:
-        self._container = container
-        self._keys, self._values = _members(container)
-
-    def put_back(self) -> None:
-        keys, values = _members(self._container)
-        if _are_same(keys, self._keys) and _are_same(values, self._values):
-            return
-        self._container.clear()
-        if isinstance(self._container, dict):
-            # One by one: transformers' ModelOutput refuses update(), and dict.update() breaks an OrderedDict.
-            for key, value in zip(self._keys, self._values, strict=True):
-                self._container[key] = value
-        elif isinstance(self._container, set):
-            self._container.update(self._values)
-        else:
-            self._container.extend(self._values)
-
-
-class _Standing:
-    """How a tensor stands: the memory it points to, its gradient, its flags. Values are ``StorageCopies``' matter."""
+class _Gradient:
+    """A tensor's gradient and hooks, by identity."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._alias = tensor.detach()
-        self._place = place_of(tensor)
-        self._is_leaf = tensor.is_leaf
+        self.tensor, self._is_leaf = tensor, tensor.is_leaf
         self._gradient = tensor.grad if tensor.is_leaf else None
-        self._requires_grad = tensor.requires_grad
         self._unhooked = [name for name in _TENSOR_HOOKS if getattr(tensor, name) is None]
 
     def put_back(self) -> None:
-        tensor = self.tensor
-        if not self._is_leaf:
-            return
-        # A buffer that was updated in place with part of a graph. torch cannot take a view out of one.
-        if not tensor.is_leaf and not tensor._is_view():  # noqa: SLF001 - no public twin
-            tensor.detach_()
-        if place_of(tensor) != self._place:
-            tensor.data = self._alias
-        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
-            tensor.requires_grad_(self._requires_grad)
         for name in self._unhooked:
-            (getattr(tensor, name) or {}).clear()
-
-    def put_back_gradient(self) -> None:
+            (getattr(self.tensor, name) or {}).clear()
         if self._is_leaf:
             self.tensor.grad = self._gradient
 
-    def drop_gradient(self) -> None:
+    def drop(self) -> None:
         if self._is_leaf:
             self.tensor.grad = None
 
 
-def _members(container: _Container) -> tuple[list[Any], list[Any]]:
-    if isinstance(container, dict):
-        return list(container.keys()), list(container.values())
-    return [], list(container)
-
-
-def _are_same(first: list[Any], second: list[Any]) -> bool:
-    return len(first) == len(second) and all(one is other for one, other in zip(first, second, strict=True))
-
-
-def _walk(roots: Iterable[Any], seen: set[int]) -> Iterator[torch.Tensor | _Container]:
-    """Every tensor and every mutable container below the roots that is not in ``seen``, once each."""
+def _walk(roots: Iterable[Any], seen: set[int]) -> Iterator[Any]:
+    """Every object below the roots that is not in ``seen``, once each: roots first, then what they hold."""
     waiting = list(roots)
     while waiting:
         value = waiting.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, (torch.Tensor, dict, list, set, deque)):
-            yield value
+        yield value
         waiting += _below(value)
 
 
@@ -189,12 +145,9 @@ def _below(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor):
         gradient = value.grad if value.is_leaf else None
         return [vars(value), gradient, *(getattr(value, name) for name in _TENSOR_HOOKS)]
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]  # optimizer.state is keyed by parameters
-    if isinstance(value, (list, set, deque, tuple)):
-        return list(value)
-    is_inner_optimizer = hasattr(value, "param_groups") and hasattr(value, "__dict__")
-    return [vars(value)] if is_inner_optimizer else []
+    # A module that is hidden in a list, and the optimizer inside another.
+    has_state = isinstance(value, nn.Module) or hasattr(value, "param_groups")
+    return [vars(value)] if has_state and hasattr(value, "__dict__") else children_of(value)
 
 
 def _silence_step_hooks(optimizer: Any | None) -> None:

@@ -1,7 +1,8 @@
 """Layers whose output for one sample depends on the others in its micro-batch.
 
-Covers torch's BatchNorm family in train mode, the one common layer for which no weighting makes a split exact. Does not
-cover losses that compare samples with each other; a check of gradients finds those.
+Covers torch's BatchNorm family in train mode, the one common layer for which no weighting makes a split exact, and
+layers that cannot run one sample alone. Does not cover losses that compare samples with each other; a check of
+gradients finds those.
 """
 
 from __future__ import annotations
@@ -11,7 +12,17 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["batch_norms_in_train_mode", "blame_batch_norms", "warn_of_batch_norms"]
+__all__ = [
+    "batch_norms_in_train_mode",
+    "blame_batch_norms",
+    "explain_smallest",
+    "may_refuse_one_sample",
+    "refuses_one_sample",
+    "warn_of_batch_norms",
+]
+
+_ONE_VALUE = "Expected more than 1 value per channel when training"
+"""How ``torch.nn.functional.batch_norm`` and ``group_norm`` refuse one value to normalise (``_verify_batch_size``)."""
 
 
 def batch_norms_in_train_mode(model: nn.Module) -> list[str]:
@@ -36,3 +47,26 @@ def warn_of_batch_norms(names: Sequence[str], micro_batch_size: int, total: int)
     """The warning for a plan that splits a model with such layers."""
     blame = blame_batch_norms(names, f" of {micro_batch_size}", f", not the {total} together")
     return f"splitting is not exact here: {blame}"
+
+
+def may_refuse_one_sample(model: nn.Module) -> bool:
+    """Whether a layer raises for one sample, if that has one value per channel where it stands.
+
+    BatchNorm by its own statistics, and GroupNorm with one channel a group in either mode. Both run one sample that has
+    a spatial extent, so only running it can decide. What InstanceNorm raises does not depend on the number of samples.
+    """
+    return bool(batch_norms_in_train_mode(model)) or any(
+        isinstance(module, nn.GroupNorm) and module.num_groups == module.num_channels for module in model.modules()
+    )
+
+
+def refuses_one_sample(error: BaseException) -> bool:
+    """Whether a normalising layer raised this for a single value per channel: with more samples it would run."""
+    return isinstance(error, ValueError) and _ONE_VALUE in str(error)
+
+
+def explain_smallest(model: nn.Module) -> str:
+    """Why no micro-batch has one sample, with the layers that are the likely cause."""
+    names = batch_norms_in_train_mode(model)
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"BatchNorm in train mode ({shown}) cannot run one sample" if names else "the model cannot run one sample"

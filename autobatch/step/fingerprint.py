@@ -21,6 +21,7 @@ from torch import nn
 
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.records import DeviceInfo
+from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.workload import Workload
 
 __all__ = ["fingerprint"]
@@ -54,7 +55,11 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
 
 
 def _spell(name: str, tensor: torch.Tensor) -> str:
-    return f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+    if is_uninitialized(tensor):
+        return f"{name} {tensor.dtype} no shape yet"
+    # A nested tensor's ragged dimension is a symbol, another one in each process.
+    sizes = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+    return f"{name} {tensor.dtype} {sizes}"
 
 
 def _spell_module(name: str, module: nn.Module) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.storages import bytes_of
 
@@ -46,8 +47,8 @@ class Workload:
         """Refuse what cannot be run, or not exactly.
 
         Raises:
-            InvalidArgument: A part is of the wrong kind; the optimizer needs a closure; a parameter has no shape yet,
-                or is updated inside the backward pass.
+            InvalidArgument: A part is of the wrong kind; the optimizer needs a closure; a parameter is updated inside
+                the backward pass.
         """
         _check_kinds(self.model, self.step, self.weigh, self.optimizer)
         if self.optimizer is not None:
@@ -203,8 +204,8 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise InvalidArgument(f"parameter {name} has no shape yet: run the model once on a sample first")
+    if is_uninitialized(parameter):  # of a lazy module: it gets its shape in the first forward pass
+        return
     if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public twin
         raise InvalidArgument(
             f"parameter {name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "

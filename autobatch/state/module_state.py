@@ -1,0 +1,94 @@
+"""Remembers what modules hold, values of tensors apart, and puts it back.
+
+Covers each module's class, attributes and tables (parameters, buffers, submodules, hooks), what ``containers`` covers
+below them, and what the tensors in all of these refer to. Modules that are hidden in an attribute, such as a teacher
+in a list, count as well. Does not cover the values of tensors: ``rewind_point`` and ``written_memory`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_
+
+from torch import nn
+
+from autobatch.state.containers import find_contents, put_entries_back
+from autobatch.state.tensor_header import TensorHeaders
+
+__all__ = ["ModuleState"]
+
+
+class ModuleState:
+    """What modules held at one moment.
+
+    Attributes:
+        modules: Those that were given, and those hidden below them.
+        headers: Of each tensor in their tables, attributes and containers.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], earlier: ModuleState | None = None) -> None:
+        """Look at all of them; nothing is copied but references, and generators and arrays that are attributes.
+
+        Args:
+            modules: ``[*model.modules()]``.
+            earlier: What they held before: where that is still so, it is taken over, which is several times faster.
+        """
+        known = {} if earlier is None else earlier._attributes  # noqa: SLF001 - of its own class
+        self._attributes: dict[int, _Attributes] = {}
+        waiting: list[nn.Module] = [*modules]
+        while waiting:
+            waiting = [*self._look_at(waiting, known)]
+        self.modules = [attributes.module for attributes in self._attributes.values()]
+        tensors = {id(tensor): tensor for found in self._attributes.values() for tensor in found.tensors}
+        self.headers = TensorHeaders([*tensors.values()])
+
+    def _look_at(self, modules: Iterable[nn.Module], known: dict[int, _Attributes]) -> Iterable[nn.Module]:
+        """Add what these modules hold; the hidden ones among that come back."""
+        for module in modules:
+            if id(module) in self._attributes:
+                continue
+            attributes = known.get(id(module))
+            if attributes is None or not attributes.are_current():
+                attributes = _Attributes(module)
+            self._attributes[id(module)] = attributes
+        held = [module for attributes in self._attributes.values() for module in attributes.modules]
+        return [module for module in held if id(module) not in self._attributes]
+
+    def is_current(self) -> bool:
+        """Whether all of it is as it was."""
+        return all(held.are_current() for held in self._attributes.values()) and self.headers.are_current()
+
+    def put_back(self) -> None:
+        """Let all of it be as it was. Can be done any number of times."""
+        for held in self._attributes.values():
+            held.put_back()
+        self.headers.put_back()
+
+
+class _Attributes:
+    """The class and the attributes of one module, and what the containers among them held."""
+
+    __slots__ = ("_class", "_found", "_held", "_names", "_values", "module", "modules", "tensors")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._class = module, type(module)
+        self._held = vars(module).copy()
+        self._names, self._values = [*self._held], [*self._held.values()]
+        self._found = find_contents(self._values)
+        self.modules, self.tensors = self._found.modules, self._found.tensors
+
+    def are_current(self) -> bool:
+        held = vars(self.module)
+        return (
+            type(self.module) is self._class
+            and len(held) == len(self._values)
+            and all(map(is_, held.values(), self._values))
+            and [*held] == self._names
+            and self._found.are_current()
+        )
+
+    def put_back(self) -> None:
+        if type(self.module) is not self._class:  # a lazy module has become an ordinary one
+            self.module.__class__ = self._class
+        put_entries_back(vars(self.module), self._held)
+        self._found.put_back()

@@ -1,0 +1,50 @@
+"""Keeps sparse gradients as small as what they hold: ``nn.Embedding(sparse=True)`` and its like.
+
+Covers adding up equal rows after each micro-batch, and how large such a gradient may become over a whole step. torch
+appends each micro-batch's rows to those that are there (``accumulateGrad`` in
+torch/csrc/autograd/functions/accumulate_grad.h), so without it a step of many micro-batches ends with a gradient of
+every row that was ever looked up, once for each time. Does not cover dense gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["coalesce_gradients", "widen", "widen_gradients"]
+
+
+@torch.no_grad()
+def coalesce_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Add up equal rows in each sparse ``.grad``; dense ones are left alone."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
+            parameter.grad = gradient.coalesce()
+
+
+@torch.no_grad()
+def widen_gradients(parameters: Sequence[torch.Tensor], times: int) -> None:
+    """Let each sparse ``.grad`` have as many rows as that of a whole step may have; see ``widen``.
+
+    Args:
+        parameters: After one micro-batch's backward pass.
+        times: Micro-batches in a step.
+    """
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = widen(parameter.grad, times)
+
+
+def widen(gradient: torch.Tensor, times: int) -> torch.Tensor:
+    """A gradient of zeros with ``times`` as many rows as a sparse one has, or as its table has if those are fewer.
+
+    Each micro-batch of a step may look up other rows than the one before. A dense gradient is returned as it is.
+    """
+    if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+        return gradient
+    rows = min(gradient.shape[0], times * gradient._nnz())  # noqa: SLF001 - no public way without adding up
+    indices = torch.arange(rows, device=gradient.device)[None]
+    values = gradient._values().new_zeros(rows, *gradient._values().shape[1:])
+    return torch.sparse_coo_tensor(indices, values, gradient.shape, is_coalesced=True, check_invariants=False)

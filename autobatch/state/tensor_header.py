@@ -1,0 +1,115 @@
+"""Remembers what tensor objects refer to and their flags, and puts them back; values are kept elsewhere.
+
+Covers the memory that a tensor points to (``.data = ...``, ``resize_``, ``half()``), its class (a lazy module's
+parameter becomes an ordinary one in its first forward pass), ``requires_grad``, a graph that it was made part of in
+place, and gradient hooks. Does not cover ``.grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from autobatch.storages import place_of
+
+__all__ = ["TensorHeaders", "is_uninitialized"]
+
+_LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Whether it is a lazy module's parameter or buffer that has no shape yet; few questions may be asked of one."""
+    return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+
+
+class TensorHeaders:
+    """What some tensors referred to at one moment, and their flags. Aliases hold that memory until this is gone.
+
+    Attributes:
+        tensors: Those that were looked at.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Look at all of them, each given once."""
+        self.tensors = tensors
+        self._classes = [type(tensor) for tensor in tensors]
+        with self._undisturbed():
+            self._aliases = [_alias(tensor) for tensor in tensors]
+            self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+            self._requires_grad = [tensor.requires_grad for tensor in tensors]
+            self._are_leaves = [tensor.is_leaf for tensor in tensors]
+            self._are_hooked = [t._backward_hooks is not None for t in tensors]  # noqa: SLF001 - no public way
+
+    def find_written(self) -> list[torch.Tensor]:
+        """Tensors into which torch has counted a write. Those through ``.data`` and by some kernels are not counted.
+
+        A tensor that refers to other memory by now does not count: what it referred to is as it was.
+        """
+        counts = zip(self.tensors, self._versions, self._aliases, strict=True)
+        written = [(t, alias) for t, version, alias in counts if version >= 0 and t._version != version]
+        return [tensor for tensor, alias in written if _refer_to_the_same(tensor, alias)]
+
+    def are_current(self) -> bool:
+        """Whether all refer to the same memory in the same way, and have the same flags."""
+        tensors = self.tensors
+        return (
+            all(map(_refer_to_the_same, tensors, self._aliases))
+            and [type(t) for t in tensors] == self._classes
+            and [t.requires_grad for t in tensors] == self._requires_grad
+            and [t.is_leaf for t in tensors] == self._are_leaves
+            and not any(t._backward_hooks for t in self._unhooked())  # noqa: SLF001 - no public way
+        )
+
+    def put_back(self) -> None:
+        """Let all refer to the same memory again, with the same flags. Can be done any number of times."""
+        with self._undisturbed():
+            headers = zip(self.tensors, self._aliases, self._classes, strict=True)
+            for tensor, alias, cls in headers:
+                if type(tensor) is not cls:
+                    tensor.data = alias
+                    tensor.__class__ = cls
+            leaves = zip(self.tensors, self._aliases, self._requires_grad, self._are_leaves, strict=True)
+            for tensor, alias, requires_grad, was_leaf in leaves:
+                if was_leaf:
+                    _put_leaf_back(tensor, alias, requires_grad=requires_grad)
+            for tensor in self._unhooked():
+                (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
+
+    def _undisturbed(self) -> AbstractContextManager[object]:
+        """Around questions to tensors that have no shape yet, and refuse them otherwise."""
+        if _LAZY.isdisjoint(self._classes):
+            return nullcontext()
+        return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - no public way
+
+    def _unhooked(self) -> list[torch.Tensor]:
+        return [t for t, hooked in zip(self.tensors, self._are_hooked, strict=True) if not hooked]
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory, unseen by dispatch modes, since neither counts nor planned faults concern it.
+
+    ``_make_subclass`` takes all modes off the stack (torch/csrc/autograd/python_variable.cpp); it makes a plain tensor,
+    so wrappers are detached.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        return tensor.detach()
+    return torch.Tensor._make_subclass(torch.Tensor, tensor)  # noqa: SLF001 - as nn.Parameter does
+
+
+def _put_leaf_back(tensor: torch.Tensor, alias: torch.Tensor, *, requires_grad: bool) -> None:
+    # A buffer that was updated in place with part of a graph. torch cannot take a view out of one.
+    if not tensor.is_leaf and not tensor._is_view():  # noqa: SLF001 - no public way
+        tensor.detach_()
+    if not _refer_to_the_same(tensor, alias):
+        tensor.data = alias
+    if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
+
+
+def _refer_to_the_same(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    # Without a shape, it does not matter where it points.
+    return is_uninitialized(tensor) or place_of(tensor) == place_of(alias)

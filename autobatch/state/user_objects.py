@@ -1,0 +1,90 @@
+"""Remembers objects that the user has named because a step changes them: ``Runner(keep=[...])``.
+
+Covers objects with ``take()`` and ``put(taken)``, or with ``state_dict()`` and ``load_state_dict(state)``; tensors;
+dicts, lists, sets, deques, arrays, generators and dataclasses, with the tensors in them. Modules, such as a metric or a
+teacher, are remembered as the model is (``module_state``), not here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.errors import InvalidArgument
+from autobatch.state.containers import Found, find_contents
+
+__all__ = ["UserObjects", "check_objects"]
+
+
+def check_objects(objects: Any) -> tuple[Any, ...]:
+    """What was given for ``keep=``, as a tuple.
+
+    Raises:
+        InvalidArgument: It is no sequence of objects, or one of them cannot be remembered.
+    """
+    if not isinstance(objects, list | tuple):
+        raise InvalidArgument(f"keep={type(objects).__name__}: pass a list of objects, keep=[...]")
+    for index, item in enumerate(objects):
+        if not (isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)):
+            raise InvalidArgument(
+                f"keep[{index}] is a {type(item).__name__}, which cannot be put back: give it state_dict() and "
+                f"load_state_dict(state), or take() and put(taken)"
+            )
+    return tuple(objects)
+
+
+class UserObjects:
+    """What the user's objects held at one moment, by value."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        """Ask each for its state, and copy that."""
+        self._taken = [(item, item.take()) for item in objects if _takes(item)]
+        self._states = [
+            (item, _copy(item.state_dict())) for item in objects if not _takes(item) and _has_state_dict(item)
+        ]
+        data = [item for item in objects if not _takes(item) and not _has_state_dict(item)]
+        self._found: Found = find_contents(data)
+        self._values = [(tensor, tensor.detach().clone()) for tensor in self._found.tensors]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Let all of them hold that again. Can be done any number of times."""
+        for item, taken in self._taken:
+            item.put(taken)
+        for item, state in self._states:
+            item.load_state_dict(_copy(state))  # some take the very tensors that they are given
+        self._found.put_back()
+        for tensor, value in self._values:
+            tensor.detach().copy_(value)
+
+
+def _takes(item: Any) -> bool:
+    return callable(getattr(item, "take", None)) and callable(getattr(item, "put", None)) and not _is_data(item)
+
+
+def _has_state_dict(item: Any) -> bool:
+    names = ("state_dict", "load_state_dict")
+    return not isinstance(item, nn.Module) and all(callable(getattr(item, name, None)) for name in names)
+
+
+def _is_data(item: Any) -> bool:
+    found = find_contents([item])
+    return bool(found.contents or found.empty or found.tensors or (isinstance(item, tuple) and not found.modules))
+
+
+def _copy(state: Any) -> Any:
+    """A state of its own: tensors without their graphs, containers made anew, everything else by ``copy.deepcopy``."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        fresh = copy.copy(state)
+        for key, value in state.items():
+            fresh[key] = _copy(value)
+        return fresh
+    if type(state) in (list, tuple, set):
+        return type(state)(_copy(value) for value in state)
+    return copy.deepcopy(state)

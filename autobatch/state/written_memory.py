@@ -1,0 +1,159 @@
+"""Finds the memory that a step writes into, and keeps what was there before.
+
+Covers writes through torch's operators into any tensor that was there before the micro-batch: a key encoder that
+follows another in ``forward()``, a memory bank, a teacher that the step itself updates. Nothing has to be known of them
+beforehand: while a step is recorded, each storage is copied right before the first write into it; from then on it is
+known, and copied when a rewind point is made. Does not cover gradients, nor buffers, of which copies are made in any
+case; nor writes that torch does not see (NumPy, kernels of one's own).
+
+Recording costs about 10 us an operator, so it is done for a few steps only; later ones are watched by torch's own
+counts of writes (``Tensor._version``), which miss those through ``.data``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+
+from autobatch.dispatch import DispatchMode
+from autobatch.storages import storages_of
+
+__all__ = ["Saved", "WriteRecorder", "WrittenMemory", "is_recorded", "stop_recording"]
+
+Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""By storage: all of its bytes as a view, and a copy of them."""
+
+
+def is_recorded(step: int) -> bool:
+    """Whether a step is one of those that are recorded: 0, 1, 4, 16, 64 and so on.
+
+    Args:
+        step: How many came before it.
+    """
+    return step in (0, 1) or (step.bit_count() == 1 and step.bit_length() % 2 == 1)
+
+
+class WrittenMemory:
+    """The storages that steps are known to write into. They are not kept alive."""
+
+    def __init__(self) -> None:
+        """None is known at first."""
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let the storages of these tensors be known."""
+        for tensor in tensors:
+            for storage in storages_of(tensor):
+                self._known[storage._cdata] = weakref.ref(storage)
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is one of them."""
+        reference = self._known.get(storage._cdata)
+        return reference is not None and reference() is storage
+
+    @torch.no_grad()
+    def save(self) -> Saved:
+        """Copy all that is known, each on its own device."""
+        storages = [(key, reference()) for key, reference in self._known.items()]
+        self._known = {key: self._known[key] for key, storage in storages if storage is not None}
+        return {key: save_storage(storage) for key, storage in storages if storage is not None}
+
+
+def save_storage(storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Tensor]:
+    """All bytes of a storage as a view, and a copy that a count of memory can see."""
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return view, view.clone()
+
+
+class WriteRecorder(DispatchMode):
+    """While active, copies each storage that was there before into the rewind points, before an operator writes to it.
+
+    Attributes:
+        written: Storages that were written into and not known before.
+    """
+
+    # Such as flex_attention run eagerly: they are called as they are, and what they call is recorded.
+    supports_higher_order_operators = True
+
+    def __init__(self, points: Sequence[Saved], known: WrittenMemory, apart: Iterable[torch.Tensor]) -> None:
+        """Prepare for one micro-batch.
+
+        Args:
+            points: Where copies go.
+            known: Is added to.
+            apart: Tensors that are not copied: gradients, and sums of them.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._points, self._known = points, known
+        # Those made inside the micro-batch as well: they were not there before.
+        self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Copy what the operator writes into, run it, and note what it has made."""
+        kwargs = kwargs or {}
+        for tensor in _written_by(func, args, kwargs):
+            self._save(tensor)
+        result = func(*args, **kwargs)
+        given = {storage._cdata for tensor in _tensors_in((args, kwargs)) for storage in storages_of(tensor)}
+        made = {storage._cdata for tensor in _tensors_in(result) for storage in storages_of(tensor)}
+        self._apart |= made - given
+        return result
+
+    @torch.no_grad()
+    def _save(self, tensor: torch.Tensor) -> None:
+        for storage in storages_of(tensor):
+            key = storage._cdata
+            if key in self._apart or all(key in point for point in self._points):
+                continue
+            saved = save_storage(storage)
+            for point in self._points:
+                point.setdefault(key, saved)
+            self._known.add([tensor])
+
+
+def stop_recording() -> None:
+    """Leave recorders that an interrupt has not let be left: one that comes as a ``with`` block ends does that."""
+    while isinstance(_get_current_dispatch_mode(), WriteRecorder):
+        _pop_mode()
+
+
+_WRITTEN: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+
+
+def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operator's schema says it writes into."""
+    if func not in _WRITTEN:
+        _WRITTEN[func] = _read_schema(func)
+    positions, names = _WRITTEN[func]
+    for position in positions:
+        if position < len(args):
+            yield from _tensors_in(args[position])
+    for name in names:
+        yield from _tensors_in(kwargs.get(name))
+
+
+def _read_schema(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()  # noqa: SLF001 - no public way
+    written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(i for i, _ in written), tuple(name for _, name in written)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors_in(part)
