@@ -8,6 +8,7 @@ be lost for it. Does not cover what fields of one record say about each other.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated
 
@@ -24,6 +25,7 @@ __all__ = [
     "Bytes",
     "Count",
     "Moment",
+    "Ratio",
     "Samples",
     "Seconds",
     "Text",
@@ -82,6 +84,16 @@ Samples = Annotated[int, Field(ge=1, le=2**31)]
 """In one micro-batch."""
 
 Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+
+
+def _check_ratio(value: float) -> float:
+    if value < 0:
+        raise ValueError("Input should be greater than or equal to 0")
+    return math.inf if math.isnan(value) else value  # of numbers that are none nothing is known to be small
+
+
+Ratio = Annotated[float, AfterValidator(_check_ratio)]
+"""May be infinite, where what it is relative to is 0."""
 
 Moment = Annotated[float, Field(ge=0, le=_LAST_MOMENT, allow_inf_nan=False)]
 """Seconds since 1970, UTC; 0 where it was not noted."""

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Samples, Seconds, Text, is_one_line
+from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Ratio, Samples, Seconds, Text, is_one_line
 from autobatch.wording import plural
 
 __all__ = [
     "DeviceInfo",
     "MemoryUsage",
     "ModelIdentity",
+    "ModuleError",
     "Outcome",
     "Phase",
     "Record",
@@ -33,6 +34,8 @@ Outcome = Literal["fits", "oom", "thrash"]
 
 Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
 """The parts of a training step in which memory can end, in their order."""
+
+_MODULES_SHOWN = 3
 
 
 class Record(BaseModel):
@@ -160,27 +163,42 @@ class ModelIdentity(Record):
     optimizer: Text = ""
 
 
+class ModuleError(Record):
+    """How far one module's gradient is off in a split.
+
+    Attributes:
+        module: Its path in the model; the model's type where parameters are the model's own.
+        relative_error: ``|split - whole| / |whole|`` of its parameter that is worst; 1 where the whole has no gradient.
+    """
+
+    module: Text
+    relative_error: Ratio
+
+
 class Verdict(Record):
     """Whether splitting a step gives the gradient of the whole batch, and why not.
 
     Attributes:
-        exact: Whether every division tried gave it, to 1e-4. False also where nothing could be checked.
-        relative_error: ``|split - whole| / |whole|`` of the worst division, over all parameters; infinite where the
-            whole batch has no gradient and the parts have one.
+        exact: Whether every division tried gave it, to 1e-4 in each parameter by itself. False also where nothing could
+            be checked.
+        relative_error: ``|split - whole| / |whole|`` of the worst parameter in the worst division; infinite
+            where the whole batch has no gradient and the parts have one.
         causes: What makes it inexact, each with what to do.
         samples: How many samples were compared.
         partitions: The sizes of the parts of each division that was tried.
         seconds: Wall time of the check.
         unchecked: Why no verdict could be given; empty where one was.
+        modules: Which modules differ, the worst first.
     """
 
     exact: bool
-    relative_error: Annotated[float, Field(ge=0)]
+    relative_error: Ratio
     causes: Annotated[tuple[Text, ...], LISTED] = ()
     samples: Count = 0
     partitions: Annotated[tuple[Annotated[tuple[Samples, ...], LISTED], ...], LISTED] = ()
     seconds: Seconds = 0.0
     unchecked: Text = ""
+    modules: Annotated[tuple[ModuleError, ...], LISTED] = ()
 
     def __str__(self) -> str:
         """One line."""
@@ -190,4 +208,10 @@ class Verdict(Record):
         tried = f"{self.samples} samples in {divisions}, relative error {self.relative_error:.1e}"
         if self.exact:
             return f"splitting is exact: {tried}"
-        return f"splitting is not exact: {tried}: {'; '.join(self.causes)}"
+        return f"splitting is not exact: {tried}{self._show_modules()}: {'; '.join(self.causes)}"
+
+    def _show_modules(self) -> str:
+        shown = [f"{found.module}: {found.relative_error:.1e}" for found in self.modules[:_MODULES_SHOWN]]
+        more = len(self.modules) - len(shown)
+        others = f" and {plural(more, 'more module')}" if more else ""
+        return f" ({', '.join(shown)}{others})" if shown else ""

@@ -19,7 +19,7 @@ from autobatch.cli.plans import _show
 from autobatch.errors import InvalidArgument
 from autobatch.history import Run, Setback, StepRange
 from autobatch.plan import Plan
-from autobatch.records import Tenant, Verdict
+from autobatch.records import ModuleError, Tenant, Verdict
 
 LONGEST_S = 2.0
 """For all that is done with a plan together; the largest one takes less."""
@@ -252,10 +252,11 @@ def test_a_flipped_bit_is_refused_or_can_be_shown(tmp_path_factory, position, bi
     load(bytes(content), tmp_path_factory.mktemp("plan"))
 
 
-@pytest.mark.parametrize("error", [0.0, 1e-7, math.inf])
+@pytest.mark.parametrize("error", [0.0, 1e-7, math.inf, math.nan])
 def test_a_verdict_without_bounds_survives_its_file(tmp_path, error):
-    """An infinite error is one of parts that have a gradient where the whole batch has none."""
-    use(make_plan(verdict=Verdict(exact=False, relative_error=error)), tmp_path)
+    """An infinite error is one of parts that have a gradient where the whole batch has none, or of no numbers."""
+    modules = (ModuleError(module="head", relative_error=error),)
+    use(make_plan(verdict=Verdict(exact=False, relative_error=error, modules=modules)), tmp_path)
 
 
 @pytest.mark.parametrize("value", [-1, 2**63, 10**400, math.nan, "x", "a\nb", [], None])
