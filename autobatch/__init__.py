@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from autobatch.silent_torch import import_torch
 from autobatch.version import __version__
 
 if TYPE_CHECKING:
@@ -88,13 +89,25 @@ _ROOMS = {
 }
 
 
+_WITHOUT_TORCH = {
+    "autobatch.errors",
+    "autobatch.hooks",
+    "autobatch.plan",
+    "autobatch.planning.curve",
+    "autobatch.prediction.prediction",
+    "autobatch.records",
+}
+
+
 def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    if name in {"batches", "hooks", "testing"}:
-        return importlib.import_module(f"autobatch.{name}")
-    return getattr(importlib.import_module(_ROOMS.get(name, "autobatch.errors")), name)
+    room = f"autobatch.{name}" if name in {"batches", "hooks", "testing"} else _ROOMS.get(name, "autobatch.errors")
+    if room not in _WITHOUT_TORCH:
+        import_torch()
+    module = importlib.import_module(room)
+    return module if name in {"batches", "hooks", "testing"} else getattr(module, name)
 
 
 def __dir__() -> list[str]:

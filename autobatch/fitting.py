@@ -25,14 +25,24 @@ from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.recollection import Wanted
 from autobatch.records import Verdict
-from autobatch.request import Allowance, check_choice, check_count, check_target, find_allowance, find_device
+from autobatch.request import (
+    Allowance,
+    check_choice,
+    check_count,
+    check_micro_batches,
+    check_target,
+    find_allowance,
+    find_device,
+)
 from autobatch.size_search import Found, SizeSearch
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
+from autobatch.step.identity import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
+from autobatch.wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 
 __all__ = ["fit"]
 
@@ -72,7 +82,8 @@ def fit(
             ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
             ``plan.warnings`` says which.
         optimizer: Its state and its step's own peak are measured. It is stepped on your tensors only inside a trial,
-            and put back.
+            and put back. Of the wrappers of Lightning and accelerate the torch optimizer inside is stepped, so that
+            trainers count no step.
         weigh: What the mean is over, ``weigh(micro_batch) -> float``; default: samples.
         device: Where the model is; default: where its parameters are.
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
@@ -107,6 +118,8 @@ def fit(
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
+    optimizer = unwrap_optimizer(optimizer)
+    check_micro_batches(target_batch, bound)
     workload = Workload(model, step or default_step, weigh, optimizer)
     memory = _watch(workload, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
@@ -182,6 +195,7 @@ def _make_plan(
     verdict: Verdict | None,
     warnings: tuple[str, ...],
 ) -> Plan:
+    check_micro_batches(wanted.target_batch, found.size)
     sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
     return Plan(
         target_batch=wanted.target_batch,
@@ -195,7 +209,7 @@ def _make_plan(
         curve=found.curve if memory.measures else None,
         trials=found.trials,
         device=memory.describe(),
-        warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload)),
+        warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
         accumulate_in_float32=wanted.accumulate_in_float32,
@@ -205,12 +219,13 @@ def _make_plan(
         version=__version__,
         id=secrets.token_hex(6),
         made_at=time.time(),
-        model=type(workload.model).__name__,
+        model=type(unwrap_model(workload.model)).__name__,
         objective=wanted.objective,
         max_micro_batch=wanted.max_micro_batch,
         failing_size=found.failing_size,
         searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
         confirms=found.confirmed.id if found.confirmed else "",
+        identity=identify_model(workload.model, workload.optimizer),
         smallest_micro_batch=found.smallest,
     )
 

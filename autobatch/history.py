@@ -6,10 +6,11 @@ how that is kept (``ledger``) or shown (``report``). No data of the user's is in
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import model_validator
 
+from autobatch.bounds import LISTED, Bytes, Count, Moment, Samples, Seconds, Text
 from autobatch.records import Record
 
 __all__ = ["Outcome", "Run", "Setback", "StepRange"]
@@ -30,13 +31,19 @@ class StepRange(Record):
         samples: Of all of them together.
     """
 
-    first_step: NonNegativeInt
-    last_step: NonNegativeInt
-    micro_batch_size: NonNegativeInt
-    retries: NonNegativeInt = 0
-    peak_bytes: NonNegativeInt = 0
-    seconds: float = 0.0
-    samples: NonNegativeInt = 0
+    first_step: Count
+    last_step: Count
+    micro_batch_size: Count
+    retries: Count = 0
+    peak_bytes: Bytes = 0
+    seconds: Seconds = 0.0
+    samples: Count = 0
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> StepRange:
+        if self.last_step < self.first_step:
+            raise ValueError(f"last_step={self.last_step} is before first_step={self.first_step}")
+        return self
 
 
 class Setback(Record):
@@ -51,12 +58,12 @@ class Setback(Record):
         reason: In words.
     """
 
-    step: NonNegativeInt
+    step: Count
     kind: Literal["retry", "size"]
-    old_size: PositiveInt
-    new_size: PositiveInt
-    used_bytes: NonNegativeInt = 0
-    reason: str = ""
+    old_size: Samples
+    new_size: Samples
+    used_bytes: Bytes = 0
+    reason: Text = ""
 
 
 class Run(Record):
@@ -75,15 +82,15 @@ class Run(Record):
         setbacks: When memory was short, in order.
     """
 
-    id: str
-    plan_id: str
-    pid: int
-    started_at: float
-    last_seen_at: float
+    id: Text
+    plan_id: Text
+    pid: Count
+    started_at: Moment
+    last_seen_at: Moment
     outcome: Outcome = "running"
-    reason: str = ""
-    ranges: tuple[StepRange, ...] = ()
-    setbacks: tuple[Setback, ...] = ()
+    reason: Text = ""
+    ranges: Annotated[tuple[StepRange, ...], LISTED] = ()
+    setbacks: Annotated[tuple[Setback, ...], LISTED] = ()
 
     @property
     def steps(self) -> int:

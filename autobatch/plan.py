@@ -14,9 +14,14 @@ from pydantic import ValidationError
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.settings import settings_for
+from autobatch.records import spell_invalid
 from autobatch.report.text import explain_plan, summarise_plan
+from autobatch.wording import format_bytes
 
 __all__ = ["Plan"]
+
+_LARGEST_FILE = 64 * 2**20
+"""Four times what the most micro-batches take."""
 
 
 class Plan(PlanRecord):
@@ -79,17 +84,19 @@ class Plan(PlanRecord):
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that ``save`` wrote.
 
+        Whatever the file holds, what comes back can be printed, explained, shown, translated and saved.
+
         Raises:
-            InvalidArgument: The file holds no plan, or one of a version that this one cannot read.
+            InvalidArgument: The file holds no plan, or one of a version that this one cannot read, or more than 64 MiB.
             OSError: The file cannot be read.
         """
-        content = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise InvalidArgument(f"{path} is no plan: it is larger than {format_bytes(_LARGEST_FILE)}")
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"])) or "the file"
-            reason = first["msg"].removeprefix("Value error, ")
             raise InvalidArgument(
-                f"{path} is no plan that this version reads ({place}: {reason}); run fit() again and save it"
+                f"{path} is no plan that this version reads ({spell_invalid(error)}); run fit() again and save it"
             ) from None

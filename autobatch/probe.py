@@ -27,11 +27,13 @@ from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.records import MemoryUsage, Trial
+from autobatch.records import MemoryUsage, Phase, Trial
+from autobatch.state.optimizer_state import count_state, is_making_state, make_state
 from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
 from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
+from autobatch.storages import bytes_of
 
 __all__ = ["Probe"]
 
@@ -44,6 +46,7 @@ class _Readings:
     """What one trial has measured so far."""
 
     resident: int = 0
+    state: int = 0
     retries_before: int = 0
     seconds: float = 0.0
     backward: MemoryUsage = field(default_factory=MemoryUsage)
@@ -78,6 +81,9 @@ class Probe:
     aux_bytes: int = 0
     state_bytes: int = 0
     _warm: bool = False
+    _phase: Phase = "forward"
+    _passes_left: int = 0
+    _ended_in_pass: bool = False
 
     def __post_init__(self) -> None:
         """Begin to learn what the steps change: in the first one, so that no trial's time has that in it."""
@@ -97,6 +103,7 @@ class Probe:
         usage = self.device.usage()
         readings, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
         if not self._warm:
+            readings.state = self._resumed_state_bytes(usage)
             reason = self._attempt(self._warm_up, min(size, _WARM_SIZE), readings)
             self._warm = reason is None
             self._learnt.records = self._learnt.records and not self._warm
@@ -107,7 +114,20 @@ class Probe:
             reason = self._attempt(self._measure, size, readings)
         if reason is not None:
             self.reasons[size] = reason
-        return _summarise(size, readings, self.device.usage().alloc_retries, reason)
+        phase = None if reason is None else self._judge_phase(readings)
+        return _summarise(size, readings, self.device.usage().alloc_retries, phase)
+
+    def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
+        """What an earlier run's state takes of the device: not what lies elsewhere, or is only a formula's."""
+        others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
+        return min(self.workload.state_bytes(), max(usage.allocated - others, 0))
+
+    def _judge_phase(self, readings: _Readings) -> Phase:
+        """Where memory ended; a backward pass has to make all gradients, however few samples it has."""
+        gradients = sum(bytes_of(p) for p in self.workload.parameters() if p.requires_grad)
+        is_hopeless = 0 < self.limit_bytes < readings.resident + gradients
+        fits_before = readings.resident < self.limit_bytes
+        return "gradients" if self._phase == "backward" and is_hopeless and fits_before else self._phase
 
     def find_smallest(self) -> int:
         """The fewest samples that the model can run: 1, or 2 where one sample alone raises an error.
@@ -163,6 +183,7 @@ class Probe:
         batch = replace(batch, batch=map_tensors(batch.batch, _copy_as_leaf))
         with self._read(readings, "backward"):
             self._accumulate([batch], size)
+            self._make_state()
             self._step_optimizer()
 
     def _measure(self, size: int, readings: _Readings) -> None:
@@ -170,7 +191,8 @@ class Probe:
         before = self.device.usage()
         # As the device sees it: the formula of a fake one knows nothing of the optimizer's real tensors.
         seen = before.allocated - readings.resident
-        self.state_bytes = max(self.state_bytes, min(self.workload.state_bytes(), seen))
+        made = min(self.workload.state_bytes() - readings.state, seen)
+        self.state_bytes = max(self.state_bytes, readings.state + max(made, 0))
         readings.resident, readings.retries_before = before.allocated, before.alloc_retries
         started = time.perf_counter()
         with self._read(readings, "backward"):
@@ -200,41 +222,64 @@ class Probe:
         accumulation = Accumulation(
             workload,
             self.device,
-            shrink=_end_trial,
+            shrink=self._end_trial,
             in_float32=self.in_float32,
             leaves_are_known=self._warm,
             known_state=self._learnt,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )
-        accumulated = accumulation.run(batches, size)
+        self._phase, self._passes_left, self._ended_in_pass = "forward", len(batches), False
+        try:
+            accumulated = accumulation.run(batches, size)
+        except Exception:
+            if self._passes_left == 0 and not self._ended_in_pass:
+                self._phase = "gradients"  # after the last pass they are rounded, or added to earlier ones
+            raise
         assert accumulated is not None  # noqa: S101 - all samples count here
         self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))
         return accumulated
 
     def _run_step(self, model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
+        self._phase = "forward"
         output = self.workload.run(samples)
+        self._phase, self._passes_left = "backward", self._passes_left - 1
         first, *others = [term.loss for term in output.terms]
         return sum(others, start=first), output.aux
 
+    def _make_state(self) -> None:
+        if self.workload.optimizer is None:
+            return
+        self._phase = "optimizer state"
+        make_state(self.workload.optimizer)  # as ``update`` does before a first step
+
     def _step_optimizer(self) -> None:
-        if self.workload.optimizer is not None:
-            self.workload.optimizer.step()
+        optimizer = self.workload.optimizer
+        if optimizer is None:
+            return
+        before = count_state(optimizer)
+        self._phase = "update"
+        try:
+            optimizer.step()
+        except Exception:
+            if is_making_state(optimizer, before):
+                self._phase = "optimizer state"
+            raise
+
+    def _end_trial(self, shortage: Shortage) -> NoReturn:
+        self._ended_in_pass = True
+        raise DoesNotFit(shortage.reason)
 
 
 def _copy_as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _end_trial(shortage: Shortage) -> NoReturn:
-    raise DoesNotFit(shortage.reason)
-
-
-def _summarise(size: int, readings: _Readings, alloc_retries: int, reason: str | None) -> Trial:
+def _summarise(size: int, readings: _Readings, alloc_retries: int, phase: Phase | None) -> Trial:
     backward, optimizer = readings.backward, readings.optimizer
-    retries = alloc_retries - readings.retries_before
+    retries = max(alloc_retries - readings.retries_before, 0)  # somebody may have reset the allocator's statistics
     return Trial(
         micro_batch_size=size,
-        outcome="oom" if reason is not None else "thrash" if retries > 0 else "fits",
+        outcome="oom" if phase is not None else "thrash" if retries > 0 else "fits",
         peak_allocated=max(backward.peak_allocated, optimizer.peak_allocated),
         peak_reserved=max(backward.peak_reserved, optimizer.peak_reserved),
         optimizer_peak=optimizer.peak_allocated,
@@ -243,4 +288,5 @@ def _summarise(size: int, readings: _Readings, alloc_retries: int, reason: str |
         backward_allocated=backward.peak_allocated,
         backward_reserved=backward.peak_reserved,
         resident_bytes=readings.resident,
+        ended_in=phase,
     )

@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
+from autobatch.bounds import LARGEST
+
 __all__ = ["read_bytes"]
 
 _BYTES = TypeAdapter(ByteSize)
@@ -19,7 +21,7 @@ _WHOLE_TEXT = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 
 
 def read_bytes(value: Any) -> int | None:
-    """The number of bytes that is meant; ``None`` where it is none, or not positive."""
+    """The number of bytes that is meant; ``None`` where it is none, not positive, or more than any device has."""
     half_read = isinstance(value, str) and not _WHOLE_TEXT.fullmatch(value)
     if half_read or isinstance(value, bool):
         return None
@@ -27,4 +29,4 @@ def read_bytes(value: Any) -> int | None:
         size = int(_BYTES.validate_python(value))
     except ValidationError:
         return None
-    return size if size > 0 else None
+    return size if 0 < size <= LARGEST else None

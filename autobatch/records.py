@@ -6,15 +6,34 @@ Covers the plain data of devices, trials, curves and plans. Does not cover how a
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Ratio, Samples, Seconds, Text, is_one_line
 from autobatch.wording import plural
 
-__all__ = ["DeviceInfo", "MemoryUsage", "ModuleError", "Outcome", "Record", "Tenant", "Trial", "Verdict"]
+__all__ = [
+    "DeviceInfo",
+    "MemoryUsage",
+    "ModelIdentity",
+    "ModuleError",
+    "Outcome",
+    "Phase",
+    "Record",
+    "Tenant",
+    "Trial",
+    "Verdict",
+    "spell_invalid",
+]
+
+_LONGEST_REASON = 200
+"""Of each half of a reason: a field's name may come from the file, and be as long as that."""
 
 Outcome = Literal["fits", "oom", "thrash"]
+
+Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
+"""The parts of a training step in which memory can end, in their order."""
 
 _MODULES_SHOWN = 3
 
@@ -22,7 +41,20 @@ _MODULES_SHOWN = 3
 class Record(BaseModel):
     """A frozen value: compared by content, refused when it holds a field that nobody declared."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+def spell_invalid(error: ValidationError) -> str:
+    """The first thing that is wrong with a record, in one short line: ``"target_batch: Input should be ..."``."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"])) or "the file"
+    reason = first["msg"].removeprefix("Value error, ")
+    return f"{_shorten(place)}: {_shorten(reason)}"
+
+
+def _shorten(text: str) -> str:
+    shown = text if is_one_line(text) else ascii(text)[1:-1]
+    return shown if len(shown) <= _LONGEST_REASON else f"{shown[: _LONGEST_REASON - 3]}..."
 
 
 class Tenant(Record):
@@ -34,9 +66,9 @@ class Tenant(Record):
         name: Its command, where the driver tells.
     """
 
-    pid: int
-    used_bytes: int
-    name: str = ""
+    pid: Count
+    used_bytes: Bytes
+    name: Text = ""
 
 
 class DeviceInfo(Record):
@@ -51,22 +83,22 @@ class DeviceInfo(Record):
         driver: The version of the driver, where there is one that tells it.
     """
 
-    kind: str
-    name: str
-    total_bytes: int
-    uuid: str | None = None
-    tenants: tuple[Tenant, ...] = ()
-    driver: str = ""
+    kind: Text
+    name: Text
+    total_bytes: Bytes
+    uuid: Text | None = None
+    tenants: Annotated[tuple[Tenant, ...], LISTED] = ()
+    driver: Text = ""
 
 
 class MemoryUsage(Record):
     """One reading of a device's allocator, in bytes; peaks are since the last reset."""
 
-    allocated: int = 0
-    reserved: int = 0
-    peak_allocated: int = 0
-    peak_reserved: int = 0
-    alloc_retries: int = 0
+    allocated: Bytes = 0
+    reserved: Bytes = 0
+    peak_allocated: Bytes = 0
+    peak_reserved: Bytes = 0
+    alloc_retries: Count = 0
 
 
 class Trial(Record):
@@ -87,23 +119,48 @@ class Trial(Record):
             size.
         backward_reserved: ``peak_reserved`` up to the end of the backward passes.
         resident_bytes: Bytes in tensors before the first micro-batch: parameters, buffers, optimizer state, batch.
+        ended_in: Where memory ended, if it did. ``"gradients"``: in a backward pass, where the gradients alone are more
+            than the limit beside what was there before it. ``"optimizer state"``: where the optimizer made it, which
+            some do in the course of their first step.
     """
 
-    micro_batch_size: int
+    micro_batch_size: Samples
     outcome: Outcome
-    peak_allocated: int = 0
-    peak_reserved: int = 0
-    optimizer_peak: int = 0
-    alloc_retries: int = 0
-    seconds: float = 0.0
-    backward_allocated: int | None = None
-    backward_reserved: int | None = None
-    resident_bytes: int = 0
+    peak_allocated: Bytes = 0
+    peak_reserved: Bytes = 0
+    optimizer_peak: Bytes = 0
+    alloc_retries: Count = 0
+    seconds: Seconds = 0.0
+    backward_allocated: Bytes | None = None
+    backward_reserved: Bytes | None = None
+    resident_bytes: Bytes = 0
+    ended_in: Phase | None = None
 
     @property
     def samples_per_second(self) -> float:
         """Samples of both micro-batches over the attempt's wall time; 0 where no time was taken."""
-        return 2 * self.micro_batch_size / self.seconds if self.seconds > 0 else 0.0
+        return 2 * self.micro_batch_size / self.seconds if self.seconds > SHORTEST else 0.0
+
+
+class ModelIdentity(Record):
+    """What a plan's model and optimizer are recognised by, without running anything.
+
+    The same for a model that is compiled, wrapped for data parallelism, moved, cast to another dtype or trained on:
+    names, dtypes and values do not count.
+
+    Attributes:
+        tensors: Parameters, each once however often it is shared.
+        parameters: Numbers in them.
+        trained: Numbers in those that require a gradient.
+        shapes: A digest of all shapes.
+        optimizer: The class of the torch optimizer; empty where there was none.
+    """
+
+    tensors: Count
+    parameters: Count
+    trained: Count
+    shapes: Text
+    optimizer: Text = ""
 
 
 class ModuleError(Record):
@@ -114,8 +171,8 @@ class ModuleError(Record):
         relative_error: ``|split - whole| / |whole|`` of its parameter that is worst; 1 where the whole has no gradient.
     """
 
-    module: str
-    relative_error: float
+    module: Text
+    relative_error: Ratio
 
 
 class Verdict(Record):
@@ -124,7 +181,8 @@ class Verdict(Record):
     Attributes:
         exact: Whether every division tried gave it, to 1e-4 in each parameter by itself. False also where nothing could
             be checked.
-        relative_error: ``|split - whole| / |whole|`` of the worst parameter in the worst division.
+        relative_error: ``|split - whole| / |whole|`` of the worst parameter in the worst division; infinite
+            where the whole batch has no gradient and the parts have one.
         causes: What makes it inexact, each with what to do.
         samples: How many samples were compared.
         partitions: The sizes of the parts of each division that was tried.
@@ -134,13 +192,13 @@ class Verdict(Record):
     """
 
     exact: bool
-    relative_error: float
-    causes: tuple[str, ...] = ()
-    samples: int = 0
-    partitions: tuple[tuple[int, ...], ...] = ()
-    seconds: float = 0.0
-    unchecked: str = ""
-    modules: tuple[ModuleError, ...] = ()
+    relative_error: Ratio
+    causes: Annotated[tuple[Text, ...], LISTED] = ()
+    samples: Count = 0
+    partitions: Annotated[tuple[Annotated[tuple[Samples, ...], LISTED], ...], LISTED] = ()
+    seconds: Seconds = 0.0
+    unchecked: Text = ""
+    modules: Annotated[tuple[ModuleError, ...], LISTED] = ()
 
     def __str__(self) -> str:
         """One line."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autobatch.bounds import MOST_MICRO_BATCHES, MOST_SAMPLES
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for
@@ -24,6 +25,7 @@ __all__ = [
     "Allowance",
     "check_choice",
     "check_count",
+    "check_micro_batches",
     "check_target",
     "find_allowance",
     "find_device",
@@ -33,9 +35,6 @@ __all__ = [
 
 DEFAULT_HEADROOM = 0.05
 """Fraction of the budget left free: room for a longer batch and for fragmentation."""
-
-_MOST_SAMPLES = 10**8
-"""A plan lists its micro-batches one by one, and sizes are searched among twice the root of it."""
 
 _SIZES = "pass bytes as an int, or a text such as '8GiB' or '512MiB'"
 
@@ -178,12 +177,27 @@ def check_target(value: Any) -> int:
         InvalidArgument: It is something else.
     """
     target = check_count("target_batch", value)
-    if target > _MOST_SAMPLES:
+    if target > MOST_SAMPLES:
         raise InvalidArgument(
-            f"target_batch={value!r} is more than the {_MOST_SAMPLES} samples that one optimizer step may have: count "
+            f"target_batch={value!r} is more than the {MOST_SAMPLES} samples that one optimizer step may have: count "
             f"what dimension 0 counts, such as images or texts, not tokens or bytes"
         )
     return target
+
+
+def check_micro_batches(target: int, size: int) -> None:
+    """At most a million in one optimizer step: a plan lists them one by one.
+
+    Raises:
+        InvalidArgument: There are more.
+    """
+    count = -(-target // size)
+    if count > MOST_MICRO_BATCHES:
+        raise InvalidArgument(
+            f"target_batch={target} would be {count} micro-batches of at most {size}, more than the "
+            f"{MOST_MICRO_BATCHES} that one optimizer step may have: ask for fewer samples, or allow larger "
+            f"micro-batches"
+        )
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:

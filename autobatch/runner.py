@@ -40,6 +40,7 @@ from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.telling import Telling, check_hooks
 from autobatch.update import Update, check_options
 from autobatch.wording import format_bytes
+from autobatch.wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 
 __all__ = ["Runner"]
 
@@ -72,11 +73,13 @@ class Runner:
         """Bind a plan to a model.
 
         Args:
-            plan: From ``fit``, or loaded.
+            plan: From ``fit``, or loaded. One of another model, by the shapes of its parameters, or of another
+                optimizer is used as it is, and warned of.
             model: The model to train, on its device.
             step: ``step(model, micro_batch) -> loss``, the mean over ``weigh(micro_batch)`` units; or ``(loss, aux)``.
                 ``None``: as in ``fit``, the model's own loss.
-            optimizer: Stepped once a step; ``None`` if only ``accumulate`` is used.
+            optimizer: Stepped once a step; ``None`` if only ``accumulate`` is used. Lightning's wrapper is stepped
+                itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its scaler.
             weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
             scaler: Scales each loss, and unscales, steps and updates once a step.
             max_grad_norm: Clip the whole gradient's norm to this before the update.
@@ -92,11 +95,13 @@ class Runner:
         """
         refuse_many_ranks()
         _check_plan(plan, weigh)
+        optimizer, scaler = unwrap_for_training(optimizer, scaler)
+        scheduler = unwrap_scheduler(scheduler)
         check_options(scaler, max_grad_norm, scheduler)
         hooks = check_hooks(hooks)
         self.plan = plan
         self.steps = 0
-        self._workload = Workload(model, step or default_step, weigh, optimizer)
+        self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
         self._device = find_device(self._workload.parameters(), type(model).__name__, device)
         scale = None if scaler is None else scaler.scale
         if scaler is not None and scaler.is_enabled():
@@ -120,6 +125,7 @@ class Runner:
         # What runs on a stand-in for a device is not worth keeping.
         kept = () if isinstance(device, Device) else (RunKeeper(plan, Ledger.open()),)
         self._telling = Telling(plan, (*hooks, *kept))
+        self._telling.tell_plan(model, optimizer)
         self._largest_elements = 0.0
         self._peak_bytes = 0
 

@@ -26,7 +26,7 @@ from autobatch.planning.search import Question, next_size, next_smaller_size
 from autobatch.prediction.expecting import Expectation, expect_largest
 from autobatch.probe import Probe
 from autobatch.records import Trial
-from autobatch.report.text import explain_refusal
+from autobatch.report.refusal import explain_refusal
 from autobatch.request import Allowance
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import (

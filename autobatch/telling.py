@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 from autobatch.accumulation.progress import Shortage
 from autobatch.batch.layout import Layout
@@ -18,6 +19,7 @@ from autobatch.events import (
     BatchDiffers,
     GradientsFound,
     Hook,
+    PlanDiffers,
     Retried,
     SizeChanged,
     StepFailed,
@@ -26,8 +28,11 @@ from autobatch.events import (
     emit,
 )
 from autobatch.plan import Plan
+from autobatch.planning.identity import differences
 from autobatch.planning.pacing import Pace
 from autobatch.result import StepResult
+from autobatch.step.identity import identify_model
+from autobatch.wrappers import unwrap_model
 
 __all__ = ["Telling", "check_hooks"]
 
@@ -55,6 +60,13 @@ class Telling:
         self._told_sizes = {self._planned}
         self._told_gradients = False
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
+
+    def tell_plan(self, model: nn.Module, optimizer: Any | None) -> None:
+        """A plan of another model or optimizer."""
+        name = type(unwrap_model(model)).__name__
+        differing = differences(self._plan, name, identify_model(model, optimizer))
+        if differing:
+            emit(PlanDiffers(plan_id=self._plan.id, differences=differing), self._hooks)
 
     def tell_size(self, step: int, layouts: Sequence[Layout]) -> None:
         """Another number of samples than planned, once each number."""

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from autobatch.silent_torch import import_torch
+
+import_torch()  # this module is often imported before torch is
+
 import torch
 
 from autobatch.dispatch import DispatchMode

@@ -17,6 +17,7 @@ from torch import nn
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.optimizer_state import forget_state, make_state
+from autobatch.wrappers import unwrap_optimizer
 
 __all__ = ["Update", "check_options"]
 
@@ -56,7 +57,7 @@ class Update:
         made: list[torch.Tensor] = []
         try:
             self.check_room()
-            made = make_state(self.optimizer)
+            made = make_state(unwrap_optimizer(self.optimizer))
             scale = self._prepare()
             begin()
             begun = True

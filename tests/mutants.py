@@ -39,7 +39,7 @@ RECOLLECTION = "autobatch/planning/recollection.py"
 SEARCH = "autobatch/size_search.py"
 SETBACK = "autobatch/planning/setback.py"
 KEEPING = "autobatch/ledger/keeping.py"
-STORE = "autobatch/ledger/store.py"
+WRAPPERS = "autobatch/wrappers.py"
 PREDICTION = "autobatch/prediction/"
 BATCH = "autobatch/batch/"
 
@@ -339,9 +339,9 @@ MUTANTS = (
     ),
     Mutant(
         "what is written is not committed",
-        STORE,
-        '            self._connection.execute("COMMIT")\n',
-        '            self._connection.execute("ROLLBACK")\n',
+        "autobatch/ledger/journal.py",
+        '        connection.execute("COMMIT")\n',
+        '        connection.execute("ROLLBACK")\n',
         ("tests/test_ledger_store.py",),
     ),
     Mutant(
@@ -451,9 +451,9 @@ MUTANTS = (
     ),
     Mutant(
         "a plan that runs is deleted",
-        STORE,
-        "WHERE NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id) AND rowid IN ",
-        "WHERE rowid IN ",
+        "autobatch/ledger/retention.py",
+        'rowid IN ({surplus}) AND {idle}"',
+        'rowid IN ({surplus})"',
         ("tests/test_ledger_store.py",),
     ),
     Mutant(
@@ -677,6 +677,48 @@ MUTANTS = (
         "        with _FILTERS, warnings.catch_warnings():\n",
         "        with warnings.catch_warnings():\n",
         ("tests/test_threads.py",),
+    ),
+    Mutant(
+        "a trial steps a trainer's own optimizer",
+        "autobatch/fitting.py",
+        "    optimizer = unwrap_optimizer(optimizer)\n",
+        "",
+        ("tests/test_wrappers.py",),
+    ),
+    Mutant(
+        "accelerate's scaler unscales a second time",
+        WRAPPERS,
+        "        scaler, optimizer = own if scaler is None else scaler, optimizer.optimizer\n",
+        "        return optimizer, own if scaler is None else scaler\n",
+        ("tests/test_wrappers.py",),
+    ),
+    Mutant(
+        "a clock that was ahead once counts in full",
+        "autobatch/ledger/clock.py",
+        "min(max(now - latest, 0.0), retention.days * DAY_S / _GAPS)",
+        "max(now - latest, 0.0)",
+        ("tests/test_ledger_store.py",),
+    ),
+    Mutant(
+        "a damaged plan stays among the others",
+        "autobatch/ledger/reader.py",
+        "                self._set_aside(set_plan_aside, rowid, error.reason)\n",
+        "",
+        ("tests/test_ledger_set_aside.py",),
+    ),
+    Mutant(
+        "a text from a file may steer a terminal",
+        "autobatch/bounds.py",
+        "    if len(text) <= LONGEST_TEXT and is_one_line(text):\n",
+        "    if len(text) <= LONGEST_TEXT:\n",
+        ("tests/test_hostile_plans.py",),
+    ),
+    Mutant(
+        "state of an earlier run is not counted",
+        "autobatch/probe.py",
+        "max(self.state_bytes, readings.state + max(made, 0))",
+        "max(self.state_bytes, max(made, 0))",
+        ("tests/test_phases.py",),
     ),
 )
 

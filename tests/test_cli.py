@@ -184,6 +184,30 @@ def test_predict_answers_for_one_card_several_or_all(ask):
     assert {"T4", "B200", "RTX"} <= {word for line in text.splitlines() for word in line.split()}
 
 
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "options", [["--gpu", "L4"], ["--gpu", "L4", "T4"], ["--all"], ["--gpu", "L4", "--explain"]], ids=" ".join
+)
+def test_what_would_help_is_printed_where_it_was_asked_for(ask, options):
+    """Below each answer, in each form; without --what-if there is nothing of it."""
+    asked = ("predict", "train_it:make", "--target", "64", *options)
+    code, text, _ = ask(*asked, "--what-if")
+    assert code == 0
+    titles = [line for line in text.splitlines() if line.startswith("What would help")]
+    assert len(titles) == (2 if "T4" in options else 1)
+    assert "SGD" in text
+    if "--explain" not in options:
+        assert "What would help" not in ask(*asked)[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_which_of_several_cards_was_meant_is_printed(ask):
+    """With the prediction for the commonest."""
+    code, text, _ = ask("predict", "train_it:make", "--target", "64", "--gpu", "H100")
+    assert code == 0
+    assert "! gpu='H100' is taken for the commonest of that name: H100-80GB; also H100-94GB" in text
+
+
 WRONG = {
     "no module": (("fit", "nowhere:make", "--target", "8"), "there is no module nowhere here"),
     "no file": (("fit", "nowhere.py:make", "--target", "8"), "there is no file nowhere.py"),
@@ -493,14 +517,20 @@ def test_a_command_line_that_means_nothing_ends_in_one_line(ask, command, why):
     assert why in json.loads(said)["message"]
 
 
-def test_a_name_cannot_steer_the_terminal(ask, here):
-    """Whoever may write a plan file may not clear the screen of who looks at it; JSON escapes such letters itself."""
-    ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
-    plan = Plan.load("plan.json")
-    steering = plan.model_copy(update={"device": plan.device.model_copy(update={"name": "Net\x1b[2J\x9b31m\x07\x00"})})
-    steering.save("steering.json")
-    said = ask("show", "steering.json")[1]
+@pytest.mark.usefixtures("here")
+def test_a_name_cannot_steer_the_terminal(ask):
+    """Whoever may write a plan file may not clear the screen of who looks at it, nor may the model's own name."""
+    name = "Net\x1b[2J\x9b31m\x07\x00"
+    with kept.open_store() as store:
+        store.add_plan(make_plan("a1", model=name))
+    said = ask("show", "a1")[1]
     assert "Net\\x1b[2J\\x9b31m\\x07\\x00" in said
+    plan = make_plan()
+    plan.model_copy(update={"device": plan.device.model_copy(update={"name": name})}).save("steering.json")
+    code, shown, refused = ask("show", "steering.json")
+    assert (code, shown) == (2, "")
+    assert "device.name: a text with a line break or another control character" in refused
+    said += refused
     assert not [letter for letter in said if letter != "\n" and not letter.isprintable()]
 
 

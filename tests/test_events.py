@@ -12,6 +12,7 @@ from autobatch.events import (
     BatchDiffers,
     Event,
     GradientsFound,
+    PlanDiffers,
     PlanMade,
     PlanRecalled,
     PlanRefused,
@@ -78,6 +79,13 @@ EVENTS = [
         logging.INFO,
         "autobatch: step 3 was given 200 samples, the plan was made for 256; the update is the mean over the 200",
         id="batch of another size",
+    ),
+    pytest.param(
+        PlanDiffers(plan_id="5f3a", differences=("the optimizer was AdamW, and now is SGD",)),
+        logging.WARNING,
+        "autobatch: plan 5f3a is not of this training: the optimizer was AdamW, and now is SGD; its sizes may not fit, "
+        "so run fit() again",
+        id="another optimizer",
     ),
     pytest.param(
         SizeChanged(step=9, old_size=86, new_size=43, reason="less is free"),

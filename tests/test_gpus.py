@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.gpu_table import GPUS, Gpu
-from autobatch.prediction.gpus import _simplify, find_gpu
+from autobatch.prediction.gpu_table import COMMONEST, GPUS, Gpu
+from autobatch.prediction.gpus import _FAMILIES, _simplify, _without_socket, explain_choice, find_gpu
 
 GIB, MIB = 2**30, 2**20
 
@@ -173,24 +173,11 @@ def test_a_card_of_a_size_is_named_after_it():
 
 
 MEMORY = "such as '24GiB'"
-A100S = "A100-40GB-PCIe, A100-40GB-SXM, A100-80GB-PCIe or A100-80GB-SXM"
 
 
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("A100", f"gpu='A100' could be {A100S}; pass one of them, or its memory, {MEMORY}"),
-        (
-            "h100",
-            "gpu='h100' could be H100-80GB-PCIe, H100-80GB-SXM or H100-94GB-NVL; pass one of them, or its memory, "
-            + MEMORY,
-        ),
-        ("V100", f"gpu='V100' could be V100-16GB or V100-32GB; pass one of them, or its memory, {MEMORY}"),
-        (
-            "RTX 4060 Ti",
-            "gpu='RTX 4060 Ti' could be RTX 4060 Ti 8GB or RTX 4060 Ti 16GB; pass one of them, or its memory, "
-            + MEMORY,
-        ),
         (
             "A110",
             f"gpu='A110' is not known; did you mean A10 or A10G? For any other card pass its memory, {MEMORY}",
@@ -225,6 +212,50 @@ def test_what_is_no_card_is_refused(asked, message):
     with pytest.raises(InvalidArgument) as caught:
         find_gpu(asked)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "said"),
+    [
+        ("H100", "H100-80GB-PCIe", "H100-80GB; also H100-94GB"),
+        ("NVIDIA H100", "H100-80GB-PCIe", "H100-80GB; also H100-94GB"),
+        ("A100", "A100-80GB-SXM", "A100-80GB; also A100-40GB"),
+        ("a100", "A100-80GB-SXM", "A100-80GB; also A100-40GB"),
+        ("A100-SXM", "A100-80GB-SXM", "A100-80GB; also A100-40GB"),
+        ("A100 PCIe", "A100-80GB-PCIe", "A100-80GB; also A100-40GB"),
+        ("V100", "V100-16GB", "V100-16GB; also V100-32GB"),
+        ("Tesla V100", "V100-16GB", "V100-16GB; also V100-32GB"),
+        ("RTX 4060 Ti", "RTX 4060 Ti 8GB", "RTX 4060 Ti 8GB; also RTX 4060 Ti 16GB"),
+        ("4060ti", "RTX 4060 Ti 8GB", "RTX 4060 Ti 8GB; also RTX 4060 Ti 16GB"),
+    ],
+)
+def test_of_cards_with_one_name_the_commonest_is_meant_and_that_is_said(asked, name, said):
+    """In one sentence with the others."""
+    assert find_gpu(asked).name == name
+    assert explain_choice(asked) == (f"gpu={asked!r} is taken for the commonest of that name: {said}",)
+
+
+@pytest.mark.parametrize("asked", ["H100-PCIe", "H100-NVL", "H100-SXM", "P100", "RTX 5060 Ti", "RTX 3060", "GH200"])
+def test_a_name_of_which_the_table_has_one_is_that_card(asked):
+    """Nothing needs to be said: the prediction names it with its memory."""
+    assert find_gpu(asked)
+    assert explain_choice(asked) == ()
+
+
+def test_every_name_that_several_cards_share_has_a_commonest():
+    """It is one of them, and all that share a name differ by their memory or their socket."""
+    for family, cards in _FAMILIES.items():
+        if len({_without_socket(card) for card in cards}) > 1:
+            [chosen] = [name for shared, name in COMMONEST.items() if _simplify(shared) == family]
+            assert find_gpu(chosen) in cards
+            assert find_gpu(family) is find_gpu(chosen)
+
+
+@by_card
+def test_a_card_named_in_full_needs_no_word(gpu):
+    """Nor does a size, or what is no card."""
+    for asked in (gpu.name, *gpu.aliases, "24GiB", 2**34, None, "Voodoo", ""):
+        assert explain_choice(asked) == ()
 
 
 def test_a_list_of_cards_is_no_longer_than_can_be_read():

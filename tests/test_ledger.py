@@ -302,7 +302,7 @@ def test_a_damaged_file_stays_and_another_takes_over(tmp_path, caplog, damage):
 
 def test_a_plan_that_cannot_be_written_is_no_error(tmp_path, caplog):
     """A name that is no text in any encoding costs a line."""
-    assert not Ledger(tmp_path).remember(make_plan(model="\udc80"))
+    assert not Ledger(tmp_path).remember(make_plan().model_copy(update={"model": "\udc80"}))
     assert len(caplog.records) == 1
 
 

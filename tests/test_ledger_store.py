@@ -16,6 +16,8 @@ from ledgers import make_note, make_plan, make_run, start_process
 from autobatch.errors import InvalidArgument
 from autobatch.history import Setback, StepRange
 from autobatch.ledger import complaint
+from autobatch.ledger.clock import tick
+from autobatch.ledger.journal import transaction
 from autobatch.ledger.retention import Retention
 from autobatch.ledger.store import Store
 from autobatch.records import DeviceInfo
@@ -114,15 +116,15 @@ def test_a_plan_without_an_id_gets_one_that_follows_from_its_content(store):
 
 
 def test_a_plan_of_another_version_is_left_out(store, caplog):
-    """It costs one log line in all, can be forgotten, and hides no other."""
+    """It costs one log line in all, stays where it is, can be forgotten, and hides no other."""
     for name in ("a", "b", "c"):
         store.add_plan(make_plan(name))
-    text = make_plan("b").model_dump_json()[:-1] + ',"colour":"red"}'
-    store._connection.execute("UPDATE plans SET content = ? WHERE id = 'b'", (text,))
-    store._connection.execute("UPDATE plans SET content = 'nonsense' WHERE id = 'c'")
+    for name in "bc":
+        text = make_plan(name, version="9.1.0").model_dump_json()[:-1] + ',"colour":"red"}'
+        store._connection.execute("UPDATE plans SET content = ? WHERE id = ?", (text, name))
     assert names(store.plans(limit=1)) == names(store.plans()) == ["a"]
     assert len(caplog.records) == 1
-    with pytest.raises(InvalidArgument, match="plan b is not one that this version reads"):
+    with pytest.raises(InvalidArgument, match=r"plan b is not one that .* reads \(colour: .*: update autobatch"):
         store.find_plan("b")
     assert store.forget(["b", "c"]) == 2
 
@@ -171,9 +173,10 @@ def test_notes_are_written_whole_or_not_at_all(store):
     """A setback that cannot be written takes the ranges of its note with it."""
     store.add_plan(make_plan())
     store.add_run(make_run())
-    setback = Setback(step=2**63, kind="size", old_size=8, new_size=4)
+    setback = Setback.model_construct(step=2**63, kind="size", old_size=8, new_size=4)
+    note = make_note(0, outcome="finished").model_copy(update={"setbacks": (setback,)})
     with pytest.raises(OverflowError):
-        store.update_run(make_note(0, setbacks=(setback,), outcome="finished"))
+        store.update_run(note)
     assert store.runs_of("a1") == [make_run()]
     assert store.update_run(make_note(0))
 
@@ -239,62 +242,145 @@ def test_forgetting_an_unknown_id_forgets_nothing(store):
     assert names(store.plans()) == ["a"]
 
 
-def test_old_plans_go_when_nobody_runs_them(store):
+class Clock:
+    """The time of day, as a test wants it."""
+
+    def __init__(self, monkeypatch, now=1.7e9):
+        self.now = now
+        monkeypatch.setattr(time, "time", lambda: self.now)
+
+    def live(self, store, days, every=1.0):
+        """Let so many days pass in which something is written every day."""
+        for _ in range(int(days / every)):
+            self.now += every * DAY
+            with transaction(store._connection) as connection:
+                tick(connection, Retention(days=30))
+
+
+DAY = 86400.0
+
+
+def test_old_plans_go_when_nobody_runs_them(store, monkeypatch):
     """By the days, where no run is younger; old runs go in any case."""
-    day, now = 86400.0, time.time()
-    store.add_plan(make_plan("first"))  # now this opening prunes no more
-    for name, age, run_age in [("young", 1, 1), ("old", 50, 50), ("used", 50, 1), ("idle", 50, None), ("fresh", 1, 50)]:
-        store.add_plan(make_plan(name, made_at=now - age * day))
-        if run_age is not None:
-            store.add_run(make_run(f"r-{name}", name, last_seen_at=now - run_age * day))
+    clock = Clock(monkeypatch)
+    for name in ("old", "used", "idle"):
+        store.add_plan(make_plan(name))
+    store.add_run(make_run("r-old", "old"))
+    store.add_run(make_run("r-used", "used"))
+    clock.live(store, 20)
+    store.add_plan(make_plan("young"))
+    store.add_run(make_run("r-young", "young"))
+    clock.live(store, 20)
+    assert store.update_run(make_note(0, "r-used"))
     assert store.prune(Retention(days=30)) == 2
-    assert set(names(store.plans())) == {"first", "young", "used", "fresh"}
-    assert [len(store.runs_of(name)) for name in ("young", "used", "fresh")] == [1, 1, 0]
+    assert set(names(store.plans())) == {"young", "used"}
+    assert [len(store.runs_of(name)) for name in ("young", "used", "old")] == [1, 1, 0]
+
+
+def test_a_plan_of_last_year_that_is_used_again_is_new(store, monkeypatch):
+    """Its own date is not when it came here."""
+    clock = Clock(monkeypatch)
+    store.add_plan(make_plan("a"))
+    clock.live(store, 40)
+    store.add_plan(make_plan("b", made_at=1.6e9))
+    clock.live(store, 20)
+    store.prune(Retention(days=30))
+    assert names(store.plans()) == ["b"]
+
+
+@pytest.mark.parametrize("days", [1, 30, 400])
+@pytest.mark.parametrize("ahead", [1.25, 10, 100], ids=lambda ahead: f"{ahead:g} times as far ahead")
+def test_a_clock_that_was_ahead_once_deletes_nothing(tmp_path, monkeypatch, days, ahead):
+    """In one start or in several, with runs or without, and also after the clock was put right."""
+    monkeypatch.setenv("AUTOBATCH_RETENTION_DAYS", str(days))
+    clock, path = Clock(monkeypatch), tmp_path / "ledger.sqlite3"
+
+    def use(*plans):
+        for name in plans:
+            with Store(path) as store:
+                store.add_plan(make_plan(name, made_at=0.0))
+                store.add_run(make_run(f"r-{name}", name, last_seen_at=time.time()))
+        with Store(path) as store:
+            return sorted(names(store.plans())), sum(len(store.runs_of(plan.id)) for plan in store.plans())
+
+    use("a", "b")
+    clock.now += ahead * days * DAY
+    assert use("c", "d", "e") == (["a", "b", "c", "d", "e"], 5)
+    clock.now -= ahead * days * DAY
+    assert use("f") == (["a", "b", "c", "d", "e", "f"], 6)
+
+
+def test_two_machines_of_which_one_is_ahead_delete_nothing(tmp_path, monkeypatch):
+    """With one ledger for both, writing by turns."""
+    clock = Clock(monkeypatch)
+    with Store(tmp_path / "ledger.sqlite3") as store:
+        for number in range(20):
+            store.add_plan(make_plan(f"p{number}"))
+            clock.now += 500 * DAY if number % 2 == 0 else -500 * DAY + 60
+            store.prune(Retention())
+        assert len(store.plans()) == 20
+
+
+def test_a_damaged_clock_is_made_anew(store, monkeypatch):
+    """Nothing is deleted for it, and time goes on."""
+    clock = Clock(monkeypatch)
+    store.add_plan(make_plan("a"))
+    for value in ("text", None, float("inf")):
+        store._connection.execute("DELETE FROM clock")
+        if value is not None:
+            store._connection.execute("INSERT INTO clock VALUES (1, ?, 0)", (value,))
+        store.prune(Retention(days=30))
+        assert names(store.plans()) == ["a"]
+    clock.live(store, 40)
+    assert store.prune(Retention(days=30)) == 1
 
 
 def test_a_plan_that_runs_is_no_surplus(store):
     """However many were made since: its run is being written."""
     fill(store, a=1e9)
-    store.add_run(make_run("long", "a", last_seen_at=time.time()))
     for number in range(8):
         store.add_plan(make_plan(f"p{number}", made_at=5e9 + number))
     store.prune(Retention(plans=3))
     assert names(store.plans()) == ["p7", "p6", "p5", "a"]
-    assert [run.id for run in store.runs_of("a")] == ["long"]
+    assert [run.id for run in store.runs_of("a")] == ["ra"]
 
 
 @settings(max_examples=30)
 @given(ages=st.lists(st.integers(0, 9), max_size=8), most=st.integers(1, 8))
-def test_the_newest_are_kept_and_no_more(tmp_path_factory, ages, most):
-    """By their count, runs as plans."""
+def test_the_last_that_were_written_are_kept_and_no_more(tmp_path_factory, ages, most):
+    """By their count, whatever their dates say; runs by their last note."""
+    with Store(tmp_path_factory.mktemp("home") / "ledger.sqlite3") as store:
+        for number, age in enumerate(ages):
+            store.add_plan(make_plan(f"p{number}", made_at=5e9 - age))
+        assert store.prune(Retention(plans=most)) == max(len(ages) - most, 0)
+        assert set(names(store.plans())) == {f"p{number}" for number in range(len(ages))[-most:]}
     with Store(tmp_path_factory.mktemp("home") / "ledger.sqlite3") as store:
         fill(store, **{f"p{number}": 5e9 - age for number, age in enumerate(ages)})
-        order = names(store.plans())
-        assert store.prune(Retention(plans=most)) == max(len(ages) - most, 0)
-        assert names(store.plans()) == order[:most]
-        assert count_rows(store)[1] <= most
+        store.prune(Retention(plans=most))
+        assert count_rows(store)[1] == min(most, len(ages))
 
 
 def test_pruning_happens_once_an_opening(tmp_path, monkeypatch):
     """With the first plan that is added, before it, by the days that the environment says."""
-    path, old = tmp_path / "ledger.sqlite3", time.time() - 3 * 86400
+    path, clock = tmp_path / "ledger.sqlite3", Clock(monkeypatch)
     monkeypatch.setenv("AUTOBATCH_RETENTION_DAYS", "2")
     with Store(path) as store:
         for name in "abc":
-            store.add_plan(make_plan(name, made_at=old))
-        assert len(store.plans()) == 3
+            store.add_plan(make_plan(name))
+        clock.live(store, 3, every=0.2)
+        store.add_plan(make_plan("d"))
+        assert len(store.plans()) == 4
     with Store(path) as store:
-        assert len(store.plans()) == 3
-        store.add_plan(make_plan("d", made_at=old))
-        store.add_run(make_run(plan="d"))
-        assert names(store.plans()) == ["d"]
+        assert len(store.plans()) == 4
+        store.add_plan(make_plan("e"))
+        assert names(store.plans()) == ["e", "d"]
 
 
 def test_readers_do_not_wait_for_a_writer(tmp_path, store):
     """What was committed is there while another one writes; a second writer gives up when its patience is over."""
     path = tmp_path / "home" / "ledger.sqlite3"
     store.add_plan(make_plan())
-    with Store(path, patience_s=0.05) as other, store._transaction():
+    with Store(path, patience_s=0.05) as other, transaction(store._connection):
         assert names(other.plans()) == ["a1"]
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             other.add_plan(make_plan("b"))

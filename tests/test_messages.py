@@ -168,6 +168,14 @@ TABLE = [
         ),
     ),
     (
+        lambda: fit(target_batch=10**8, max_micro_batch=3),
+        "InvalidArgument",
+        (
+            "target_batch=100000000 would be 33333334 micro-batches of at most 3, more than the 1000000 that one "
+            "optimizer step may have: ask for fewer samples, or allow larger micro-batches"
+        ),
+    ),
+    (
         lambda: fit(objective="speed"),
         "InvalidArgument",
         "objective='speed' is not known; one of 'throughput', 'memory'",
@@ -527,11 +535,12 @@ TABLE = [
         lambda: fit(device=FakeDevice(lambda n: 50 + 60 * n, total_bytes=100), headroom=0),
         "DoesNotFit",
         (
-            "a micro-batch of 1 sample does not fit on fake device: 50 bytes were held when memory ended, 50 bytes of "
-            "that before the first sample, and the limit is 100 bytes of a budget of 100 bytes; OutOfMemoryError: fake "
-            "device out of memory. Tried to hold 110 bytes for 1 sample in 100 bytes; no other process is known to "
-            "hold memory there; what would help: a larger budget= or smaller headroom=, activation checkpointing, "
-            "bfloat16 autocast, smaller inputs, or an optimizer with less state"
+            "a micro-batch of 1 sample does not fit on fake device: memory ended in the forward pass; 50 bytes were "
+            "held, 50 bytes of that before the first sample, and the limit is 100 bytes of a budget of 100 bytes; "
+            "OutOfMemoryError: fake device out of memory. Tried to hold 110 bytes for 1 sample in 100 bytes; no other "
+            "process is known to hold memory there; what would help: a larger budget= or smaller headroom=, activation "
+            "checkpointing, bfloat16 autocast, smaller inputs, an optimizer with less state, or fewer trained "
+            "parameters"
         ),
     ),
 ]

@@ -26,9 +26,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
 PICTURE = ROOT / "docs" / "how-it-works.svg"
 
-SETUP_SECTION = "## The model of this page"
-"""The block under this title is at the end, where it is in nobody's way, and is run first."""
-
 PLAN_LINE = re.compile(
     r"autobatch: \d+ = \d+ x \d+( \(\w+ of \d+\))? on .+; peak [\d.]+( [KMG]iB)? of [\d.]+ [KMG]iB; "
     r"\d+ trials?, \d+ out of memory, \d+\.\d s"
@@ -44,9 +41,8 @@ class Example(NamedTuple):
 
 def _examples() -> list[Example]:
     """Every Python block of the README in the order in which they run."""
-    before, _, after = README.partition(SETUP_SECTION)
     pattern = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", flags=re.DOTALL)
-    return [Example(code, printed) for part in (after, before) for code, printed in pattern.findall(part)]
+    return [Example(code, printed) for code, printed in pattern.findall(README)]
 
 
 def _without_times(text: str) -> str:
@@ -78,12 +74,47 @@ def test_a_block_prints_what_the_page_shows(outputs: list[str], index: int) -> N
     assert _without_times(outputs[index]) == _without_times(_examples()[index].printed)
 
 
-def test_the_first_screen_is_a_sentence_seven_lines_and_a_plan() -> None:
-    """One sentence, seven lines of code, the plan they print, and the two commands come before everything else."""
+def _first_example() -> Example:
+    return _examples()[0]
+
+
+def _run_fresh(arguments: list[str], folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, which reads the text from its stdin."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"},
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def test_the_first_screen_runs_as_it_stands(tmp_path: Path) -> None:
+    """As a script with nothing before it, it prints the plan that is shown."""
+    done = _run_fresh(["-W", "error", "-"], tmp_path, _first_example().code)
+    assert done.returncode == 0, done.stderr
+    assert _without_times(done.stdout) == _without_times(_first_example().printed)
+    assert done.stderr == ""
+
+
+def test_the_first_screen_can_be_pasted_into_python(tmp_path: Path) -> None:
+    """Line by line, as the interactive interpreter takes it, where an empty line ends a block and nothing else does."""
+    done = _run_fresh(["-W", "error", "-i", "-q"], tmp_path, _first_example().code)
+    assert _without_times(done.stdout) == _without_times(_first_example().printed)
+    assert "Error" not in done.stderr
+    assert set(done.stderr.split()) <= {">>>", "..."}
+
+
+def test_the_first_screen_is_a_sentence_a_script_and_a_plan() -> None:
+    """One sentence, a script of at most 25 lines, the plan it prints, and two commands come before everything else."""
     sentence, rest = README.removeprefix("# autobatch\n\n").split("\n\n", 1)
     assert "\n" not in sentence
-    code, printed = next(iter(re.findall(r"^```python\n(.*?)```\n\n```text\n(.*?)```", rest, flags=re.DOTALL)))
-    assert len([line for line in code.splitlines() if line]) == 7
+    assert rest.startswith("```python\nimport autobatch\n")
+    code, printed = _first_example()
+    assert len([line for line in code.splitlines() if line]) <= 25
     assert PLAN_LINE.fullmatch(printed.splitlines()[0])
     first_screen = README.partition("## ")[0]
     assert re.findall(r"^make (\w+)", first_screen, flags=re.MULTILINE) == ["demo", "test"]

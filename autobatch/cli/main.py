@@ -17,12 +17,14 @@ from typing import NoReturn
 
 from autobatch.cli.answer import NO, USAGE, Answer
 from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
+from autobatch.silent_torch import import_torch
 from autobatch.version import __version__
 
 __all__ = ["main"]
 
 _MISUSE = (InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch)
 _INTERRUPTED = 130
+_WITH_TORCH = ("fit", "predict", "verify")
 _COMMANDS = {
     "fit": "run a few sizes and plan the target batch for this machine",
     "predict": "what would fit a card that is not here, and where the memory would go",
@@ -99,6 +101,8 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, parents=[common], help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
+            if name in _WITH_TORCH:
+                import_torch()
             module = importlib.import_module(f"autobatch.cli.{name}")
             module.configure(command)
             command.set_defaults(run=module.run)

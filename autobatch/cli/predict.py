@@ -13,6 +13,7 @@ from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.predicting import predict
 from autobatch.prediction.prediction import Prediction
+from autobatch.prediction.text import explain_changes
 
 __all__ = ["configure", "run"]
 
@@ -58,12 +59,18 @@ def run(options: argparse.Namespace) -> Answer:
         _save(predictions[0], options.save)
     blocks = [prediction.explain() if options.explain else _summarise(prediction) for prediction in predictions]
     if options.all and not options.explain:
-        blocks = [predictions[0].explain_cards()]
+        blocks = [_with_changes(predictions[0].explain_cards(), predictions[0])]
     return Answer("\n\n".join(blocks) if options.explain else "\n".join(blocks), predictions, _judge(predictions))
 
 
 def _summarise(prediction: Prediction) -> str:
-    return "\n".join([str(prediction), *(f"! {warning}" for warning in prediction.warnings)])
+    return _with_changes("\n".join([str(prediction), *(f"! {warning}" for warning in prediction.warnings)]), prediction)
+
+
+def _with_changes(text: str, prediction: Prediction) -> str:
+    """What was asked for with --what-if, below the answer."""
+    changes = explain_changes(prediction)
+    return f"{text}\n{changes}" if changes else text
 
 
 def _predict(found: dict[str, Any], options: argparse.Namespace, card: str | None) -> Prediction:

@@ -9,6 +9,7 @@ from autobatch.events.fitted import PlanMade, PlanRecalled, PlanRefused, TrialFi
 from autobatch.events.stepped import (
     BatchDiffers,
     GradientsFound,
+    PlanDiffers,
     Retried,
     SizeChanged,
     StepFailed,
@@ -21,6 +22,7 @@ __all__ = [
     "Event",
     "GradientsFound",
     "Hook",
+    "PlanDiffers",
     "PlanMade",
     "PlanRecalled",
     "PlanRefused",

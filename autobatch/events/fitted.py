@@ -29,8 +29,9 @@ class TrialFinished(Event):
         """One line: size, outcome, peak against limit, time."""
         trial = self.trial
         peak = f"peak {format_bytes(trial.peak_reserved)} of {format_bytes(self.limit_bytes)}, "
+        where = f" ({trial.ended_in})" if trial.ended_in else ""
         return (
-            f"autobatch: trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, "
+            f"autobatch: trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}{where}, "
             f"{peak if trial.peak_reserved else ''}{trial.seconds:.2f} s"
         )
 

@@ -13,6 +13,7 @@ from autobatch.wording import format_bytes, plural
 __all__ = [
     "BatchDiffers",
     "GradientsFound",
+    "PlanDiffers",
     "Retried",
     "SizeChanged",
     "StepFailed",
@@ -132,6 +133,26 @@ class GradientsFound(Event):
         return (
             f"autobatch: step {self.step} began with gradients from before, which are part of its update; if they were "
             f"used already, call optimizer.zero_grad() before runner.step()"
+        )
+
+
+class PlanDiffers(Event):
+    """A runner was given a plan that was made for another model or optimizer; told once a runner."""
+
+    plan_id: str
+    differences: tuple[str, ...]
+
+    @property
+    def level(self) -> int:
+        """It may be meant, as with another number of classes, and it may run out of memory."""
+        return logging.WARNING
+
+    def __str__(self) -> str:
+        """One line: what differs, and what to do."""
+        name = f"plan {self.plan_id}" if self.plan_id else "the plan"
+        return (
+            f"autobatch: {name} is not of this training: {'; '.join(self.differences)}; its sizes may not fit, so run "
+            f"fit() again"
         )
 
 

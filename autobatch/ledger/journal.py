@@ -1,6 +1,7 @@
 """How SQLite makes a commit safe, by where the file lies.
 
-Covers the write-ahead log on a disk of this computer, and the rollback journal on one that other computers write to.
+Covers the write-ahead log on a disk of this computer, the rollback journal on one that other computers write to, and
+transactions.
 Does not cover file systems that ignore locks: no setting makes SQLite safe there.
 """
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["is_remote", "set_journal"]
+__all__ = ["is_remote", "set_journal", "transaction"]
 
 _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "tmpfs"}
@@ -52,6 +55,27 @@ def set_journal(connection: sqlite3.Connection, folder: Path, patience_s: float)
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+    """All that is done in the block, or nothing.
+
+    Args:
+        connection: In autocommit mode.
+        kind: ``"IMMEDIATE"`` to write, ``"DEFERRED"`` to read what is of one moment.
+
+    Raises:
+        sqlite3.Error: The file is locked, or cannot be written.
+    """
+    connection.execute(f"BEGIN {kind}")
+    try:
+        yield connection
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):  # what went wrong first is what is raised
+            connection.rollback()
+        raise
 
 
 def is_remote(folder: Path, mounts: Path = _MOUNTS) -> bool:

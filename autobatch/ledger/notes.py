@@ -7,9 +7,9 @@ Covers counting in memory, and which part of it was not written yet. Does not co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from pydantic import NonNegativeInt
-
+from autobatch.bounds import LISTED, Count, Moment, Text
 from autobatch.events import Retried, SizeChanged, StepFinished
 from autobatch.history import Outcome, Setback, StepRange
 from autobatch.ledger.reasons import shorten
@@ -37,14 +37,14 @@ class RunNotes(Record):
         setbacks: In order.
     """
 
-    run_id: str
-    last_seen_at: float
+    run_id: Text
+    last_seen_at: Moment
     outcome: Outcome = "running"
-    reason: str = ""
-    first_range: NonNegativeInt = 0
-    ranges: tuple[StepRange, ...] = ()
-    first_setback: NonNegativeInt = 0
-    setbacks: tuple[Setback, ...] = ()
+    reason: Text = ""
+    first_range: Count = 0
+    ranges: Annotated[tuple[StepRange, ...], LISTED] = ()
+    first_setback: Count = 0
+    setbacks: Annotated[tuple[Setback, ...], LISTED] = ()
 
 
 @dataclass

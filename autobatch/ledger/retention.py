@@ -1,19 +1,24 @@
-"""How much the ledger keeps.
+"""Decides how much the ledger keeps, and deletes the rest.
 
-Covers the two limits and the user's word on one of them. Does not cover deleting (``store``).
+Covers the two limits, the user's word on one of them, and deleting in the order in which rows were written: dates are
+those of the clocks that wrote them, which may have been wrong. Does not cover how time is counted (``clock``).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sqlite3
 
 from pydantic import PositiveFloat, PositiveInt
 
 from autobatch.ledger.complaint import complain_once
 from autobatch.records import Record
 
-__all__ = ["Retention", "find_retention"]
+__all__ = ["DAY_S", "Retention", "find_retention", "prune"]
+
+DAY_S = 24 * 60 * 60
+_MOST_SET_ASIDE = 1000
 
 
 class Retention(Record):
@@ -22,7 +27,8 @@ class Retention(Record):
     Attributes:
         plans: The newest of them, and as many runs: ten plans a day for three years. 600 plans of three trials took
             1.3 MB, so this is some 22 MB.
-        days: A year, and the month in which somebody asks what last year's cards could do.
+        days: A year, and the month in which somebody asks what last year's cards could do. By the ledger's own clock,
+            which counts a long pause as an eighth of this.
     """
 
     plans: PositiveInt = 10_000
@@ -46,3 +52,32 @@ def find_retention() -> Retention:
         )
         return default
     return Retention(days=days)
+
+
+def prune(connection: sqlite3.Connection, retention: Retention, elapsed: float) -> int:
+    """Delete what is beyond the retention: old runs, then old plans that have no run any more.
+
+    Args:
+        connection: In a transaction that writes.
+        retention: How much stays.
+        elapsed: The ledger's own clock.
+
+    Returns:
+        How many plans are gone.
+    """
+    oldest, most = elapsed - retention.days * DAY_S, retention.plans
+    connection.execute("DELETE FROM runs WHERE seen < ?", (oldest,))
+    newest_runs = "SELECT rowid FROM runs ORDER BY seen DESC, rowid DESC LIMIT -1 OFFSET ?"
+    connection.execute(f"DELETE FROM runs WHERE rowid IN ({newest_runs})", (most,))  # noqa: S608 - ours
+    connection.execute("DELETE FROM set_aside WHERE added < ?", (oldest,))
+    newest = "SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT -1 OFFSET ?"
+    connection.execute(f"DELETE FROM set_aside WHERE rowid IN ({newest})", (_MOST_SET_ASIDE,))  # noqa: S608 - ours
+    return _prune_plans(connection, oldest, most)
+
+
+def _prune_plans(connection: sqlite3.Connection, oldest: float, most: int) -> int:
+    idle = "NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)"
+    old = connection.execute(f"DELETE FROM plans WHERE added < ? AND {idle}", (oldest,)).rowcount  # noqa: S608 - ours
+    surplus = "SELECT rowid FROM plans ORDER BY rowid DESC LIMIT -1 OFFSET ?"
+    many = f"DELETE FROM plans WHERE rowid IN ({surplus}) AND {idle}"  # noqa: S608 - ours
+    return old + connection.execute(many, (most,)).rowcount

@@ -46,6 +46,16 @@ _STEPS = (
             used_bytes INTEGER NOT NULL, reason TEXT NOT NULL,
             PRIMARY KEY (run_id, place)) WITHOUT ROWID""",
     ),
+    (
+        # `added` and `seen` are seconds of the ledger's own clock.
+        "CREATE TABLE clock (id INTEGER PRIMARY KEY, elapsed REAL NOT NULL, latest REAL NOT NULL)",
+        "ALTER TABLE plans ADD COLUMN added REAL NOT NULL DEFAULT 0",
+        "CREATE INDEX plans_by_addition ON plans (added)",
+        "ALTER TABLE runs ADD COLUMN seen REAL NOT NULL DEFAULT 0",
+        "CREATE INDEX runs_by_last_write ON runs (seen)",
+        """CREATE TABLE set_aside (
+            kind TEXT NOT NULL, id TEXT NOT NULL, added REAL NOT NULL, reason TEXT NOT NULL, content)""",
+    ),
 )
 
 VERSION = len(_STEPS)

@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
 from autobatch.errors import InvalidArgument
 from autobatch.history import Run
-from autobatch.ledger.journal import set_journal
+from autobatch.ledger.clock import tick
+from autobatch.ledger.journal import set_journal, transaction
 from autobatch.ledger.notes import RunNotes
-from autobatch.ledger.retention import Retention, find_retention
-from autobatch.ledger.rows import insert_notes, insert_plan, insert_run, read_plan, read_run
+from autobatch.ledger.reader import Reader, decode_text
+from autobatch.ledger.retention import Retention, find_retention, prune
+from autobatch.ledger.rows import UnreadableRowError, insert_notes, insert_plan, insert_run
 from autobatch.ledger.schema import VERSION, check_version, migrate
 from autobatch.plan import Plan
 
 __all__ = ["Store"]
-
-_MOST_ALIKE = 200
-"""Each start of a script adds one, and they differ in target and budget: older ones than these are not asked for."""
-
-_DAY_S = 24 * 60 * 60
 
 
 class Store:
@@ -48,6 +45,8 @@ class Store:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pruned = False
         self._connection = sqlite3.connect(path, timeout=patience_s, isolation_level=None)
+        self._connection.text_factory = decode_text
+        self._reader = Reader(self._connection)
         try:
             check_version(self._connection)
             set_journal(self._connection, path.parent, patience_s)
@@ -81,28 +80,18 @@ class Store:
         """Give the file back; what was written is in it."""
         self._connection.close()
 
-    @contextmanager
-    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        self._connection.execute(f"BEGIN {kind}")
-        try:
-            yield self._connection
-            self._connection.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):  # what went wrong first is what is told
-                self._connection.rollback()
-            raise
-
     def add_plan(self, plan: Plan) -> None:
         """Write a plan; the first time since the opening, delete what is beyond the retention before.
 
         A plan without an id gets one that follows from its content, and one without a date is of now. A plan whose id
         is there already is not written again.
         """
-        retention = None if self._pruned else find_retention()
-        with self._transaction() as connection:
-            if retention is not None:  # before, so that an old plan that is used again stays until it has its run
-                _prune(connection, retention)
-            insert_plan(connection, plan)
+        retention = find_retention()
+        with transaction(self._connection) as connection:
+            elapsed = tick(connection, retention)
+            if not self._pruned:  # before, so that an old plan that is used again stays until it has its run
+                prune(connection, retention, elapsed)
+            insert_plan(connection, plan, elapsed)
         self._pruned = True
 
     def add_run(self, run: Run) -> None:
@@ -111,8 +100,8 @@ class Store:
         Raises:
             sqlite3.IntegrityError: The plan is not there.
         """
-        with self._transaction() as connection:
-            insert_run(connection, run)
+        with transaction(self._connection) as connection:
+            insert_run(connection, run, tick(connection, find_retention()))
 
     def update_run(self, notes: RunNotes) -> bool:
         """Write what is new of a run, all or nothing.
@@ -120,8 +109,8 @@ class Store:
         Returns:
             Whether the run is there: somebody may have had it forgotten.
         """
-        with self._transaction() as connection:
-            return insert_notes(connection, notes)
+        with transaction(self._connection) as connection:
+            return insert_notes(connection, notes, tick(connection, find_retention()))
 
     def plans(self, model: str | None = None, device: str | None = None, limit: int | None = None) -> list[Plan]:
         """Plans, the newest first, without those that this version does not read.
@@ -131,24 +120,20 @@ class Store:
             device: The same of the device's name.
             limit: The most of them.
         """
-        return self._select_plans(
-            "instr(lower(model), lower(?)) AND instr(lower(device), lower(?))", (model or "", device or ""), limit
+        wanted = (
+            plan
+            for plan in self._reader.newest_plans()
+            if (model or "").lower() in plan.model.lower() and (device or "").lower() in plan.device.name.lower()
         )
+        return list(islice(wanted, limit))
 
     def plans_like(self, fingerprint: str) -> list[Plan]:
         """The newest plans that were measured on the same, the newest first; none for no fingerprint."""
-        return self._select_plans("fingerprint = ? AND fingerprint != ''", (fingerprint,), _MOST_ALIKE)
+        return list(self._reader.plans_like(fingerprint))
 
-    def _select_plans(self, condition: str, values: tuple[str, ...], limit: int | None) -> list[Plan]:
-        query = f"SELECT id, content FROM plans WHERE {condition} ORDER BY made_at DESC, rowid DESC"  # noqa: S608 - ours
-        found: list[Plan] = []
-        for row in self._connection.execute(query, values):
-            if limit is not None and len(found) >= limit:
-                break
-            plan = read_plan(*row)
-            if plan is not None:
-                found.append(plan)
-        return found
+    def runs_of(self, plan_id: str) -> list[Run]:
+        """The runs of the plan of this very id, the newest first, without those that cannot be read."""
+        return self._reader.runs_of(plan_id)
 
     def find_plan(self, id_or_prefix: str) -> Plan:
         """The plan of this id, or the only one whose id begins so.
@@ -156,41 +141,17 @@ class Store:
         Raises:
             InvalidArgument: There is none, there are several, or this version does not read it.
         """
-        with self._transaction("DEFERRED") as connection:
-            plan_id = self._find_id(id_or_prefix)
-            (content,) = connection.execute("SELECT content FROM plans WHERE id = ?", (plan_id,)).fetchone()
-        plan = read_plan(plan_id, content)
-        if plan is None:
+        rowid, plan_id = self._reader.find_row(id_or_prefix)
+        try:
+            plan = self._reader.read_plan(rowid)
+        except UnreadableRowError as error:
+            todo = "update autobatch, or run fit() again" if error.is_foreign else "run fit() again"
             raise InvalidArgument(
-                f"plan {plan_id} is not one that this version reads: update autobatch, or run fit() again"
-            )
+                f"plan {plan_id} is not one that this version reads ({error.reason}): {todo}"
+            ) from error
+        if plan is None:
+            raise InvalidArgument(f"plan {plan_id} was forgotten a moment ago")
         return plan
-
-    def _find_id(self, wanted: str) -> str:
-        # Not LIKE: an id is the user's input here, and % is not what it says.
-        query = (
-            "SELECT id FROM plans WHERE substr(id, 1, length(?1)) = ?1 "
-            "ORDER BY id != ?1, made_at DESC, rowid DESC LIMIT 4"
-        )
-        found = [row[0] for row in self._connection.execute(query, (wanted,))] if wanted else []
-        if found and (len(found) == 1 or found[0] == wanted):
-            return str(found[0])
-        if found:
-            names = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-            raise InvalidArgument(f"several plans begin with {wanted!r}: {names}; give more of the id")
-        newest = self._connection.execute("SELECT id FROM plans ORDER BY made_at DESC, rowid DESC LIMIT 3").fetchall()
-        known = f"the newest are {', '.join(row[0] for row in newest)}" if newest else "there is none yet: run fit()"
-        raise InvalidArgument(f"no plan has the id {wanted!r}; {known}")
-
-    def runs_of(self, plan_id: str) -> list[Run]:
-        """The runs of the plan of this very id, the newest first."""
-        with self._transaction("DEFERRED") as connection:  # so that a run's parts are of one moment
-            rows = connection.execute(
-                "SELECT id, plan_id, pid, started_at, last_seen_at, outcome, reason FROM runs WHERE plan_id = ? "
-                "ORDER BY started_at DESC, rowid DESC",
-                (plan_id,),
-            ).fetchall()
-            return [read_run(connection, row) for row in rows]
 
     def forget(
         self,
@@ -217,39 +178,22 @@ class Store:
             raise InvalidArgument("forget() takes ids, older_than_seconds= or everything=True: one of them")
         if older_than_seconds is not None and not older_than_seconds >= 0:  # nan is refused too
             raise InvalidArgument(f"older_than_seconds={older_than_seconds!r} must be at least 0")
-        with self._transaction() as connection:
+        with transaction(self._connection) as connection:
             if ids is not None:
-                found = {(self._find_id(wanted),) for wanted in ids}
-                return connection.executemany("DELETE FROM plans WHERE id = ?", list(found)).rowcount if found else 0
+                found = {self._reader.find_row(wanted)[:1] for wanted in ids}
+                return connection.executemany("DELETE FROM plans WHERE rowid = ?", list(found)).rowcount if found else 0
+            # Nothing says how old a row is that cannot be read, and whoever wants old ones gone wants it gone.
+            connection.execute("DELETE FROM set_aside")
             if older_than_seconds is not None:
                 limit = (time.time() - older_than_seconds,)
                 return connection.execute("DELETE FROM plans WHERE made_at < ?", limit).rowcount
             return connection.execute("DELETE FROM plans").rowcount
 
     def prune(self, retention: Retention) -> int:
-        """Delete what is beyond the retention: old runs, then old plans that have no run any more.
+        """Delete what is beyond the retention.
 
         Returns:
             How many plans are gone.
         """
-        with self._transaction() as connection:
-            return _prune(connection, retention)
-
-
-def _prune(connection: sqlite3.Connection, retention: Retention) -> int:
-    oldest, most = time.time() - retention.days * _DAY_S, retention.plans
-    connection.execute("DELETE FROM runs WHERE last_seen_at < ?", (oldest,))
-    connection.execute(
-        "DELETE FROM runs WHERE rowid IN "
-        "(SELECT rowid FROM runs ORDER BY last_seen_at DESC, rowid DESC LIMIT -1 OFFSET ?)",
-        (most,),
-    )
-    gone = connection.execute(
-        "DELETE FROM plans WHERE made_at < ? AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)", (oldest,)
-    ).rowcount
-    surplus = connection.execute(
-        "DELETE FROM plans WHERE NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id) AND rowid IN "
-        "(SELECT rowid FROM plans ORDER BY made_at DESC, rowid DESC LIMIT -1 OFFSET ?)",
-        (most,),
-    ).rowcount
-    return gone + surplus
+        with transaction(self._connection) as connection:
+            return prune(connection, retention, tick(connection, retention))

@@ -14,6 +14,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
+from autobatch.bounds import LONGEST_LIST, Bytes
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record, Trial
 
@@ -26,13 +27,14 @@ UNLIMITED = sys.maxsize
 def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
     """Refuse knots that are no function of the size which never falls and only bends up."""
     if any(next_size <= size or next_peak < peak for (size, peak), (next_size, next_peak) in pairwise(knots)):
-        raise ValueError(f"knots must go up in size and never down in bytes, not {knots}")
+        raise ValueError("knots must go up in size and never down in bytes")
     if any(_bend(*triple) < 0 for triple in zip(knots, knots[1:], knots[2:], strict=False)):
-        raise ValueError(f"knots must bend up, not down as in {knots}")
+        raise ValueError("knots must bend up, not down")
     return knots
 
 
-Knots = Annotated[tuple[tuple[int, int], ...], Field(min_length=2), AfterValidator(_check_knots)]
+_Knot = tuple[Annotated[int, Field(ge=0, le=2**31)], Bytes]
+Knots = Annotated[tuple[_Knot, ...], Field(min_length=2, max_length=LONGEST_LIST), AfterValidator(_check_knots)]
 """``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
 
 
@@ -51,8 +53,8 @@ class MemoryCurve(Record):
 
     allocated: Knots
     reserved: Knots
-    allocated_floor: int = 0
-    reserved_floor: int = 0
+    allocated_floor: Bytes = 0
+    reserved_floor: Bytes = 0
 
     def peak_allocated(self, n: int) -> int:
         """Bytes in tensors at once with micro-batches of ``n`` samples, rounded up."""

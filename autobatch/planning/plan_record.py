@@ -6,12 +6,13 @@ nor how it is shown (``report``).
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import FailFast, Field, model_validator
 
+from autobatch.bounds import LISTED, MOST_MICRO_BATCHES, MOST_SAMPLES, Bytes, Count, Moment, Samples, Seconds, Text
 from autobatch.planning.curve import MemoryCurve
-from autobatch.records import DeviceInfo, Record, Trial, Verdict
+from autobatch.records import DeviceInfo, ModelIdentity, Record, Trial, Verdict
 
 __all__ = ["PlanRecord"]
 
@@ -57,38 +58,43 @@ class PlanRecord(Record):
         searched_bytes: The limit within which they were searched for; that of a remembered plan's search, where one
             trial has confirmed it.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
+        identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
+            plan that was written by hand without it.
     """
 
-    target_batch: PositiveInt
-    world_size: PositiveInt
-    micro_batch_size: PositiveInt
-    micro_batch_sizes: tuple[PositiveInt, ...]
-    accumulation_steps: PositiveInt
-    budget_bytes: NonNegativeInt
-    headroom_bytes: NonNegativeInt
-    peak_bytes: NonNegativeInt
+    target_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    world_size: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    micro_batch_size: Samples
+    micro_batch_sizes: Annotated[tuple[Samples, ...], Field(max_length=MOST_MICRO_BATCHES), FailFast()]
+    accumulation_steps: Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
+    budget_bytes: Bytes
+    headroom_bytes: Bytes
+    peak_bytes: Bytes
     curve: MemoryCurve | None
-    trials: tuple[Trial, ...]
+    trials: Annotated[tuple[Trial, ...], LISTED]
     device: DeviceInfo
-    warnings: tuple[str, ...] = ()
+    warnings: Annotated[tuple[Text, ...], LISTED] = ()
     predicted: bool = False
-    state_bytes: int = 0
+    state_bytes: Bytes = 0
     weighed: bool = False
     accumulate_in_float32: bool = True
     verdict: Verdict | None = None
-    batch_lists: dict[str, Literal["samples", "fields", "unclear"]] = Field(default_factory=dict)
-    fingerprint: str = ""
-    seconds: float = 0.0
-    version: str
-    id: str = ""
-    made_at: float = 0.0
-    model: str = ""
+    batch_lists: Annotated[dict[Text, Literal["samples", "fields", "unclear"]], Field(max_length=100_000)] = Field(
+        default_factory=dict
+    )
+    fingerprint: Text = ""
+    seconds: Seconds = 0.0
+    version: Text
+    id: Text = ""
+    made_at: Moment = 0.0
+    model: Text = ""
     objective: Literal["throughput", "memory"] = "throughput"
-    max_micro_batch: NonNegativeInt = 0
-    failing_size: NonNegativeInt = 0
-    searched_bytes: NonNegativeInt = 0
-    confirms: str = ""
-    smallest_micro_batch: PositiveInt = 1
+    max_micro_batch: Count = 0
+    failing_size: Count = 0
+    searched_bytes: Bytes = 0
+    confirms: Text = ""
+    smallest_micro_batch: Samples = 1
+    identity: ModelIdentity | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -110,6 +116,9 @@ class PlanRecord(Record):
             raise ValueError(f"micro_batch_sizes sum to {sum(sizes)}, but a rank's share of the target is {expected}")
         if self.micro_batch_size != max(sizes, default=0):
             raise ValueError(f"micro_batch_size={self.micro_batch_size} is not the largest of micro_batch_sizes")
+        if 0 < self.max_micro_batch < self.micro_batch_size:
+            limit = f"max_micro_batch={self.max_micro_batch}"
+            raise ValueError(f"micro_batch_size={self.micro_batch_size} is more than {limit}")
         if len(sizes) > 1 and min(sizes) < self.smallest_micro_batch:
             smallest = self.smallest_micro_batch
             raise ValueError(f"micro_batch_sizes has a {min(sizes)}, less than smallest_micro_batch={smallest}")

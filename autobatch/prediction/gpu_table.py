@@ -11,11 +11,12 @@ RTX 6000 Ada's say which of the two), and where that was told in GiB, half of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from autobatch.bounds import LISTED, Bytes, Text
 from autobatch.records import Record
 
-__all__ = ["GPUS", "Gpu", "make_gpu"]
+__all__ = ["COMMONEST", "GPUS", "Gpu", "make_gpu"]
 
 _MIB = 2**20
 
@@ -36,15 +37,15 @@ class Gpu(Record):
         context_measured: Whether that was read on a card of this architecture.
     """
 
-    name: str
-    aliases: tuple[str, ...] = ()
-    total_bytes: int
-    architecture: str
-    context_bytes: int
-    cublas_workspace_bytes: int
-    source: str
+    name: Text
+    aliases: Annotated[tuple[Text, ...], LISTED] = ()
+    total_bytes: Bytes
+    architecture: Text
+    context_bytes: Bytes
+    cublas_workspace_bytes: Bytes
+    source: Text
     measured: bool
-    context_source: str
+    context_source: Text
     context_measured: bool
 
 
@@ -233,3 +234,13 @@ GPUS: tuple[Gpu, ...] = tuple(
     for row in _ROWS
 )
 """Every card that is known by name."""
+
+COMMONEST = {
+    "V100": "V100-16GB",
+    "A100": "A100-80GB",
+    "A100-PCIe": "A100-80GB-PCIe",
+    "A100-SXM": "A100-80GB-SXM",
+    "RTX 4060 Ti": "RTX 4060 Ti 8GB",
+    "H100": "H100-80GB",
+}
+"""Which is meant by a name under which cards of several sizes are sold: what most clouds and shops have of it."""

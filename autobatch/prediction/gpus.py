@@ -10,15 +10,17 @@ import re
 from typing import Any
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
+from autobatch.prediction.gpu_table import COMMONEST, GPUS, Gpu, make_gpu
 from autobatch.quantities import read_bytes
 from autobatch.wording import format_bytes
 
-__all__ = ["find_gpu"]
+__all__ = ["explain_choice", "find_gpu"]
 
 _BRANDS = re.compile(r"nvidia|geforce|rtx|tesla|amd|instinct|[^a-z0-9]")
 _LEAST_BYTES = 2**30
 _MOST_NAMES = 8
+_MEMORY = re.compile(r"[- ]\d+GB")
+_SOCKET = re.compile(r"-(PCIe|SXM|NVL)$")
 
 
 def _simplify(name: str) -> str:
@@ -34,8 +36,8 @@ def find_gpu(gpu: Any) -> Gpu:
     A name is read in any case, with any separators, with its brand or without: ``"A100-80GB-SXM"``, ``"NVIDIA
     A100-SXM4-80GB"``, ``"rtx4090"``, ``"4090"``. A name with its memory but without its socket
     (``"H100-80GB"``) is the one of those cards that reports less; they differ by a few hundredths of a percent. A name
-    that could be cards of the table with different memory (``"A100"``) is refused, because the prediction would be for
-    a card that nobody asked for. Where others were sold under it that are not in the table (``"RTX 3060"`` with 8 GB),
+    under which cards with different memory are sold (``"A100"``) is the commonest of them, and ``explain_choice`` says
+    so. Where others were sold under it that are not in the table (``"RTX 3060"`` with 8 GB),
     the table's is meant, and the name that the prediction gives says how much it has.
 
     Args:
@@ -44,7 +46,7 @@ def find_gpu(gpu: Any) -> Gpu:
     Raises:
         InvalidArgument: It is no name of a card that is known, or of several; or no memory that a card could have.
     """
-    if isinstance(gpu, str) and (known := _BY_NAME.get(_simplify(gpu))):
+    if isinstance(gpu, str) and (known := _BY_NAME.get(_simplify(gpu)) or _find_family(gpu)):
         return known
     size = _read_size(gpu)
     if size is not None:
@@ -52,6 +54,45 @@ def find_gpu(gpu: Any) -> Gpu:
     if isinstance(gpu, str):
         raise InvalidArgument(f"gpu={gpu!r} {_tell_others(_simplify(gpu))}")
     raise InvalidArgument(f"gpu={gpu!r} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'")
+
+
+def explain_choice(gpu: Any) -> tuple[str, ...]:
+    """One sentence where the name could be cards with different memory: which one is meant, and which ones else."""
+    simple = _simplify(gpu) if isinstance(gpu, str) else ""
+    if simple in _BY_NAME or len({card.total_bytes for card in _FAMILIES.get(simple, ())}) < 2:
+        return ()
+    names = [*dict.fromkeys(_without_socket(card) for card in _FAMILIES[simple])]
+    if len(names) < 2:
+        return ()
+    chosen = _without_socket(_find_family(gpu) or _FAMILIES[simple][0])
+    others = ", ".join(name for name in names if name != chosen)
+    return (f"gpu={gpu!r} is taken for the commonest of that name: {chosen}; also {others}",)
+
+
+def _find_family(gpu: str) -> Gpu | None:
+    """The commonest of the cards that the name without its memory could be; ``None`` where it could be none."""
+    cards = _FAMILIES.get(_simplify(gpu), ())
+    chosen = next((name for family, name in COMMONEST.items() if _simplify(family) == _simplify(gpu)), None)
+    if chosen is not None:
+        return _BY_NAME[_simplify(chosen)]
+    return min(cards, key=lambda card: card.total_bytes, default=None)
+
+
+def _without_socket(card: Gpu) -> str:
+    return _SOCKET.sub("", card.name)
+
+
+def _group() -> dict[str, tuple[Gpu, ...]]:
+    """Cards by their names without the memory, with the socket and without."""
+    families: dict[str, tuple[Gpu, ...]] = {}
+    for card in GPUS:
+        name = _MEMORY.sub("", card.name)
+        for family in {_simplify(name), _simplify(_SOCKET.sub("", name))} if name != card.name else ():
+            families[family] = (*families.get(family, ()), card)
+    return families
+
+
+_FAMILIES = _group()
 
 
 def _read_size(value: Any) -> int | None:

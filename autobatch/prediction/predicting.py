@@ -22,7 +22,7 @@ from autobatch.planning.planner import balance
 from autobatch.prediction.changes import try_changes
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS, Gpu, make_gpu
-from autobatch.prediction.gpus import find_gpu
+from autobatch.prediction.gpus import explain_choice, find_gpu
 from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.proof import Proof, prove
@@ -32,11 +32,13 @@ from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
 from autobatch.records import DeviceInfo, Trial
-from autobatch.request import check_target
+from autobatch.request import check_micro_batches, check_target
 from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
 from autobatch.step.default_step import default_step
+from autobatch.step.identity import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
+from autobatch.wrappers import unwrap_model, unwrap_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
 
@@ -76,7 +78,8 @@ def predict(
         batch: An example batch, as for ``fit``; only shapes and dtypes count.
         step: ``step(model, micro_batch)``, as for ``fit``.
         optimizer: Its state and its step's own memory are part of the prediction.
-        gpu: A card's name (``"H100-80GB"``), all of its memory (``"24GiB"``), or ``None`` for the one of this machine.
+        gpu: A card's name (``"H100-80GB"``; of ``"H100"`` it is the commonest, and ``warnings`` says which), all of its
+            memory (``"24GiB"``), or ``None`` for the one of this machine.
         target_batch: Samples one optimizer step should see.
         weigh: As for ``fit``; it is not called.
         margin: The fraction of the predicted peak that is left free on top of it; of all that the process takes.
@@ -99,13 +102,13 @@ def predict(
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
         raise InvalidArgument(f"margin={margin!r} must be a fraction from 0 to less than 1, such as 0.1")
     card = _find_local() if gpu is None else find_gpu(gpu)
-    workload = Workload(model, step or default_step, weigh, optimizer)
+    workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, target_batch)
     layout, circumstances = example.layout, Circumstances(scaler=scaler)
     timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
     sizing, proof = _prove(Sizing(estimate, card, target_batch, margin), workload, layout, circumstances)
-    warnings = (*example.warnings, *explained, *warn_of_no_optimizer(workload))
+    warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
         prediction = _with_changes(prediction, sizing, workload, layout, circumstances)
@@ -189,6 +192,7 @@ def _as_trial(point: Point) -> Trial:
 def _make_plan(
     workload: Workload, layout: Layout, sizing: Sizing, curve: MemoryCurve, warnings: tuple[str, ...]
 ) -> Plan:
+    check_micro_batches(sizing.target, sizing.largest)
     card, sizes = sizing.gpu, balance(sizing.target, sizing.largest)
     budget = card.total_bytes - card.context_bytes
     return Plan(
@@ -206,10 +210,11 @@ def _make_plan(
         warnings=warnings,
         predicted=True,
         made_at=time.time(),
-        model=type(workload.model).__name__,
+        model=type(unwrap_model(workload.model)).__name__,
         weighed=workload.weigh is not None,
         batch_lists=dict(layout.lists),
         version=__version__,
+        identity=identify_model(workload.model, workload.optimizer),
     )
 
 

@@ -1,7 +1,7 @@
 """``Prediction``: what ``predict`` returns.
 
-Covers what a user does with it: print and explain. The data itself is ``record``, its texts are ``text``. Nothing here
-imports torch.
+Covers what a user does with it: print, explain, look at it in a notebook. The data itself is ``record``, its texts are
+``text``. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ class Prediction(PredictionRecord):
     def explain(self) -> str:
         """The whole story as text: what fits, where the memory goes, what would help, all cards."""
         return explain_prediction(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows for a prediction: the same in tables."""
+        from autobatch.prediction.html import render_prediction  # noqa: PLC0415 - only notebooks need it
+
+        return render_prediction(self)
 
     def explain_cards(self) -> str:
         """The same step on every card that is known, as a table."""

@@ -6,8 +6,11 @@ Covers what was predicted, for which card, and how sure that is. Does not cover 
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveInt
+from typing import Annotated
 
+from pydantic import Field
+
+from autobatch.bounds import LISTED, MOST_SAMPLES, Bytes, Count, Samples, Seconds, Text, Whole
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve
 from autobatch.prediction.gpu_table import Gpu
@@ -19,16 +22,16 @@ __all__ = ["CardFit", "Change", "Part", "Point", "PredictionRecord", "Reach"]
 class Part(Record):
     """Some of the bytes at the peak: of one kind, or made by one module."""
 
-    name: str
-    byte_count: NonNegativeInt
+    name: Text
+    byte_count: Bytes
 
 
 class Point(Record):
     """Peaks at one size, in bytes: in tensors and cuBLAS's workspaces, and held by the allocator, undisturbed."""
 
-    size: PositiveInt
-    allocated: NonNegativeInt
-    reserved: NonNegativeInt
+    size: Samples
+    allocated: Bytes
+    reserved: Bytes
 
 
 class CardFit(Record):
@@ -43,11 +46,11 @@ class CardFit(Record):
         measured: Whether the card's total is known from such a card.
     """
 
-    gpu: str
-    total_bytes: PositiveInt
-    micro_batch_size: NonNegativeInt
-    accumulation_steps: NonNegativeInt
-    peak_bytes: NonNegativeInt
+    gpu: Text
+    total_bytes: Bytes
+    micro_batch_size: Count
+    accumulation_steps: Count
+    peak_bytes: Bytes
     measured: bool
 
 
@@ -59,8 +62,8 @@ class Reach(Record):
         tight: It has to, which costs time, and still runs. More than this is predicted to be impossible.
     """
 
-    comfortable: NonNegativeInt
-    tight: NonNegativeInt
+    comfortable: Count
+    tight: Count
 
 
 class Change(Record):
@@ -76,12 +79,12 @@ class Change(Record):
         failed: Why it could not be traced; empty where it could.
     """
 
-    name: str
-    effect: str = ""
-    peak_bytes: NonNegativeInt = 0
-    saved_bytes: int = 0
-    micro_batch_size: NonNegativeInt = 0
-    failed: str = ""
+    name: Text
+    effect: Text = ""
+    peak_bytes: Bytes = 0
+    saved_bytes: Whole = 0
+    micro_batch_size: Count = 0
+    failed: Text = ""
 
 
 class PredictionRecord(Record):
@@ -124,24 +127,24 @@ class PredictionRecord(Record):
     """
 
     gpu: Gpu
-    target_batch: PositiveInt
+    target_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
     curve: MemoryCurve
-    points: tuple[Point, ...]
+    points: Annotated[tuple[Point, ...], LISTED]
     plan: Plan | None
-    largest_judged: PositiveInt
+    largest_judged: Samples
     reach: Reach
-    judged_size: PositiveInt
-    peak_bytes: PositiveInt
-    breakdown: tuple[Part, ...]
-    modules: tuple[Part, ...]
-    per_sample_bytes: int
-    context_bytes: NonNegativeInt
-    changes: tuple[Change, ...] = ()
-    margin: float
-    margin_reason: str
-    cards: tuple[CardFit, ...]
+    judged_size: Samples
+    peak_bytes: Bytes
+    breakdown: Annotated[tuple[Part, ...], LISTED]
+    modules: Annotated[tuple[Part, ...], LISTED]
+    per_sample_bytes: Whole
+    context_bytes: Bytes
+    changes: Annotated[tuple[Change, ...], LISTED] = ()
+    margin: Annotated[float, Field(ge=0, lt=1)]
+    margin_reason: Text
+    cards: Annotated[tuple[CardFit, ...], LISTED]
     interpolated: bool = False
-    proven_at: NonNegativeInt = 0
-    doubt: str = ""
-    warnings: tuple[str, ...] = ()
-    seconds: float = 0.0
+    proven_at: Count = 0
+    doubt: Text = ""
+    warnings: Annotated[tuple[Text, ...], LISTED] = ()
+    seconds: Seconds = 0.0

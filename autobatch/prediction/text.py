@@ -13,7 +13,14 @@ from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.report.text import describe_division
 from autobatch.wording import format_bytes, plural
 
-__all__ = ["FAMILIES_REASON", "explain_cards", "explain_prediction", "summarise_prediction"]
+__all__ = [
+    "FAMILIES_REASON",
+    "explain_cards",
+    "explain_changes",
+    "explain_prediction",
+    "explain_trust",
+    "summarise_prediction",
+]
 
 _WIDTH = 98  # and two of indentation
 FAMILIES_REASON = "in 3 of 22 families of networks a fifth to a third of the peaks were more than 10 % above"
@@ -51,6 +58,18 @@ def explain_cards(prediction: PredictionRecord) -> str:
     header = f"{plural(prediction.target_batch, 'sample')} a step"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
+
+
+def explain_trust(prediction: PredictionRecord) -> Iterator[str]:
+    """How sure it is, a sentence each."""
+    return _trust_lines(prediction)
+
+
+def explain_changes(prediction: PredictionRecord) -> str:
+    """What other ways to do the step would save, a line each, below a title; empty where nobody asked."""
+    if not prediction.changes:
+        return ""
+    return "\n".join(_section(f"What would help on {prediction.gpu.name}", _change_lines(prediction))[1:])
 
 
 def _refuse(prediction: PredictionRecord, peak: str) -> str:

@@ -6,26 +6,23 @@ from a plan is escaped. Does not cover what is shown (``tables``, ``charts``, ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from autobatch.history import Run
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.advice import advise
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.charts import memory_bar, peak_chart, speed_chart
+from autobatch.report.html_table import render_table
 from autobatch.report.run_chart import run_chart
 from autobatch.report.style import PAGE_STYLE, SCOPE, STYLE
 from autobatch.report.svg import cross, dot, element, escape, polyline, triangle
 from autobatch.report.tables import (
-    Cell,
-    Table,
     breakdown_table,
     budget_table,
     curve_table,
     facts_table,
-    format_cell,
     newest,
-    number_columns,
     range_table,
     run_table,
     setback_table,
@@ -142,17 +139,19 @@ def _breakdown(plan: PlanRecord) -> str:
         )
         for part in memory_parts(plan)
     ]
-    return _table(breakdown_table(plan), "where the memory goes", leads=swatches)
+    return render_table(breakdown_table(plan), "where the memory goes", leads=swatches)
 
 
 def _tables(plan: PlanRecord) -> Iterator[str]:
-    yield from _section("The plan", _table(facts_table(plan), "the plan"))
+    yield from _section("The plan", render_table(facts_table(plan), "the plan"))
     tenants = (element("p", escape(line)) for line in tenant_lines(plan.device))
-    yield from _section("Budget", _table(budget_table(plan), "budget"), *tenants)
+    yield from _section("Budget", render_table(budget_table(plan), "budget"), *tenants)
     if plan.trials:
-        yield from _section("Trials", _table(trial_table(plan), "trials", planned=plan.micro_batch_size))
+        yield from _section("Trials", render_table(trial_table(plan), "trials", planned=plan.micro_batch_size))
     if plan.curve is not None:
-        yield from _section("Memory curve", _table(curve_table(plan), "memory curve", planned=plan.micro_batch_size))
+        yield from _section(
+            "Memory curve", render_table(curve_table(plan), "memory curve", planned=plan.micro_batch_size)
+        )
     advice = [element("li", escape(line)) for line in advise(plan)]
     if advice:
         yield from _section("What would help", element("ul", *advice))
@@ -160,12 +159,14 @@ def _tables(plan: PlanRecord) -> Iterator[str]:
 
 def _run_tables(runs: Sequence[Run]) -> Iterator[str]:
     if runs:
-        yield from _section("Runs", _table(run_table(runs), "runs"))
+        yield from _section("Runs", render_table(run_table(runs), "runs"))
     for run in newest(runs):
         if run.ranges:
-            yield from _section(f"Run {run.id}: steps", _table(range_table(run), f"steps of run {run.id}"))
+            yield from _section(f"Run {run.id}: steps", render_table(range_table(run), f"steps of run {run.id}"))
         if run.setbacks:
-            yield from _section(f"Run {run.id}: setbacks", _table(setback_table(run), f"setbacks of run {run.id}"))
+            yield from _section(
+                f"Run {run.id}: setbacks", render_table(setback_table(run), f"setbacks of run {run.id}")
+            )
 
 
 def _setback_keys(run: Run) -> str:
@@ -184,46 +185,3 @@ def _setback_keys(run: Run) -> str:
 def _section(title: str, *content: str) -> Iterator[str]:
     yield element("h2", escape(title))
     yield from content
-
-
-def _table(table: Table, name: str, *, planned: int | None = None, leads: Sequence[str] = ()) -> str:
-    """A table, its notes beneath.
-
-    Args:
-        table: What is in it.
-        name: For those who do not see it.
-        planned: Rows that begin with this number are the plan's own.
-        leads: Markup instead of the first cell of each row.
-    """
-    notes = "".join(element("p", escape(note), class_="aside") for note in table.notes)
-    if not table.rows:
-        return notes
-    numbers = number_columns(table)
-    rows = (
-        element("tr", *_cells(row, numbers, leads[index : index + 1]), class_="planned" if row[0] == planned else "")
-        for index, row in enumerate(table.rows)
-    )
-    whole = element("table", *_head(table, numbers), element("tbody", *rows), aria_label=name)
-    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=name) + notes
-
-
-def _head(table: Table, numbers: frozenset[int]) -> Iterator[str]:
-    heads = [
-        element("th", escape(heading), scope="col", class_="number" if index in numbers else "")
-        if heading
-        else element("td")
-        for index, heading in enumerate(table.headings)
-    ]
-    if any(table.headings):
-        yield element("thead", element("tr", *heads))
-
-
-def _cells(row: Iterable[Cell], numbers: frozenset[int], lead: Sequence[str]) -> Iterator[str]:
-    for index, cell in enumerate(row):
-        if index == 0 and lead:
-            yield element("td", *lead)
-            continue
-        kind = "number" if index in numbers else "long" if isinstance(cell, str) and len(cell) > 20 else ""
-        exact = "" if isinstance(cell, str) else repr(cell + 0)
-        name, scope = ("th", "row") if index == 0 else ("td", "")
-        yield element(name, escape(format_cell(cell)), class_=kind, scope=scope, data_value=exact)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple, TypeVar
 
+from autobatch.bounds import SHORTEST
 from autobatch.history import Run, Setback, StepRange
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
@@ -211,7 +212,7 @@ def range_table(run: Run) -> Table:
 
 def _range_row(part: StepRange) -> tuple[Cell, ...]:
     steps = f"{part.first_step}-{part.last_step}" if part.last_step > part.first_step else str(part.first_step)
-    speed = part.samples / part.seconds if part.seconds > 0 else _UNKNOWN
+    speed = part.samples / part.seconds if part.seconds > SHORTEST else _UNKNOWN
     return (steps, part.micro_batch_size, part.retries, Bytes(part.peak_bytes), speed)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autobatch.history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import DeviceInfo, Trial
+from autobatch.records import DeviceInfo
 from autobatch.report.advice import advise
 from autobatch.report.breakdown import apportion, memory_parts
 from autobatch.report.tables import (
@@ -31,7 +31,7 @@ from autobatch.report.tables import (
 )
 from autobatch.wording import format_bytes, plural, spell
 
-__all__ = ["describe_division", "explain_plan", "explain_refusal", "show_plan", "summarise_plan", "tenant_lines"]
+__all__ = ["describe_division", "explain_plan", "show_plan", "summarise_plan", "tenant_lines"]
 
 _WIDTH = 80
 _BAR_CELLS = 72
@@ -72,22 +72,6 @@ def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
         *_run_sections(runs),
     ]
     return "\n".join(part for line in lines for part in _wrap(line))
-
-
-def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: int, device: DeviceInfo) -> str:
-    """Why nothing fits: what the smallest micro-batch needed, what there was, who else is there, what would help."""
-    held = "; ".join(tenant_lines(device)) or "no other process is known to hold memory there"
-    advice = (
-        "a larger budget= or smaller headroom=, activation checkpointing, bfloat16 autocast, smaller inputs, or an "
-        "optimizer with less state"
-    )
-    held_bytes = max(trial.peak_reserved, trial.resident_bytes)  # memory may end before the first reading
-    return (
-        f"a micro-batch of {plural(trial.micro_batch_size, 'sample')} does not fit on {device.name}: "
-        f"{format_bytes(held_bytes)} were held when memory ended, {format_bytes(trial.resident_bytes)} of "
-        f"that before the first sample, and the limit is {format_bytes(limit_bytes)} of a budget of "
-        f"{format_bytes(budget_bytes)}; {reason}; {held}; what would help: {advice}"
-    )
 
 
 def tenant_lines(device: DeviceInfo) -> Iterator[str]:

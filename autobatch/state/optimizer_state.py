@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["forget_state", "make_state"]
+__all__ = ["count_state", "forget_state", "is_making_state", "make_state"]
 
 
 def make_state(optimizer: Any) -> list[torch.Tensor]:
@@ -45,3 +45,26 @@ def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:
     """Take these parameters' entries out again."""
     for parameter in parameters:
         optimizer.state.pop(parameter, None)
+
+
+def count_state(optimizer: Any) -> int:
+    """How many values the optimizer holds for its parameters, and how many parameters it holds any for."""
+    entries = getattr(optimizer, "state", {}).values()
+    return sum(1 + len(entry) if isinstance(entry, dict) else 1 for entry in entries)
+
+
+def is_making_state(optimizer: Any, before: int) -> bool:
+    """Whether a step that failed was making the optimizer's state.
+
+    Args:
+        optimizer: After the failure, with the gradients of that step.
+        before: ``count_state`` before the step.
+    """
+    if isinstance(optimizer, torch.optim.SGD):  # it writes buffers down after all are made (torch/optim/sgd.py)
+        return any(_lacks_buffer(optimizer, p) for g in optimizer.param_groups if g["momentum"] for p in g["params"])
+    return count_state(optimizer) > before
+
+
+def _lacks_buffer(optimizer: Any, parameter: torch.Tensor) -> bool:
+    entry = optimizer.state.get(parameter) or {}
+    return parameter.grad is not None and entry.get("momentum_buffer") is None

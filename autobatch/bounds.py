@@ -1,0 +1,105 @@
+"""Bounds the numbers, texts and lists of records, so that one from a file is as safe to show as one made here.
+
+Covers the types of fields that all records share. A number beyond its bound is refused everywhere. A text is one line:
+in JSON a control character or too many letters are refused, since whoever wrote that wanted to look like something
+else; in a record that is made here, such a text of a driver's or a user's is spelt out and cut, since a plan must not
+be lost for it. Does not cover what fields of one record say about each other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationInfo
+
+__all__ = [
+    "LARGEST",
+    "LISTED",
+    "LONGEST_LIST",
+    "LONGEST_TEXT",
+    "MOST_MICRO_BATCHES",
+    "MOST_SAMPLES",
+    "SHORTEST",
+    "Bytes",
+    "Count",
+    "Moment",
+    "Ratio",
+    "Samples",
+    "Seconds",
+    "Text",
+    "Whole",
+    "is_one_line",
+]
+
+MOST_SAMPLES = 10**8
+"""Of one optimizer step: sizes are searched among twice the root of it."""
+
+MOST_MICRO_BATCHES = 10**6
+"""Of one optimizer step: a plan lists them one by one."""
+
+LONGEST_TEXT = 4000
+LONGEST_LIST = 10_000
+"""Entries; trials, ranges of steps and warnings are far fewer."""
+
+LARGEST = 2**63 - 1
+"""What SQLite holds; no device has as many bytes."""
+
+_LAST_MOMENT = 253_402_214_400.0  # the last day of the year 9999: the calendar ends there, in any time zone
+
+_STEERING = re.compile(
+    "[\x00-\x1f\x7f-\x9f"  # C0, DEL and C1: line breaks, escape sequences
+    "\u2028\u2029"  # line and paragraph separators
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # directions: what is shown is not in the order of what is there
+    "\ud800-\udfff]"  # halves of a character, which cannot be written as UTF-8
+)
+
+
+def is_one_line(text: str) -> bool:
+    """Whether nothing in it steers a terminal, ends the line or cannot be written."""
+    return _STEERING.search(text) is None
+
+
+def _check_text(text: str, info: ValidationInfo) -> str:
+    if len(text) <= LONGEST_TEXT and is_one_line(text):
+        return text
+    if info.mode == "json":
+        if len(text) > LONGEST_TEXT:
+            raise ValueError(f"a text of {len(text)} letters, more than {LONGEST_TEXT}")
+        raise ValueError("a text with a line break or another control character")
+    spelt = _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text[:LONGEST_TEXT])
+    return spelt if len(spelt) <= LONGEST_TEXT and len(text) <= LONGEST_TEXT else f"{spelt[: LONGEST_TEXT - 3]}..."
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+"""One line of at most ``LONGEST_TEXT`` letters."""
+
+Bytes = Annotated[int, Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+"""A difference of two of them."""
+
+Samples = Annotated[int, Field(ge=1, le=2**31)]
+"""In one micro-batch."""
+
+Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+
+
+def _check_ratio(value: float) -> float:
+    if value < 0:
+        raise ValueError("Input should be greater than or equal to 0")
+    return math.inf if math.isnan(value) else value  # of numbers that are none nothing is known to be small
+
+
+Ratio = Annotated[float, AfterValidator(_check_ratio)]
+"""May be infinite, where what it is relative to is 0."""
+
+Moment = Annotated[float, Field(ge=0, le=_LAST_MOMENT, allow_inf_nan=False)]
+"""Seconds since 1970, UTC; 0 where it was not noted."""
+
+LISTED = Field(max_length=LONGEST_LIST)
+"""Of a tuple, as ``Annotated[tuple[...], LISTED]``."""
+
+SHORTEST = 1e-9
+"""Seconds; no rate is worked out from less, since it would be no number."""

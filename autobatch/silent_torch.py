@@ -1,0 +1,25 @@
+"""Imports torch without its warning that NumPy is missing.
+
+Covers processes without NumPy: torch tries to import it once, on its own import or with the first optimizer, depending
+on its version, and warns where it cannot (``torch/csrc/utils/tensor_numpy.cpp``). Nothing here needs NumPy, so whoever
+calls ``fit`` or the command ``autobatch`` should not read of it. Does not cover processes that have NumPy, where
+nothing is done.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+
+__all__ = ["import_torch"]
+
+
+def import_torch() -> None:
+    """Import torch, and let it look for NumPy where that is not installed."""
+    if importlib.util.find_spec("numpy") is not None:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+        importlib.import_module("torch")
+        importlib.import_module("torch._subclasses.functional_tensor")  # here it looks, in each version since 2.8
