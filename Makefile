@@ -3,6 +3,10 @@
 # PYTHON      makes the environment
 # PYTHON_ENV  runs everything in it; name another interpreter to use what that one has and install nothing, as on a
 #             GPU machine that comes with torch: make test-gpu PYTHON_ENV=python3
+# SEED        of the tests' order and of the examples they draw, to repeat a run: make test SEED=1234
+#
+# Programs are run as modules of the environment's Python: a script that pip makes begins with the path of that Python,
+# and in a folder with a space in its name no such script starts.
 
 PYTHON ?= python3
 VENV := .venv
@@ -24,7 +28,7 @@ install: $(INSTALLED) ## make .venv with the tested versions of everything; a se
 
 # torch by itself first: it is most of the download, and what fails after it then keeps it.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	test -x $(VENV)/bin/python || "$(PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --constraint constraints.txt torch
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples,watch]"
 	touch $@
@@ -41,35 +45,35 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	touch $@
 
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
-	$(PYTHON_ENV) examples/digits.py
+	"$(PYTHON_ENV)" examples/digits.py
 
 bench: $(BENCH_INSTALLED) ## time, memory, retries and search beside others, some minutes; writes benchmarks/RESULTS.md
-	PYTHONPATH=. $(PYTHON_ENV) benchmarks/results.py
+	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/results.py
 
 accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accuracy TABLE=peaks.csv [MODELS=100]
-	PYTHONPATH=. $(PYTHON_ENV) benchmarks/accuracy.py --table "$(TABLE)" --models $(or $(MODELS),100) --output benchmarks/RESULTS.md
+	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/accuracy.py --table "$(TABLE)" --models $(or $(MODELS),100) --output benchmarks/RESULTS.md
 
 docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning is an error
-	$(PYTHON_ENV) -m sphinx --fail-on-warning --keep-going --quiet --builder html --doctree-dir site/.doctrees docs site
+	"$(PYTHON_ENV)" -m sphinx --fail-on-warning --keep-going --quiet --builder html --doctree-dir site/.doctrees docs site
 
 # A file's tests stay in one process: they share what is dear to make.
-test: $(INSTALLED) ## run all tests, the slow ones too, on two cores
-	$(PYTHON_ENV) -m pytest --numprocesses 2 --dist loadfile
+test: $(INSTALLED) ## run all tests, the slow ones too, on two cores and in random order; SEED=1234 repeats one
+	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile $(if $(SEED),--randomly-seed=$(SEED))
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
-	$(PYTHON_ENV) -m pytest -m gpu tests/gpu
+	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu
 
 proof: $(INSTALLED) ## let memory end at every operation of a training step; prints what came of it
-	$(PYTHON_ENV) -m pytest -q tests/test_faults.py
+	"$(PYTHON_ENV)" -m pytest -q tests/test_faults.py
 
 mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
-	$(PYTHON_ENV) tests/mutants.py
+	"$(PYTHON_ENV)" tests/mutants.py
 
 lint: $(INSTALLED) ## ruff, mypy --strict, and the floors of the imports
-	$(PYTHON_ENV) -m ruff check
-	$(PYTHON_ENV) -m ruff format --check
-	$(PYTHON_ENV) -m mypy --strict autobatch
-	$(PYTHON_ENV) -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
+	"$(PYTHON_ENV)" -m ruff check
+	"$(PYTHON_ENV)" -m ruff format --check
+	"$(PYTHON_ENV)" -m mypy --strict autobatch
+	"$(PYTHON_ENV)" -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
 check: lint docs test ## what CI runs
 

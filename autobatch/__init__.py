@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from autobatch.version import __version__
 
 if TYPE_CHECKING:
-    from autobatch import hooks, testing
+    from autobatch import batches, hooks, testing
     from autobatch.errors import (
         AutobatchError,
         CannotPredict,
@@ -60,6 +60,7 @@ __all__ = [
     "Trial",
     "Verdict",
     "__version__",
+    "batches",
     "fit",
     "hooks",
     "is_oom",
@@ -91,7 +92,7 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    if name in {"hooks", "testing"}:
+    if name in {"batches", "hooks", "testing"}:
         return importlib.import_module(f"autobatch.{name}")
     return getattr(importlib.import_module(_ROOMS.get(name, "autobatch.errors")), name)
 

@@ -1,20 +1,77 @@
-"""What all of our dispatch modes have in common: the compiler stays out of them, and is not loaded for that.
+"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other.
 
-Covers the base class alone. Does not cover what a mode does with an operator.
+Covers how a mode is entered and left, and how the compiler is held off of it without being loaded for that. Does not
+cover what a mode does with an operator.
 """
 
 from __future__ import annotations
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 __all__ = ["DispatchMode"]
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode under which nothing is compiled."""
+    """A dispatch mode under which compiled functions run as they were written.
+
+    They would do so anyway, but torch never compiles a function again that it has once met under a mode
+    (``CatchErrorsWrapper`` in torch/_dynamo/convert_frame.py). ``torch.compiler.set_stance("force_eager")`` prevents
+    that, for all threads of the process: two that enter and leave in turn would leave it set for good, and meanwhile
+    nothing is compiled in the others.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # torch wraps ``__torch_dispatch__`` so that the compiler leaves it alone, and loads the compiler for that at
-        # the first operator: 2 s, measured. Whoever enters a mode of ours holds the compiler off (``run_eagerly``).
+        # the first operator: 2 s, measured.
         return False
+
+    def __enter__(self) -> Any:
+        """Activate the mode, in this thread.
+
+        torch's own ``__enter__`` notes in three globals that the process is in a mode, and its ``__exit__`` puts back
+        what it found there: two threads that enter and leave in turn would leave them set. What reads them is compiled
+        code, of which there is none here.
+        """
+        if "torch._dynamo" in sys.modules:
+            _set_up_compiler()
+        _push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End what ``__enter__`` began."""
+        _pop_mode()
+
+
+class _NotUnderModes:
+    """Stands in for torch's function that says, at each call of a compiled function, what is done with its frames.
+
+    torch calls it in the thread that calls the function (``compile_wrapper`` in torch/_dynamo/eval_frame.py), and each
+    thread has its own modes. It holds nothing, so it can stay for the life of the process and needs no lock.
+    """
+
+    def __init__(self, choose: Callable[[Any], Any]) -> None:
+        self._choose = choose
+
+    def __call__(self, callback: Any) -> Any:
+        """``None``, which means that frames are run as they are, under a mode of ours; else torch's own answer."""
+        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):
+            return None
+        return self._choose(callback)
+
+
+def _set_up_compiler() -> None:
+    from torch._dynamo import eval_frame  # noqa: PLC0415 - waits where another thread is just importing it
+
+    choose = eval_frame._callback_from_stance  # noqa: SLF001 - all that is public holds for every thread
+    if not isinstance(choose, _NotUnderModes):
+        eval_frame._callback_from_stance = _NotUnderModes(choose)  # noqa: SLF001 - as above

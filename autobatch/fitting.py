@@ -27,6 +27,7 @@ from autobatch.planning.recollection import Wanted
 from autobatch.records import Verdict
 from autobatch.request import Allowance, check_choice, check_count, check_target, find_allowance, find_device
 from autobatch.size_search import Found, SizeSearch
+from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
@@ -64,8 +65,9 @@ def fit(
     Args:
         model: The model, on its device.
         target_batch: Samples one optimizer step should see, over all ranks.
-        batch: An example batch: any nest of tensors, arrays, lists, dicts, dataclasses with one row a sample. Or a
-            Dataset or DataLoader, whose largest samples are used. ``None``: inferred from the model where it tells.
+        batch: An example batch: tensors and arrays with one row a sample, in lists, dicts, dataclasses; or an object of
+            a type that ``autobatch.batches`` knows. Or a Dataset or DataLoader, whose largest samples are used.
+            ``None``: inferred from the model where it tells.
         step: ``step(model, micro_batch) -> loss``: the mean over ``weigh(micro_batch)`` units, or ``(loss, aux)``.
             ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
             ``plan.warnings`` says which.
@@ -111,7 +113,7 @@ def fit(
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
     host_bytes = read_host_memory().available_bytes // 2
-    with TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
+    with one_at_a_time(), TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
         wanted = Wanted(

@@ -160,7 +160,7 @@ class Probe:
         """The first step makes the optimizer's state and loads kernels: neither belongs to the steps that follow."""
         batch = self._make_batch(size)
         # A copy: a step that writes into its batch is found here, before it has written into the user's.
-        batch = replace(batch, batch=map_tensors(batch.batch, torch.clone))
+        batch = replace(batch, batch=map_tensors(batch.batch, _copy_as_leaf))
         with self._read(readings, "backward"):
             self._accumulate([batch], size)
             self._step_optimizer()
@@ -219,6 +219,10 @@ class Probe:
     def _step_optimizer(self) -> None:
         if self.workload.optimizer is not None:
             self.workload.optimizer.step()
+
+
+def _copy_as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _end_trial(shortage: Shortage) -> NoReturn:

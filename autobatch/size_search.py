@@ -14,7 +14,7 @@ import torch
 
 from autobatch.batch.example import find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
-from autobatch.batch.layout_rules import ListReading
+from autobatch.batch.list_rules import ListReading
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.memory.device import Device

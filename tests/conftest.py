@@ -1,36 +1,51 @@
 """What every test starts from and must leave as it was.
 
-Covers seeds, threads, hypothesis profiles, the skip of GPU tests and a check that nothing global is left changed. Does
-not cover models, steps or devices: those are made where they are used.
+Covers the random order's seed, threads, hypothesis's settings, the skip of GPU tests and a check that nothing global is
+left changed. Does not cover models, steps or devices: those are made where they are used.
 """
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import random
 from collections.abc import Iterator
 
+import hypothesis.core
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from process_state import read_process_state
 
+from autobatch.memory import cpu
+from autobatch.memory.live_storage import LiveStorage
 from autobatch.prediction.isolation import run_apart
 
-# A deadline measures the machine, not the code. In CI the same examples run each time, so that a change is judged by
-# what it changed; at a desk new ones are drawn.
-settings.register_profile("desk", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-settings.load_profile("ci" if os.environ.get("CI") else "desk")
+# A deadline measures the machine, not the code. Each run draws new examples: a property holds for all of them.
+settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile("fresh")
 
 # No test may meet what another one, or the developer's own training, has left behind; those of the ledger turn it on.
 os.environ["AUTOBATCH_LEDGER"] = "off"
 
 # The models here are small: more threads only make sums of floats come out in another order.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw examples from the seed that orders the tests, so that one number repeats a run."""
+    seed = config.getoption("randomly_seed", default=None)
+    if isinstance(seed, int) and hypothesis.core.global_force_seed is None:
+        hypothesis.core.global_force_seed = seed
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how to repeat the run."""
+    seed = config.getoption("randomly_seed", default=None)
+    if isinstance(seed, int):
+        terminalreporter.write_line(f"the same order and examples again: make test SEED={seed}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,25 +77,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _global_state() -> dict[str, object]:
-    """What one test could change under the feet of the next."""
-    logger = logging.getLogger("autobatch")
-    return {
-        "dispatch modes": list(_get_current_dispatch_mode_stack()),
-        "grad mode": torch.is_grad_enabled(),
-        "default dtype": torch.get_default_dtype(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")),
-        "logger": (logger.level, logger.propagate, logger.disabled, list(logger.handlers)),
-    }
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    """Start each test from the same seeds, and fail one that leaves torch or the logger changed."""
+    """Start each test from the same seeds and an empty count of memory, and fail one that leaves torch changed.
+
+    The CPU's count is one for the process: batches that a test module holds for all of its tests are in it for good,
+    and no budget in another test is for them.
+    """
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    before = _global_state()
-    yield
-    assert _global_state() == before, "this test changed something global and did not put it back"
+    before = read_process_state()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_STORAGE", LiveStorage())
+        yield
+    assert read_process_state() == before, "this test changed something global and did not put it back"

@@ -1,8 +1,8 @@
 """Bugs planted on purpose: each must turn a fast test red, or the tests prove less than they say.
 
-A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; of a
-prediction and of a remembered plan. Does not cover planning and memory, whose tests are tables and properties of their
-own.
+A script (``make mutants``). Covers the promises of a training step: what is undone, weighed, kept, and done once; how a
+batch is read; predictions and remembered plans; the process, which two threads and an interrupt leave as it was. Does
+not cover planning, whose tests are tables and properties of their own.
 """
 # ruff: noqa: T201 - a script: it talks to a person
 
@@ -39,10 +39,15 @@ SETBACK = "autobatch/planning/setback.py"
 KEEPING = "autobatch/ledger/keeping.py"
 STORE = "autobatch/ledger/store.py"
 PREDICTION = "autobatch/prediction/"
+BATCH = "autobatch/batch/"
+
+LIVE_STORAGE = "autobatch/memory/live_storage.py"
+DISPATCH = "autobatch/dispatch.py"
 
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
+BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
 MOVING_TESTS = ("tests/test_moving_state.py",)
 
 
@@ -379,6 +384,69 @@ MUTANTS = (
         ("tests/test_fitting.py",),
     ),
     Mutant(
+        "a list of samples of one length is read as fields",
+        BATCH + "list_rules.py",
+        'found.may_be_arguments else "samples"\n\n\ndef _judge_unlike',
+        'found.may_be_arguments else "fields"\n\n\ndef _judge_unlike',
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "two tensors of one shape are guessed to be fields",
+        BATCH + "list_rules.py",
+        '    if len(shapes_of(entries)) == 1:\n        return "unclear"\n',
+        "",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "the number of samples that a loader collates is not used",
+        BATCH + "largest.py",
+        "        return describe(batch, like=Layout(None, len(entries), lists))\n",
+        "        return describe(batch)\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a number that is not the batch's is believed",
+        BATCH + "largest.py",
+        "layout.lists if layout.count == samples else None",
+        "layout.lists",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "samples that a user's take leaves out are not missed",
+        BATCH + "registry.py",
+        "        if count != len(indices):\n",
+        "        if False:\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a part of a registered type hands its gradient to the user's batch",
+        BATCH + "layout.py",
+        "    return map_tensors(taken, as_leaf)\n",
+        "    return taken\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a trial's copy of the batch carries a graph",
+        "autobatch/probe.py",
+        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
+        "    return tensor.clone()\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "a trial's copy of the batch requires no gradient",
+        "autobatch/probe.py",
+        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
+        "    return tensor.detach().clone()\n",
+        BATCH_TESTS,
+    ),
+    Mutant(
+        "an object with samples in it is shared by all micro-batches",
+        BATCH + "layout_rules.py",
+        "    _refuse_undivided(batch, ROOT, count, lists)\n",
+        "",
+        BATCH_TESTS,
+    ),
+    Mutant(
         "a plan that runs is deleted",
         STORE,
         "WHERE NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id) AND rowid IN ",
@@ -448,6 +516,74 @@ MUTANTS = (
         "",
         ("tests/test_expecting.py",),
     ),
+    Mutant(
+        "Python code runs when a tensor is freed",
+        LIVE_STORAGE,
+        "_StorageReference(storage, self._dead.add)",
+        "_StorageReference(storage, lambda dead: self._dead.add(dead))",
+        ("tests/test_live_storage.py",),
+    ),
+    Mutant(
+        "an interrupt may come between the total and a storage's part in it",
+        LIVE_STORAGE,
+        "            self._total, reference.byte_count = self._total - reference.byte_count, 0\n",
+        "            self._total -= reference.byte_count\n            reference.byte_count = 0\n",
+        ("tests/test_live_storage.py",),
+    ),
+    Mutant(
+        "what another storage has at the address of a dead one is forgotten",
+        LIVE_STORAGE,
+        "reference.key if reference.key in known and known[reference.key] is reference else None",
+        "reference.key",
+        ("tests/test_live_storage.py",),
+    ),
+    Mutant(
+        "two threads leave torch's globals in a dispatch mode",
+        DISPATCH,
+        "        _push_mode(self)\n        return self\n\n"
+        "    def __exit__(self, *error: object) -> None:\n"
+        '        """End what ``__enter__`` began."""\n'
+        "        _pop_mode()\n",
+        "        return super().__enter__()\n",
+        ("tests/test_threads.py",),
+    ),
+    Mutant(
+        "compiled code is met under a mode",
+        DISPATCH,
+        '        if "torch._dynamo" in sys.modules:\n            _set_up_compiler()\n',
+        "",
+        ("tests/test_cpu.py",),
+    ),
+    Mutant(
+        "nothing is compiled in any thread",
+        DISPATCH,
+        "        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):\n"
+        "            return None\n"
+        "        return self._choose(callback)\n",
+        "        return None\n",
+        ("tests/test_threads.py",),
+    ),
+    Mutant(
+        "a thread that leaves a CUDA limit puts another thread's in place",
+        "autobatch/memory/cuda.py",
+        "            if enter and not limits.entered:\n",
+        "            if enter:\n",
+        ("tests/test_cuda.py",),
+    ),
+    Mutant(
+        "two fits measure at once",
+        "autobatch/fitting.py",
+        "    with one_at_a_time(), TrainingState(",
+        "    with TrainingState(",
+        ("tests/test_threads.py",),
+    ),
+    Mutant(
+        "two forks change the warning filters at once",
+        PREDICTION + "isolation.py",
+        "        with _FILTERS, warnings.catch_warnings():\n",
+        "        with warnings.catch_warnings():\n",
+        ("tests/test_threads.py",),
+    ),
 )
 
 
@@ -460,9 +596,10 @@ def copy_sources(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The fast tests of these files, on the package in the folder, up to the first failure."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
-    # CI: the same examples are drawn each time, so that a bug is found in each run or in none.
-    environment = {**os.environ, "PYTHONPATH": str(folder), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    # With one seed the same examples are drawn each time, so that a bug is found in each run or in none.
+    options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--randomly-seed=0"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -354,7 +355,7 @@ def test_it_runs_as_a_module_and_as_a_command():
 
 def test_a_reader_that_has_seen_enough_is_no_error(here):
     """As with ``autobatch devices | true``: nothing is complained of."""
-    program = f"sleep 0.2 | {sys.executable} -m autobatch devices --json | true"
+    program = f"sleep 0.2 | {shlex.quote(sys.executable)} -m autobatch devices --json | true"
     done = start("-c", f"import subprocess, sys; sys.exit(subprocess.run({program!r}, shell=True).returncode)")
     assert done.stderr == ""
 
@@ -552,7 +553,7 @@ def test_a_plan_that_cannot_be_written_is_told_and_leaves_nothing(here, ask):
 )
 def test_an_answer_that_nobody_can_read_ends_with_2(here, command, stdout, said):
     """And one line, where there is a stderr; 1 would be an answer."""
-    line = f"exec {sys.executable} -m autobatch {' '.join(command)} {stdout}"
+    line = f"exec {shlex.quote(sys.executable)} -m autobatch {' '.join(command)} {stdout}"
     environment = {**os.environ, "AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == (2 if said else 0)

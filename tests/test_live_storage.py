@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import signal
+import types
 import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lines import AtLine, in_another_thread, interrupt
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -277,7 +282,7 @@ def test_compiled_code_is_counted_operator_by_operator():
     """Under the budget compiled code runs eagerly: its intermediate results count, which fusion would not even make."""
     compiled = torch.compile(lambda inputs: (inputs * 2).sin() + 1, backend="eager")
     storage = LiveStorage()
-    with torch.compiler.set_stance("force_eager"), StorageBudget(storage, UNLIMITED):
+    with StorageBudget(storage, UNLIMITED):
         compiled(torch.ones(1000))
     assert storage.peak_bytes == 3 * 4000
 
@@ -404,3 +409,101 @@ def test_scratch_inside_a_kernel_is_not_counted():
     with StorageBudget(storage, UNLIMITED):
         step()
     assert storage.peak_bytes - base < measure_with_the_allocator(step)
+
+
+COUNTING = ("autobatch.memory.live_storage",)
+
+
+def bytes_in(tensors):
+    """Bytes of the distinct storages behind these tensors."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def make_and_free(storage, held, others=()):
+    """Counts, frees, views, resizes, and makes tensors at addresses that others had."""
+    for size in (1000, 1000, 64, 1000):
+        held.append(torch.empty(size, dtype=torch.uint8))
+        storage.add(held)
+        held.append(held[0][:1])
+        storage.add(held)
+        del held[0]
+    held[0].untyped_storage().resize_(5000)
+    storage.add(held)
+    del held[0]
+    with StorageBudget(storage, UNLIMITED):
+        held.append(held[0] + 1)
+        held.append(held[0].sort().values)
+    assert storage.live_bytes == bytes_in([*held, *others])
+
+
+@pytest.mark.parametrize("send", [interrupt, lambda: signal.raise_signal(signal.SIGINT)], ids=["raised", "signal"])
+def test_an_interrupt_at_any_line_comes_out_and_leaves_the_count_exact(send):
+    """Also where a tensor is being freed: Python prints what a weak reference's callback raises, and goes on."""
+    for position in itertools.count(1):
+        storage, held = LiveStorage(), []
+        with AtLine(position, send, COUNTING) as run:
+            try:
+                make_and_free(storage, held)
+            except KeyboardInterrupt:
+                assert run.where
+            else:
+                assert not run.where, "the interrupt was lost"
+                break
+        storage.add(held)
+        assert storage.live_bytes == bytes_in(held), run.where
+        held.clear()
+        assert storage.live_bytes == 0, run.where
+    assert position > 100
+
+
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_whatever_another_thread_counts_and_frees_at_any_line_the_count_is_exact(interrupts):
+    """It counts the same tensors, frees some and reads the count between two lines; or an interrupt follows it."""
+    for position in itertools.count(1):
+        storage, held, others = LiveStorage(), [], [torch.empty(1000, dtype=torch.uint8)]
+        storage.add(others)
+
+        def work(storage=storage, held=held, others=others):
+            storage.add(held)
+            others.clear()
+            others.append(torch.empty(64, dtype=torch.uint8))
+            storage.add([*others, *held])
+
+        def act(work=work):
+            in_another_thread(work)()
+            if interrupts:
+                raise KeyboardInterrupt
+
+        with AtLine(position, act, COUNTING) as run, suppress(KeyboardInterrupt):
+            make_and_free(storage, held, others)
+        storage.add([*held, *others])
+        assert storage.live_bytes == bytes_in([*held, *others]), run.where
+        held.clear()
+        assert storage.live_bytes == bytes_in(others), run.where
+        if not run.where:
+            break
+    assert position > 100
+
+
+def test_what_is_called_when_a_tensor_is_freed_is_no_python_code():
+    """In a function that is written in C no signal handler runs and no other thread, so there nothing can be lost."""
+    storage = LiveStorage()
+    tensor = torch.ones(10)
+    storage.add([tensor])
+    [reference] = weakref.getweakrefs(tensor.untyped_storage())
+    assert isinstance(reference.__callback__, types.BuiltinFunctionType)
+
+
+def test_a_storage_at_the_address_of_a_dead_one_is_not_forgotten_with_it():
+    """Another thread may have subtracted the dead one, and counted the new one, before this one comes to it."""
+    storage, tensor = LiveStorage(), torch.empty(100, dtype=torch.uint8)
+    storage.add([tensor])
+    (dead,) = storage._references.values()
+    del tensor
+    new = torch.empty(50, dtype=torch.uint8)
+    storage.add([new])
+    dead.key = new.untyped_storage()._cdata
+    storage._dead.add(dead)
+    assert storage.live_bytes == 50
+    del new
+    assert storage.live_bytes == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,52 @@ TABLE = [
         lambda: fit(batch={"name": "a"}),
         "InvalidBatch",
         "the batch has no samples to count: no tensor or array with dimensions, no list of samples",
+    ),
+    (
+        lambda: fit(batch=[torch.zeros(8, 6), torch.zeros(8, 6)]),
+        "InvalidBatch",
+        (
+            "batch is a list of 2 alike entries, with tensors of 8 rows, and may hold one entry a sample, or fields: "
+            "pass autobatch.batches.Samples(batch) or autobatch.batches.Fields(batch) in its stead, or samples stacked "
+            "into one tensor"
+        ),
+    ),
+    (
+        lambda: fit(batch={"x": torch.zeros(2, 6), "pair": [torch.zeros(2), torch.zeros(2)]}),
+        "InvalidBatch",
+        (
+            'batch["pair"] has 2 entries, every tensor in it has 2 rows, and the batch has 2 samples: pass another '
+            'number of samples, or autobatch.batches.Samples(batch["pair"]) or autobatch.batches.Fields(batch["pair"]) '
+            "in its stead"
+        ),
+    ),
+    (
+        lambda: fit(batch=SimpleNamespace(x=torch.zeros(8, 6))),
+        "InvalidBatch",
+        (
+            "the batch has no samples to count: no tensor or array with dimensions, no list of samples; a "
+            "SimpleNamespace is no container that autobatch knows: pass a dict of what it holds, or call "
+            "autobatch.batches.register(SimpleNamespace, count=..., take=...) once"
+        ),
+    ),
+    (
+        lambda: fit(batch=(torch.zeros(8, 6), SimpleNamespace(y=torch.zeros(8)))),
+        "InvalidBatch",
+        (
+            "batch[1] is a SimpleNamespace, no container that autobatch knows, and a tensor in it has 8 rows, as the "
+            "batch has samples: pass a dict of what it holds, or call autobatch.batches.register(SimpleNamespace, "
+            "count=..., take=...) once"
+        ),
+    ),
+    (
+        lambda: autobatch.batches.register(dict, count=len, take=len),
+        "InvalidArgument",
+        "register() takes a class of your own, such as a batch of graphs, not dict",
+    ),
+    (
+        lambda: autobatch.batches.register(SimpleNamespace, count=len, take=None),
+        "InvalidArgument",
+        "register(SimpleNamespace, take=...) needs a function, not a NoneType",
     ),
     (
         lambda: fit(batch=TensorDataset(torch.zeros(0, 6))),

@@ -38,7 +38,7 @@ def _quiet():
 @BY_NAME
 @pytest.mark.parametrize("second", [False, True], ids=["first step", "second step"])
 def test_a_retried_step_is_the_one_that_used_the_final_pieces(case, second):
-    """Wherever memory ends before the update, the result is bitwise that of the committed pieces, or nothing changed."""
+    """Wherever memory ends before the update: bitwise the step of the committed pieces, or nothing has changed."""
     options = {"earlier_steps": int(second), "earlier_gradients": second}
     judge = Judge(case, **options)
     places = [number for number, place in enumerate(places_of(case, **options), 1) if place != "optimizer"]
@@ -87,6 +87,7 @@ class MovesLate(nn.Module):
 
 
 def make_runner(model, **options):
+    """Two micro-batches of four a step, and the optimizer."""
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
@@ -97,7 +98,7 @@ def make_runner(model, **options):
 
 
 def test_a_write_that_was_never_seen_before_is_an_error_and_never_a_wrong_result():
-    """Two micro-batches a step: the third step, not recorded, is the first to write, and memory ends in its last one."""
+    """The third step, not recorded, is the first to write, and memory ends in its last micro-batch."""
     model = MovesLate(way="in place", since=4)
     runner, _ = make_runner(model)
     for _ in range(2):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
+from lines import AtLine, interrupt
 
 from autobatch.errors import CannotPredict
 from autobatch.prediction.tracing.fake_device import DEVICE, present
@@ -126,3 +128,17 @@ def test_constants_that_the_step_closes_over_have_their_values():
     constant = torch.tensor(3.0)
     with present(), FakeMode() as mode, Recorder(mode, lambda: ""):
         assert constant.item() == 3.0
+
+
+def test_an_interrupt_at_any_line_comes_out():
+    """Also while a tensor is being freed: Python prints what a weak reference's callback raises, and goes on."""
+    for position in itertools.count(1):
+        with AtLine(position, interrupt, ("autobatch.prediction.tracing.recording",)) as run:
+            try:
+                _record(_alias)
+            except KeyboardInterrupt:
+                assert run.where
+            else:
+                assert not run.where
+                break
+    assert position > 20

@@ -23,6 +23,7 @@ BY_OPTIMIZER = pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), id
 
 
 def make_table(dtype=torch.float32):
+    """An embedding whose gradient is sparse."""
     torch.manual_seed(0)
     return nn.Embedding(ROWS, WIDTH, sparse=True, dtype=dtype)
 

@@ -29,6 +29,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
+from autobatch.state.written_memory import stop_recording
 from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
@@ -106,10 +107,11 @@ class Accumulation:
             aside.take()
             progress = self._begin(batches, largest)
             self._advance(progress, before, parameters)
-            self._state.find_unsaved_writes(before)
+            self._state.learn(before)
             reason = self._complete(progress, before, aside, update)
         finally:
             try:
+                stop_recording()
                 if not aside.is_final:
                     before.restore()
             finally:
@@ -170,7 +172,7 @@ class Accumulation:
         self, progress: Progress, stamps: GradientStamps, before: RewindPoint, here: RewindPoint, reason: str
     ) -> None:
         """Undo a failed micro-batch; the finished ones too, where they cannot be kept."""
-        lost = self._state.find_unsaved_writes(before)
+        lost = self._state.learn(before)
         if lost:
             raise CannotRetry(
                 f"memory ended ({reason}) after step() had written into a tensor of shape {tuple(lost[0].shape)} that "

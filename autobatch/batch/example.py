@@ -1,7 +1,7 @@
-"""The example batch that every trial is made from: given, drawn from a dataset, or inferred from the model.
+"""Finds the example batch that every trial is made from: given, drawn from a dataset, or inferred from the model.
 
 Covers the choice between the three and what has to be said about it. Does not cover how samples are compared
-(``largest``) nor what a model tells of its input (``inference``).
+(``largest``) nor what can be seen of a model's input (``inference``).
 """
 
 from __future__ import annotations
@@ -49,4 +49,4 @@ def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
     if not is_source(batch):
         return Example(describe(batch))
     largest = largest_samples(batch, min(most, _MOST_SAMPLES))
-    return Example(describe(largest.batch), () if largest.note is None else (largest.note,))
+    return Example(largest.layout, () if largest.note is None else (largest.note,))

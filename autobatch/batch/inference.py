@@ -86,7 +86,8 @@ def _place(tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
     tensors = [*model.parameters(), *model.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    return tensor.to(device, next(floats, torch.get_default_dtype()) if tensor.is_floating_point() else tensor.dtype)
+    dtype = next(floats, torch.get_default_dtype()) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(device, dtype).requires_grad_(tensor.requires_grad)
 
 
 def _image_of(model: nn.Module) -> torch.Tensor | None:

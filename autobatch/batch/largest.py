@@ -1,7 +1,7 @@
-"""The largest samples of a dataset, as the batch that a plan must survive.
+"""Finds the largest samples of a dataset and collates them into the batch that a plan must survive.
 
 Covers torch's ``Dataset`` and ``DataLoader``, map-style and iterable, and datasets that follow torch's protocol without
-its base class. Does not cover batches (``batches``). No worker process is started: samples are made here, one by one.
+its base class. Does not cover batches (``layout``). No worker process is started: samples are made here, one by one.
 
 A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``; where that ties,
 the characters of its strings. The largest are then collated together, so that a collate function that pads gives the
@@ -19,18 +19,29 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
-from autobatch.batch.layout import count_elements, count_samples
+from autobatch.batch.layout import Layout, count_elements, count_samples, describe
+from autobatch.batch.list_rules import ListReading
+from autobatch.batch.registry import find_type
 from autobatch.batch.tree import leaves_of
 from autobatch.errors import InvalidBatch
 
-__all__ = ["ExampleBatch", "is_source", "largest_samples"]
+__all__ = ["LargestSamples", "is_source", "largest_samples"]
 
 
-class ExampleBatch(NamedTuple):
-    """A batch, and what has to be said about where it came from, if anything."""
+_OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
+"""Where two batches of one loader are read differently, the later of these holds."""
 
-    batch: Any
+
+class LargestSamples(NamedTuple):
+    """A batch, described, and what has to be said about where it came from, if anything."""
+
+    layout: Layout
     note: str | None
+
+    @property
+    def batch(self) -> Any:
+        """What the loader's collate function made of the samples."""
+        return self.layout.batch
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,25 @@ class _Source:
     def collated(self, entries: Sequence[Any]) -> Any:
         """The batch that the loader would yield for these samples, or for this one whole batch."""
         return self.collate(entries[0]) if self.gives_batches else self.collate(list(entries))
+
+    def described(self, entries: Sequence[Any]) -> Layout:
+        """The batch of these samples. As their number is known, its lists are read by it and not by their entries.
+
+        Raises:
+            InvalidBatch: It cannot be counted; or the collate function makes another number of samples, and a list
+                could be read in two ways.
+        """
+        if self.gives_batches:
+            return describe(self.collated(entries))
+        # Made of one sample and of several: a list whose length does not follow their number holds fields.
+        one, batch = self.collated(entries[:1]), self.collated(entries)
+        several = batch if len(entries) > 1 else self.collated([entries[0], entries[0]])
+        found = [_read_known(one, 1), _read_known(several, max(2, len(entries)))]
+        if None in found:
+            return describe(batch)
+        read = [reading for lists in found if lists for reading in lists.items()]
+        lists = dict(sorted(read, key=lambda reading: _OUTWEIGHS.index(reading[1])))
+        return describe(batch, like=Layout(None, len(entries), lists))
 
     def size(self, entry: Any) -> tuple[float, int]:
         """What entries are ranked by: tensor elements (of a whole batch, a sample), then characters."""
@@ -72,10 +102,14 @@ def is_source(batch: Any) -> bool:
     A class of its own counts as a dataset if it fetches many samples at once as torch's loader asks
     (``__getitems__``), which Hugging Face's ``datasets.Dataset`` does.
     """
+    if find_type(batch) is not None:
+        return False
     return isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__getitems__")
 
 
-def largest_samples(source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0) -> ExampleBatch:
+def largest_samples(
+    source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0
+) -> LargestSamples:
     """The largest samples of a dataset, collated together.
 
     Of a map-style dataset samples spread evenly over it are looked at, the first and the last among them; of an
@@ -103,7 +137,16 @@ def largest_samples(source: Any, count: int = 32, *, scan_limit: int = 2048, tim
     ranked = _rank(opened, chosen, count, time_limit)
     unit = "batches" if opened.gives_batches else "samples"
     note = f"the largest was looked for among {ranked.seen} of the dataset's {len(keys)} {unit}"
-    return ExampleBatch(opened.collated(ranked.largest), note if ranked.seen < len(keys) else None)
+    return LargestSamples(opened.described(ranked.largest), note if ranked.seen < len(keys) else None)
+
+
+def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
+    """How its lists are read, where that many samples are what it has."""
+    try:
+        layout = describe(batch, samples=samples)
+    except InvalidBatch:
+        return None
+    return layout.lists if layout.count == samples else None
 
 
 def _open(source: Any) -> _Source:
@@ -112,7 +155,7 @@ def _open(source: Any) -> _Source:
     return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
 
 
-def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit: float) -> ExampleBatch:
+def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit: float) -> LargestSamples:
     stream = iter(opened.dataset)
     try:
         ranked = _rank(opened, itertools.islice(stream, scan_limit), count, time_limit)
@@ -123,7 +166,7 @@ def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit:
     unit = "batches" if opened.gives_batches else "samples"
     note = f"the largest was looked for among the first {ranked.seen} {unit} of a stream"
     stopped = ranked.seen == scan_limit or ranked.out_of_time
-    return ExampleBatch(opened.collated(ranked.largest), note if stopped else None)
+    return LargestSamples(opened.described(ranked.largest), note if stopped else None)
 
 
 def _rank(opened: _Source, entries: Iterable[Any], count: int, time_limit: float) -> _Ranked:

@@ -1,7 +1,8 @@
-"""A batch of any nest, counted, split and grown along its samples.
+"""Counts, divides and grows a batch along its samples.
 
 Covers ``Layout``, the one description from which counting, splitting and growing all follow. Does not cover how a batch
-is read (``reading`` has the rules), containers (``nests``), or when a micro-batch goes to a device.
+is read (``layout_rules``), containers (``tree``), types of the user's own (``registry``), or when a micro-batch goes to
+a device.
 
 A part of a batch may read differently from the whole: two tags beside eight samples are shared, beside two samples they
 are split. So do not count micro-batches, their sizes are known; or describe them ``like`` the whole.
@@ -16,8 +17,12 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.layout_rules import ROOT, ListReading, count_rows, read
+from autobatch.batch.layout_rules import read
+from autobatch.batch.list_rules import ROOT, ListReading
+from autobatch.batch.registry import BatchType, find_type
+from autobatch.batch.structure import count_rows
 from autobatch.batch.tree import (
+    as_leaf,
     count_bytes,
     count_elements,
     fields_of,
@@ -50,7 +55,7 @@ class Layout:
     Attributes:
         batch: The batch it describes.
         count: How many samples it has.
-        lists: What each list of alike entries holds, by path.
+        lists: What each list holds, by path.
     """
 
     batch: Any
@@ -59,6 +64,8 @@ class Layout:
 
     def take(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop`` (exclusive), as views: no tensor or array is copied. All are the batch itself.
+
+        Of a registered type they are what its ``take`` returns, which may be copies.
 
         Raises:
             InvalidArgument: The range is empty or reaches outside the batch.
@@ -118,7 +125,8 @@ class Layout:
         if reading == "unclear":
             raise InvalidBatch(
                 f"{path} has {self.count} entries, every tensor in it has {self.count} rows, and the batch has "
-                f"{self.count} samples: pass another number of samples, or a dict if the entries are no samples"
+                f"{self.count} samples: pass another number of samples, or autobatch.batches.Samples({path}) or "
+                f"autobatch.batches.Fields({path}) in its stead"
             )
         if reading == "samples" or count_rows(node) is not None:
             return function(node)
@@ -128,19 +136,20 @@ class Layout:
         return with_fields(node, [self._replace(child, path + suffix, function) for suffix, child in fields])
 
 
-def describe(batch: Any, like: Layout | None = None) -> Layout:
+def describe(batch: Any, like: Layout | None = None, samples: int | None = None) -> Layout:
     """How this batch divides into samples, by the rules at the head of ``autobatch.batch.layout_rules``.
 
     Args:
-        batch: Any nest of mappings, lists, tuples, dataclasses, tensors and NumPy arrays.
+        batch: Any nest of mappings, lists, tuples, dataclasses, tensors, NumPy arrays and objects of registered types.
         like: The layout of an earlier batch of the same kind: its lists are read as they were there, also where this
             batch alone could be read otherwise.
+        samples: How many samples the batch was made of, where that is known.
 
     Raises:
         InvalidBatch: Nothing to count, no samples, unequal numbers, or a tensor whose rows cannot be viewed (sparse,
             nested, packed); with the paths and sizes.
     """
-    count, lists = read(batch, like.lists if like is not None else {})
+    count, lists = read(batch, like.lists if like is not None else {}, samples)
     return Layout(batch, count, lists)
 
 
@@ -152,8 +161,10 @@ def count_samples(batch: Any) -> int:
 def is_one_batch(batches: Any) -> bool:
     """Whether this, where several batches are asked for, is one: a tensor, a mapping, a tuple of inputs and labels.
 
-    Several come in a list or from a loader.
+    So is an object of a registered type. Several come in a list or from a loader.
     """
+    if find_type(batches) is not None:
+        return True
     if isinstance(batches, tuple):
         return bool(batches) and all(isinstance(part, torch.Tensor) for part in batches)
     return isinstance(batches, torch.Tensor | Mapping)
@@ -170,23 +181,40 @@ def grow(batch: Any, n: int) -> Any:
 
 
 def _take_entries(part: Any, start: int, stop: int) -> Any:
+    registered = find_type(part)
+    if registered is not None:
+        return registered.take_samples(part, range(start, stop))
     if isinstance(part, torch.Tensor):
         return part.narrow(0, start, stop - start)
     return with_items(part, part[start:stop]) if is_sequence(part) else part[start:stop]
 
 
 def _pick_entries(part: Any, rows: Sequence[int]) -> Any:
+    registered = find_type(part)
+    if registered is not None:
+        return _take_apart(registered, part, rows)
     if isinstance(part, torch.Tensor):
         return part.detach()[rows].requires_grad_(part.requires_grad)
     return with_items(part, [part[row] for row in rows]) if is_sequence(part) else part[rows]
 
 
 def _repeat_entries(part: Any, n: int) -> Any:
+    registered = find_type(part)
+    if registered is not None:
+        count = registered.count_samples(part)
+        return _take_apart(registered, part, [index % count for index in range(n)])
     if isinstance(part, torch.Tensor):
         return _repeat_rows(part.detach(), n).requires_grad_(part.requires_grad)
     if is_sequence(part):
         return with_items(part, [part[index % len(part)] for index in range(n)])
     return part[:n] if n <= len(part) else part[[index % len(part) for index in range(n)]]
+
+
+def _take_apart(registered: BatchType, part: Any, rows: Sequence[int]) -> Any:
+    """Samples whose tensors are leaves, which require a gradient where those that they were taken from do."""
+    with torch.enable_grad():  # else whatever ``take`` computes requires none
+        taken = registered.take_samples(part, rows)
+    return map_tensors(taken, as_leaf)
 
 
 def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:

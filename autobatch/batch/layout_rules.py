@@ -1,48 +1,44 @@
-"""Which parts of a batch hold one entry a sample: the rules, and the errors where they do not decide.
+"""Decides which parts of a batch have one entry a sample, or says what to pass where the batch does not show it.
 
-Does not cover containers (``nests``) nor what is then done with the parts (``batches``).
+Does not cover containers (``tree``), how a list without a tensor beside it is judged (``list_rules``), nor what is then
+done with the parts (``layout``).
 
 How a batch is read:
 
-- A tensor or NumPy array with dimensions has one row a sample; all of them agree on how many.
+- A tensor or NumPy array with dimensions has one row a sample, an object of a registered type as many samples as its
+  ``count`` says; all of them agree on how many.
 - Mappings, dataclasses and namedtuples are *fields*: each value stands for all samples.
-- A list or tuple is fields, as in ``[x, y]``, or holds one entry *a sample*, as detection targets do:
+- A list or tuple is fields, as in ``(inputs, labels)``, or holds one entry for each of its *samples*, as detection
+  targets do:
 
-  1. Unlike entries (other types, dtypes, numbers of dimensions) are fields; so is a batch that is a list of lists.
-  2. Alike entries, where tensors outside such lists tell the number of samples: one a sample if there are that many,
+  1. ``batches.Samples([...])`` and ``batches.Fields([...])`` say it themselves. Of other lists, what an earlier batch
+     (the plan's example) showed holds.
+  2. Entries unlike each other (other types, dtypes, numbers of dimensions) are fields.
+  3. Alike entries, where tensors outside such lists show the number of samples: one a sample if there are that many,
      else fields. If there are that many and every tensor inside has that many rows too: one a sample if the entries are
-     mappings, else it can be counted, not split.
-  3. Alike entries and nothing else to go by: fields if all leading dimensions agree, else one a sample. But four or
-     more tensors of one length are an error, unless each is a batch of images: they may be either. So are four or more
-     lists or tuples of such tensors; with a number or text in each, as in ``(image, label)``, they are one a sample,
-     and so are four or more mappings. Two more exceptions. Images ``[1 or 3, height, width]`` of differing sizes are
-     one a sample though their channels agree. And a batch that is itself a list of fewer than four tensors is always
-     fields: ``x, y, weight``.
+     mappings, fields if it is a single entry, else the batch can be counted but not divided.
+  4. Alike entries and nothing else to go by: ``list_rules`` judges the list by its entries.
 
 - Everything else is shared by all samples: numbers, strings, scalar tensors, any other object, and lists of those that
-  are longer or shorter than the number of samples. Without any tensor, lists of strings tell that number.
+  are longer or shorter than the number of samples. Without any tensor, lists of strings or of objects show that number.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from autobatch.batch.tree import fields_of, is_array, is_sequence, leaves_of
+from autobatch.batch.list_rules import ROOT, ListReading, OpenList, find_only_count, judge, refuse_to_guess
+from autobatch.batch.marked_lists import Fields, Samples
+from autobatch.batch.registry import find_type
+from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
+from autobatch.batch.tree import fields_of, is_sequence, leaves_of
 from autobatch.errors import InvalidBatch
 
-__all__ = ["ROOT", "ListReading", "count_rows", "read"]
-
-ROOT = "batch"
-
-_FEW = 4
-"""From so many alike tensors on a list is hardly ``x, y, weight``."""
-
-ListReading = Literal["samples", "fields", "unclear"]
+__all__ = ["read"]
 
 
 class _Part(NamedTuple):
@@ -52,129 +48,125 @@ class _Part(NamedTuple):
     size: int
 
 
-class _OpenList(NamedTuple):
-    """A list of alike entries: by itself it does not tell whether they are fields or samples."""
-
-    path: str
-    entries: Sequence[Any]
-
-
-def read(batch: Any, earlier: Mapping[str, ListReading]) -> tuple[int, dict[str, ListReading]]:
-    """The number of samples, and what each list of alike entries holds, by path.
+def read(
+    batch: Any, earlier: Mapping[str, ListReading], samples: int | None = None
+) -> tuple[int, dict[str, ListReading]]:
+    """The number of samples, and what each list holds, by path.
 
     Args:
         batch: Any nest.
         earlier: Lists that are already decided, by path.
+        samples: How many samples the batch was made of, where whoever made it knows; a tensor's rows outweigh it.
 
     Raises:
-        InvalidBatch: Nothing to count, no samples, unequal numbers, or a tensor whose rows cannot be viewed (sparse,
-            nested, packed); with the paths and sizes.
+        InvalidBatch: Nothing to count, no samples, unequal numbers, a list that can be read in two ways, or a tensor
+            whose rows cannot be viewed (sparse, nested, packed); with the paths and sizes.
     """
     lists: dict[str, ListReading] = {path: reading for path, reading in earlier.items() if reading != "unclear"}
-    found = list(_survey(batch, ROOT, lists))
-    certain = [entry for entry in found if isinstance(entry, _Part)]
-    unsettled = [entry for entry in found if isinstance(entry, _OpenList)]
-    rows = [part for entry in unsettled for part in _rows_beneath(entry.entries, entry.path)]
-    fields_agree = not certain and len({part.size for part in rows}) == 1 and not any(map(_are_images, unsettled))
-    if fields_agree and (records := [entry for entry in unsettled if _are_records(entry)]):
-        certain, fields_agree = [_Part(entry.path, len(entry.entries)) for entry in records], False
-        lists |= dict.fromkeys((entry.path for entry in records), "samples")
-    elif fields_agree:
-        _refuse_riddles(unsettled)
-    count = _agreed(certain or (rows if fields_agree else _counted(unsettled, rows)))
-    return _agreed(list(_settle(batch, ROOT, count, lists, fields_agree=fields_agree))), lists
+    count = _agree(list(_settle(batch, ROOT, _count(batch, lists, samples), lists)), batch)
+    _refuse_undivided(batch, ROOT, count, lists)
+    return count, lists
 
 
-def count_rows(leaf: Any) -> int | None:
-    """Rows of a tensor or array, ``None`` of anything else and of scalars."""
-    if isinstance(leaf, torch.Tensor) or is_array(leaf):
-        return int(leaf.shape[0]) if leaf.ndim > 0 else None
-    return None
+def _count(batch: Any, lists: dict[str, ListReading], samples: int | None) -> int:
+    """How many samples there are, by what is certain, else by the lists; readings found on the way are added."""
+    while True:
+        found = list(_survey(batch, ROOT, lists))
+        certain = [part for part in found if isinstance(part, _Part)]
+        open_lists = [entry for entry in found if isinstance(entry, OpenList)]
+        if certain:
+            return _agree(certain, batch)
+        if samples is not None:
+            return samples
+        judged = {entry.path: judge(entry) for entry in open_lists}
+        # Samples first: they show a number, by which lists that could be read in two ways are decided.
+        decided = _pick(judged, "samples")
+        if not decided and (only := find_only_count(open_lists)) is not None:
+            return only
+        decided = decided or _pick(judged, "fields")
+        if not decided:
+            unclear = _pick(judged, "unclear")
+            refuse_to_guess([entry for entry in open_lists if entry.path in unclear])
+            return _agree(_counted_by_texts(open_lists), batch)
+        lists |= decided
 
 
-def _survey(node: Any, path: str, lists: Mapping[str, ListReading]) -> Iterator[_Part | _OpenList]:
+def _pick(judged: Mapping[str, ListReading | None], reading: ListReading) -> dict[str, ListReading]:
+    return {path: reading for path, found in judged.items() if found == reading}
+
+
+def _survey(node: Any, path: str, lists: dict[str, ListReading]) -> Iterator[_Part | OpenList]:
     """What is certain to have one entry a sample, and which lists are still to be decided."""
     _refuse_unviewable(node, path)
     rows = count_rows(node)
     if rows is not None:
         yield _Part(path, rows)
-    elif is_sequence(node) and lists.get(path) == "samples":
-        yield _Part(path, len(node))
-    elif is_sequence(node) and path not in lists and _are_alike(node, path):
-        yield _OpenList(path, node)
-    else:
-        for suffix, child in fields_of(node) or ():
-            yield from _survey(child, path + suffix, lists)
+        return
+    if is_sequence(node):
+        reading = _reading_of(node, path, lists)
+        if reading is None:
+            yield OpenList(path, node)
+            return
+        lists[path] = reading
+        if reading == "samples":
+            yield _Part(path, len(node))
+            return
+    for suffix, child in fields_of(node) or ():
+        yield from _survey(child, path + suffix, lists)
 
 
-def _settle(node: Any, path: str, count: int, lists: dict[str, ListReading], *, fields_agree: bool) -> Iterator[_Part]:
+def _reading_of(node: Sequence[Any], path: str, lists: Mapping[str, ListReading]) -> ListReading | None:
+    if isinstance(node, Samples | Fields):
+        return "samples" if isinstance(node, Samples) else "fields"
+    return lists.get(path) or (None if are_alike(node) else "fields")
+
+
+def _settle(node: Any, path: str, count: int, lists: dict[str, ListReading]) -> Iterator[_Part]:
     """Decide every open list now that the count is known; yields all that will be split."""
     for found in _survey(node, path, lists):
         if isinstance(found, _Part):
             yield found
             continue
-        lists[found.path] = _decide(found, count, fields_agree=fields_agree)
+        lists[found.path] = _decide(found, count)
         if lists[found.path] != "fields":
             yield _Part(found.path, len(found.entries))
             continue
         for index, child in enumerate(found.entries):
-            yield from _settle(child, f"{found.path}[{index}]", count, lists, fields_agree=fields_agree)
+            yield from _settle(child, f"{found.path}[{index}]", count, lists)
 
 
-def _decide(found: _OpenList, count: int, *, fields_agree: bool) -> ListReading:
+def _decide(found: OpenList, count: int) -> ListReading:
     if len(found.entries) != count:
         return "fields"
-    rows = list(_rows_beneath(found.entries, found.path))
-    if not rows or any(part.size != count for part in rows) or _are_images(found):
+    rows = list(rows_beneath(found.entries))
+    if not rows or any(size != count for size in rows) or are_images(found.entries):
         return "samples"
-    if fields_agree:
-        return "fields"
-    # A record for each sample, as detection targets are; two boxes in each of two images are then no riddle.
-    return "samples" if all(isinstance(entry, Mapping) for entry in found.entries) else "unclear"
+    # A record for each sample, as detection targets are: two boxes in each of two images leave nothing open.
+    if all(is_record(entry) for entry in found.entries):
+        return "samples"
+    return "fields" if count == 1 else "unclear"
 
 
-def _counted(unsettled: Sequence[_OpenList], rows: Sequence[_Part]) -> Sequence[_Part]:
-    """What tells the number of samples where no tensor does: the lists that hold samples."""
-    for found in unsettled:
-        holds_tensors = any(count_rows(entry) is not None for entry in found.entries)
-        if found.path == ROOT and holds_tensors and len(found.entries) < _FEW:
-            return rows
-    images = [found for found in unsettled if _are_images(found)]
-    tensors = [found for found in unsettled if any(_rows_beneath(found.entries, found.path))]
-    texts = [found for found in unsettled if any(isinstance(entry, str) for entry in found.entries)]
-    return [_Part(found.path, len(found.entries)) for found in images or tensors or texts]
+def _counted_by_texts(open_lists: Sequence[OpenList]) -> list[_Part]:
+    """What shows the number of samples where no tensor does."""
+    for kind in (str, object):
+        found = [entry for entry in open_lists if all(_is_one(child, kind) for child in entry.entries)]
+        if found:
+            return [_Part(entry.path, len(entry.entries)) for entry in found]
+    return []
 
 
-def _refuse_riddles(unsettled: Sequence[_OpenList]) -> None:
-    """Many tensors of one length are rather samples than fields, and to read them wrong would be silent."""
-    for found in unsettled:
-        rows = {part.size for part in _rows_beneath(found.entries, found.path)}
-        batched_images = all(getattr(leaf, "ndim", 0) >= 4 for leaf in leaves_of(found.entries))
-        if len(found.entries) >= _FEW and len(rows) == 1 and not batched_images:
-            what = "tensors" if count_rows(found.entries[0]) is not None else "entries with tensors"
-            raise InvalidBatch(
-                f"{found.path} has {len(found.entries)} {what} of {rows.pop()} rows each, and nothing tells which of "
-                f"the two is the number of samples: stack samples into one tensor, or pass fields as a dict"
-            )
+def _is_one(entry: Any, kind: type) -> bool:
+    """Whether it is a text (or missing), or else an object that is no container and no number."""
+    if entry is None or isinstance(entry, str):
+        return kind is str
+    return kind is object and fields_of(entry) is None and not isinstance(entry, bool | int | float | complex | bytes)
 
 
-def _are_records(found: _OpenList) -> bool:
-    """Many entries that are what a dataset gives for a sample: a mapping, or tensors with a number or text beside."""
-    if len(found.entries) < _FEW:
-        return False
-    return all(isinstance(entry, Mapping) or (is_sequence(entry) and _has_label(entry)) for entry in found.entries)
-
-
-def _has_label(entry: Sequence[Any]) -> bool:
-    leaves = [*leaves_of(entry)]
-    is_label = [isinstance(leaf, (str, int, float)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves]
-    return any(is_label) and not all(is_label)
-
-
-def _agreed(parts: Sequence[_Part]) -> int:
+def _agree(parts: Sequence[_Part], batch: Any) -> int:
     """The size that all parts have."""
     if not parts:
-        raise InvalidBatch("the batch has no samples to count: no tensor or array with dimensions, no list of samples")
+        raise InvalidBatch(_explain_nothing(batch))
     firsts = {part.size: part for part in reversed(parts)}
     if len(firsts) > 1:
         shown = ", ".join(f"{path} has {size}" for path, size in sorted(firsts.values(), key=parts.index)[:4])
@@ -187,46 +179,41 @@ def _agreed(parts: Sequence[_Part]) -> int:
     return parts[0].size
 
 
-def _rows_beneath(node: Any, path: str) -> Iterator[_Part]:
-    """Every tensor and array with dimensions, as if all lists were fields."""
-    rows = count_rows(node)
-    if rows is not None:
-        yield _Part(path, rows)
-    for suffix, child in fields_of(node) or ():
-        yield from _rows_beneath(child, path + suffix)
+def _explain_nothing(batch: Any) -> str:
+    nothing = "the batch has no samples to count: no tensor or array with dimensions, no list of samples"
+    names = [type(leaf).__name__ for leaf in leaves_of(batch) if _is_opaque(leaf)]
+    if not names:
+        return nothing
+    return (
+        f"{nothing}; a {names[0]} is no container that autobatch knows: pass a dict of what it holds, or call "
+        f"autobatch.batches.register({names[0]}, count=..., take=...) once"
+    )
 
 
-def _are_alike(entries: Sequence[Any], path: str) -> bool:
-    """Whether all entries are the same kind of thing, as samples are; a missing one (``None``) is like any other."""
-    kinds = {_kind(entry) for entry in entries if entry is not None}
-    return len(kinds) == 1 and not (path == ROOT and kinds == {"list"} and len(entries) < _FEW)
+def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, ListReading]) -> None:
+    """An object of unknown type would be shared by all micro-batches, whole: no samples may be in it."""
+    if count == 1 or lists.get(path) == "samples":
+        return
+    children = fields_of(node)
+    for suffix, child in children or ():
+        _refuse_undivided(child, path + suffix, count, lists)
+    if children is None and _is_opaque(node) and any(count_rows(tensor) == count for tensor in tensors_held(node)):
+        name = type(node).__name__
+        raise InvalidBatch(
+            f"{path} is a {name}, no container that autobatch knows, and a tensor in it has {count} rows, as the batch "
+            f"has samples: pass a dict of what it holds, or call autobatch.batches.register({name}, count=..., "
+            f"take=...) once"
+        )
 
 
-def _kind(entry: Any) -> object:
-    if isinstance(entry, torch.Tensor) or is_array(entry):
-        return type(entry), str(entry.dtype), entry.ndim
-    if isinstance(entry, bool | int | float | complex):
-        return "number"
-    if isinstance(entry, Mapping):
-        return "mapping"
-    if is_sequence(entry):
-        return "list"
-    # Images of one batch may be objects of several classes, a JPEG beside a PNG.
-    return type(entry) if isinstance(entry, str | bytes) or dataclasses.is_dataclass(entry) else "object"
-
-
-def _are_images(found: _OpenList) -> bool:
-    """Whether each entry is or holds an image, not all of one size; a short list at the root is ``x, y, weight``."""
-    sizes = [_image_size(entry) for entry in found.entries]
-    return len(sizes) >= (_FEW if found.path == ROOT else 2) and None not in sizes and len(set(sizes)) > 1
-
-
-def _image_size(entry: Any) -> tuple[int, int] | None:
-    shapes = (tuple(leaf.shape) for leaf in leaves_of(entry) if count_rows(leaf) in (1, 3) and leaf.ndim == 3)
-    return next(((height, width) for _, height, width in shapes), None)
+def _is_opaque(leaf: Any) -> bool:
+    known = (type(None), bool, int, float, complex, str, bytes, set, frozenset, range, slice, torch.Tensor, torch.Size)
+    return not isinstance(leaf, known) and count_rows(leaf) is None
 
 
 def _refuse_unviewable(node: Any, path: str) -> None:
+    if find_type(node) is not None:
+        return
     if isinstance(node, PackedSequence):
         raise InvalidBatch(f"{path} is a PackedSequence, which has no rows: pass it padded and pack it in the step")
     if isinstance(node, torch.Tensor) and (node.is_nested or node.layout is not torch.strided):

@@ -1,7 +1,8 @@
-"""A batch as a nest: mappings, lists, tuples, dataclasses, taken apart and put together in their own types.
+"""Takes a batch apart and puts it together again: mappings, lists, tuples, dataclasses, each in its own type.
 
-Covers containers and the tensors in them. Does not cover what a sample is or how a batch is divided (``batches``).
-Nothing here copies a tensor, and whatever a function leaves unchanged comes back as the very same object.
+Covers containers and the tensors in them, those of registered types too (``registry``). Does not cover what a sample is
+or how a batch is divided (``layout``). Nothing here copies a tensor, and a container of which a function leaves
+everything unchanged comes back as the very same object; but a registered type comes back as its ``map`` returns it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from autobatch.batch.registry import find_type
 from autobatch.errors import InvalidBatch
 from autobatch.storages import bytes_of
 
 __all__ = [
+    "as_leaf",
     "count_bytes",
     "count_elements",
     "fields_of",
+    "holds_registered",
     "is_array",
     "is_sequence",
     "leaves_of",
@@ -58,6 +62,8 @@ def fields_of(node: Any) -> list[tuple[str, Any]] | None:
 def _children_of(node: Any) -> list[Any] | None:
     """The same without the ways, which take as long as all else where keys are spelt."""
     if isinstance(node, torch.Tensor):  # first, since most are, and each question that follows takes a microsecond
+        return None
+    if find_type(node) is not None:
         return None
     if isinstance(node, Mapping):
         return list(node.values())
@@ -114,13 +120,19 @@ def with_items(node: Any, items: Sequence[Any]) -> Any:
 
 
 def leaves_of(node: Any) -> Iterator[Any]:
-    """Everything that is no container, in order."""
+    """Everything that is no container, in order; of a registered type its tensors."""
     children = _children_of(node)
     if children is None:
-        yield node
+        registered = None if isinstance(node, torch.Tensor) else find_type(node)
+        yield from [node] if registered is None else registered.tensors(node)
         return
     for child in children:
         yield from leaves_of(child)
+
+
+def holds_registered(node: Any) -> bool:
+    """Whether it is of a registered type, or a container with such an object anywhere in it."""
+    return find_type(node) is not None or any(holds_registered(child) for child in _children_of(node) or ())
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
@@ -132,8 +144,16 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """The same nest with ``function(tensor)`` for each tensor; NumPy arrays and all else stay as they are."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    registered = find_type(batch)
+    if registered is not None:
+        return registered.map_tensors(batch, function)
     children = _children_of(batch)
     return batch if children is None else with_fields(batch, [map_tensors(child, function) for child in children])
+
+
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values without a graph: a leaf that requires a gradient where the given tensor does."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def with_fresh_containers(node: Any) -> Any:

@@ -7,9 +7,9 @@ Logger ``autobatch``; nothing is printed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Protocol
-from weakref import WeakSet
 
 from autobatch.records import Record
 
@@ -63,15 +63,18 @@ def _complain(hook: Hook, event: Event, error: Exception) -> None:
 
 def _is_known(hook: Hook) -> bool:
     """Whether it has failed before; from now on it has."""
+    is_known = any(other() is hook for other in _failed)
+    if not is_known:
+        _failed[:] = [other for other in _failed if other() is not None] + [_refer_to(hook)]
+    return is_known
+
+
+def _refer_to(hook: Hook) -> Callable[[], Hook | None]:
+    # Without a callback: what is raised in one, a KeyboardInterrupt too, is printed and lost.
     try:
-        known = hook in _failed
-        _failed.add(hook)
-    except TypeError:  # a builtin, or one with slots: it cannot be referred to weakly, nor perhaps hashed
-        known = any(hook is other for other in _failed_for_good)
-        if not known:
-            _failed_for_good.append(hook)
-    return known
+        return weakref.ref(hook)
+    except TypeError:  # a builtin, or one with slots
+        return lambda: hook
 
 
-_failed: WeakSet[Hook] = WeakSet()
-_failed_for_good: list[Hook] = []
+_failed: list[Callable[[], Hook | None]] = []

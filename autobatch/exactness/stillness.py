@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from autobatch.exactness.draws import ConstantDraws
-from autobatch.memory.cpu import run_eagerly
 
 __all__ = ["still", "widen"]
 
@@ -99,7 +98,6 @@ def still(model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dty
     wider = _WIDER[dtype]
     with ExitStack() as stack:
         stack.enter_context(_LOCK)
-        stack.enter_context(run_eagerly())
         stack.enter_context(_no_autocast())
         for owner, name, value in _settings():
             stack.enter_context(_hold(owner, name, value))

@@ -19,6 +19,7 @@ from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
 from autobatch.records import Verdict
 from autobatch.request import find_device
+from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
@@ -63,7 +64,7 @@ def verify(
     memory = find_device(workload.parameters(), type(model).__name__, device)
     layout = find_example(model, batch, _MOST_SAMPLES).layout
     host_bytes = read_host_memory().available_bytes // 2
-    with TrainingState(model, None, memory.torch_device, host_bytes=host_bytes):
+    with one_at_a_time(), TrainingState(model, None, memory.torch_device, host_bytes=host_bytes):
         verdict = Check(workload, layout, memory, _MOST_SAMPLES).run()
     memory.reclaim()
     return verdict

@@ -7,9 +7,11 @@ nothing is written.
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import secrets
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -55,7 +57,7 @@ class RunKeeper:
         """
         self._journal = _Journal(plan, ledger, every_s)
         # The journal outlives the keeper by one write: a runner that nobody holds any more has finished.
-        weakref.finalize(self, self._journal.finish).atexit = False
+        weakref.finalize(self, _finish_unheld, self._journal).atexit = False
 
     def __call__(self, event: Event, /) -> None:
         """Count a step or a setback, and write if it is time."""
@@ -143,6 +145,20 @@ class _Journal:
 
 
 _unfinished: set[_Journal] = set()
+
+_AGAIN_S = 0.1
+
+
+def _finish_unheld(journal: _Journal) -> None:
+    """Write the end of a run whose runner is gone; an interrupt meanwhile comes again when this is over.
+
+    Python prints what a weak reference's callback raises and goes on (``handle_callback`` in Objects/weakrefobject.c),
+    and a write may wait for others for as long as somebody loses patience.
+    """
+    try:
+        journal.finish()
+    except KeyboardInterrupt:
+        threading.Timer(_AGAIN_S, _thread.interrupt_main).start()
 
 
 def _finish_all() -> None:

@@ -6,12 +6,10 @@ error that can be retried instead of the kernel's out-of-memory killer. Does not
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -21,7 +19,7 @@ from autobatch.memory.live_storage import LiveStorage, StorageBudget
 from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
 
-__all__ = ["CpuDevice", "run_eagerly"]
+__all__ = ["CpuDevice"]
 
 # One count for the process, as the process has one heap: a tensor that one device object has seen counts for all.
 _STORAGE = LiveStorage()
@@ -68,7 +66,7 @@ class CpuDevice:
         if _INNERMOST.budget is None:
             _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
             try:
-                with run_eagerly(), _INNERMOST.budget:
+                with _INNERMOST.budget:
                     yield
             finally:
                 _INNERMOST.budget = None
@@ -120,12 +118,3 @@ class CpuDevice:
     def reclaim(self) -> None:
         """Let go of what nobody uses any more."""
         drop_leftovers()
-
-
-def run_eagerly() -> AbstractContextManager[Any]:
-    """Nothing is compiled inside the block.
-
-    Under a dispatch mode compiled code runs eagerly anyway; but a function that ``torch.compile`` meets there first is
-    never compiled again. A process that has not loaded the compiler does not wait seconds for it here.
-    """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -7,8 +7,10 @@ and other libraries' memory show only in how little the driver has free.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,6 +20,31 @@ from autobatch.memory.profiling import profile_range
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["CudaDevice", "find_fraction"]
+
+
+@dataclass(eq=False)
+class _Limit:
+    """A ``limit`` block that a thread is in."""
+
+    thread: int
+    budget_bytes: int
+
+
+@dataclass
+class _Limits:
+    """All ``limit`` blocks of one card that some thread is in, in the order in which they were entered."""
+
+    entered: list[_Limit] = field(default_factory=list)
+    before_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def in_force(self) -> int:
+        """The smallest of each thread's innermost limit, in bytes; with no thread in any, what was set before."""
+        innermost = {limit.thread: limit.budget_bytes for limit in self.entered}
+        return min(innermost.values(), default=self.before_bytes)
+
+
+_LIMITS: dict[int, _Limits] = {}
 
 
 class CudaDevice:
@@ -58,15 +85,25 @@ class CudaDevice:
         """Let the allocator hold no more than the budget inside the block; a budget of the whole card is no limit.
 
         What its cache holds beyond that is given back first: cached blocks are handed out without a look at the limit.
+        The allocator has one limit for all threads. Where several have entered one the smallest holds, and when the
+        last one leaves, what was set before the first one came is set again.
         """
-        outer_bytes = self._limit_bytes()
-        self._set_limit(budget_bytes)
+        entered = _Limit(threading.get_ident(), budget_bytes)
         try:
+            self._change_limits(entered, enter=True)
             if torch.cuda.memory_reserved(self.torch_device) > budget_bytes:
                 torch.cuda.empty_cache()
             yield
         finally:
-            self._set_limit(outer_bytes)
+            self._change_limits(entered, enter=False)
+
+    def _change_limits(self, limit: _Limit, *, enter: bool) -> None:
+        limits = _LIMITS.setdefault(self.torch_device.index, _Limits())
+        with limits.lock:
+            if enter and not limits.entered:
+                limits.before_bytes = self._limit_bytes()
+            limits.entered = [other for other in limits.entered if other is not limit] + [limit] * enter
+            self._set_limit(limits.in_force())
 
     def _limit_bytes(self) -> int:
         # torch divides the bytes by the total to answer, so this gets the very bytes back.

@@ -30,9 +30,11 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 class _StorageReference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that remembers what it has to subtract when its storage dies."""
+    """A weak reference to a storage, with the bytes of it that are in the total. Compared and hashed by identity."""
 
     __slots__ = ("byte_count", "key")
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # of the referent otherwise, which is dead when this goes into a set
 
     key: int
     byte_count: int
@@ -41,15 +43,32 @@ class _StorageReference(weakref.ref[torch.UntypedStorage]):
 class LiveStorage:
     """Bytes in live CPU storages: one entry a storage, however many views share it.
 
-    A storage is dropped from the count by a weak reference's callback, at the moment torch frees it. torch keeps one
-    Python object a storage alive for as long as the storage itself (``torch/csrc/Storage.cpp``), so the callback
-    neither fires early nor gets lost.
+    torch keeps one Python object a storage alive for as long as the storage itself (``torch/csrc/Storage.cpp``), so a
+    weak reference's callback runs at the moment torch frees it. CPython prints what such a callback raises and goes on
+    (``handle_callback`` in ``Objects/weakrefobject.c``), so an interrupt would be lost in one that is Python code. The
+    callback here is ``set.add``, a C function in which no signal handler runs: the dead are subtracted when the count
+    is next used.
+
+    Any statement may be the last one before an interrupt, and other threads may count and free meanwhile, so each
+    statement leaves the count right or is done again by the next user of it: the total and the part that one reference
+    has in it change in a single assignment, in which CPython neither runs signal handlers nor switches threads.
+
+    Attributes:
+        peak_bytes: The most bytes at once since this was last set.
     """
 
     def __init__(self) -> None:
-        self.live_bytes = 0
         self.peak_bytes = 0
-        self._references: dict[int, _StorageReference] = {}
+        self._total = 0
+        self._references: dict[int | None, _StorageReference] = {}
+        self._dead: set[_StorageReference] = set()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes in the counted storages that are alive now."""
+        if self._dead:
+            self._subtract_dead()
+        return self._total
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these tensors from now on; those already counted are counted once.
@@ -59,7 +78,13 @@ class LiveStorage:
         """
         for tensor in tensors:
             self.count(tensor)
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.raise_peak()
+
+    def raise_peak(self) -> None:
+        """Make the peak at least what is live now."""
+        live = self.live_bytes
+        if live > self.peak_bytes:  # noqa: PLR1730 - after a call to max() another thread may have raised it further
+            self.peak_bytes = live
 
     def count(self, tensor: torch.Tensor) -> int:
         """Count one tensor's storages without moving the peak; returns how many bytes are new."""
@@ -69,23 +94,30 @@ class LiveStorage:
         return sum(self._count_storage(storage) for storage in on_cpu)
 
     def _count_storage(self, storage: torch.UntypedStorage) -> int:
+        if self._dead:
+            self._subtract_dead()  # first: this storage may have the address of one that died
         key = storage._cdata
         byte_count = storage.nbytes()
-        known = self._references.get(key)
-        if known is not None and known.byte_count == byte_count:
-            return 0
-        grown_from = 0 if known is None else known.byte_count
-        reference = _StorageReference(storage, self._forget)
-        reference.key, reference.byte_count = key, byte_count
-        self._references[key] = reference
-        self.live_bytes += byte_count - grown_from
-        return max(byte_count - grown_from, 0)
+        reference = self._references.get(key)
+        if reference is None:
+            reference = self._refer_to(storage, key)
+        new_bytes = byte_count - reference.byte_count
+        if new_bytes:
+            self._total, reference.byte_count = self._total + byte_count - reference.byte_count, byte_count
+        return max(new_bytes, 0)
 
-    def _forget(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(reference, _StorageReference)  # noqa: S101 - narrows for mypy; the callback is only ever ours
-        # A resized storage has a newer reference under its key; the older one is gone by then, with its callback.
-        del self._references[reference.key]
-        self.live_bytes -= reference.byte_count
+    def _refer_to(self, storage: torch.UntypedStorage, key: int) -> _StorageReference:
+        reference = _StorageReference(storage, self._dead.add)
+        reference.key, reference.byte_count = key, 0
+        return self._references.setdefault(key, reference)  # another thread's, if it was faster
+
+    def _subtract_dead(self) -> None:
+        known = self._references
+        for reference in self._dead.copy():
+            self._total, reference.byte_count = self._total - reference.byte_count, 0
+            # Another thread may have done this, and the address may be another storage's by now: then no key is None.
+            known.pop(reference.key if reference.key in known and known[reference.key] is reference else None, None)
+            self._dead.discard(reference)  # last: until here it is done again after an interrupt
 
 
 class StorageBudget(DispatchMode):
@@ -119,7 +151,7 @@ class StorageBudget(DispatchMode):
             if storage.live_bytes > self.budget_bytes:
                 del result
                 raise torch.OutOfMemoryError(self._describe(str(func), made))
-            storage.peak_bytes = max(storage.peak_bytes, storage.live_bytes)
+            storage.raise_peak()
         return result
 
     def _count_nested(self, result: Any) -> int:

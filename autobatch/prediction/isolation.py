@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,12 +25,14 @@ from typing import IO, Any, TypeVar
 import torch
 
 from autobatch.errors import CannotPredict
+from autobatch.state.process_lock import one_at_a_time
 
 __all__ = ["MOST_SECONDS", "begin_apart", "run_apart"]
 
 MOST_SECONDS = 300.0
 """A trace takes seconds; what takes longer hangs."""
 
+_FILTERS = threading.Lock()
 _FORKS = sys.platform.startswith("linux")
 _DEATH_SIGNAL = 1
 _WELL = "exit status 0"
@@ -60,7 +63,8 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
     Where there can be no child, the function runs when it is asked for.
     """
     if not _FORKS:
-        yield function
+        with one_at_a_time():  # a trace changes torch's functions, which are those of all threads
+            yield function
         return
     with tempfile.TemporaryFile() as printed:
         child, reading = _start(function, printed.fileno())
@@ -115,7 +119,8 @@ def _start(function: Callable[[], Any], printed: int) -> tuple[int, int]:
     except OSError as error:
         raise CannotPredict(f"a trace needs a process of its own, and there is none to be had ({error})") from error
     try:
-        with warnings.catch_warnings():
+        # The filters are one list for all threads: two that change it and put it back in turn would leave it changed.
+        with _FILTERS, warnings.catch_warnings():
             # Python 3.12 warns of forks beside threads. The child uses one thread and none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()

@@ -7,14 +7,13 @@ in a list, count as well. Does not cover the values of tensors: ``rewind_point``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import is_
 
-import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from autobatch.state.containers import are_same, find_contents, put_entries_back
-from autobatch.state.tensor_header import TensorHeader
+from autobatch.state.containers import find_contents, put_entries_back
+from autobatch.state.tensor_header import TensorHeaders
 
 __all__ = ["ModuleState"]
 
@@ -27,49 +26,69 @@ class ModuleState:
         headers: Of each tensor in their tables, attributes and containers.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Look at all of them; nothing is copied but references, and generators and arrays that are attributes."""
-        self._attributes = [(module, type(module), vars(module).copy()) for module in modules]
-        seen = {id(module) for module in modules}
-        self._found = [find_contents((v for _, _, held in self._attributes for v in held.values()), seen)]
-        while self._found[-1].modules:
-            hidden = [part for module in self._found[-1].modules for part in module.modules()]
-            hidden = [*{id(module): module for module in hidden if not self._knows(module)}.values()]
-            added = [(module, type(module), vars(module).copy()) for module in hidden]
-            self._attributes += added
-            seen |= {id(module) for module in hidden}
-            self._found.append(find_contents((v for _, _, held in added for v in held.values()), seen))
-        self.modules = [module for module, _, _ in self._attributes]
-        tensors = [tensor for found in self._found for tensor in found.tensors]
-        # Aliases take no memory: neither a count of it nor a planned fault has anything to do with them.
-        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way
-            self.headers = [TensorHeader(tensor) for tensor in tensors]
+    def __init__(self, modules: Sequence[nn.Module], earlier: ModuleState | None = None) -> None:
+        """Look at all of them; nothing is copied but references, and generators and arrays that are attributes.
 
-    def _knows(self, module: nn.Module) -> bool:
-        return any(module is known for known, _, _ in self._attributes)
+        Args:
+            modules: ``[*model.modules()]``.
+            earlier: What they held before: where that is still so, it is taken over, which is several times faster.
+        """
+        known = {} if earlier is None else earlier._attributes  # noqa: SLF001 - of its own class
+        self._attributes: dict[int, _Attributes] = {}
+        waiting: list[nn.Module] = [*modules]
+        while waiting:
+            waiting = [*self._look_at(waiting, known)]
+        self.modules = [attributes.module for attributes in self._attributes.values()]
+        tensors = {id(tensor): tensor for found in self._attributes.values() for tensor in found.tensors}
+        self.headers = TensorHeaders([*tensors.values()])
+
+    def _look_at(self, modules: Iterable[nn.Module], known: dict[int, _Attributes]) -> Iterable[nn.Module]:
+        """Add what these modules hold; the hidden ones among that come back."""
+        for module in modules:
+            if id(module) in self._attributes:
+                continue
+            attributes = known.get(id(module))
+            if attributes is None or not attributes.are_current():
+                attributes = _Attributes(module)
+            self._attributes[id(module)] = attributes
+        held = [module for attributes in self._attributes.values() for module in attributes.modules]
+        return [module for module in held if id(module) not in self._attributes]
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way
-            return (
-                all(type(module) is cls and _holds(module, held) for module, cls, held in self._attributes)
-                and all(found.are_current() for found in self._found)
-                and all(header.is_current() for header in self.headers)
-            )
+        return all(held.are_current() for held in self._attributes.values()) and self.headers.are_current()
 
     def put_back(self) -> None:
         """Let all of it be as it was. Can be done any number of times."""
-        for module, cls, held in self._attributes:
-            if type(module) is not cls:  # a lazy module has become an ordinary one
-                module.__class__ = cls
-            put_entries_back(vars(module), held)
-        for found in self._found:
-            found.put_back()
-        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way
-            for header in self.headers:
-                header.put_back()
+        for held in self._attributes.values():
+            held.put_back()
+        self.headers.put_back()
 
 
-def _holds(module: nn.Module, held: dict[str, object]) -> bool:
-    now = vars(module)
-    return are_same([*now], [*held]) and are_same([*now.values()], [*held.values()])
+class _Attributes:
+    """The class and the attributes of one module, and what the containers among them held."""
+
+    __slots__ = ("_class", "_found", "_held", "_names", "_values", "module", "modules", "tensors")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self._class = module, type(module)
+        self._held = vars(module).copy()
+        self._names, self._values = [*self._held], [*self._held.values()]
+        self._found = find_contents(self._values)
+        self.modules, self.tensors = self._found.modules, self._found.tensors
+
+    def are_current(self) -> bool:
+        held = vars(self.module)
+        return (
+            type(self.module) is self._class
+            and len(held) == len(self._values)
+            and all(map(is_, held.values(), self._values))
+            and [*held] == self._names
+            and self._found.are_current()
+        )
+
+    def put_back(self) -> None:
+        if type(self.module) is not self._class:  # a lazy module has become an ordinary one
+            self.module.__class__ = self._class
+        put_entries_back(vars(self.module), self._held)
+        self._found.put_back()

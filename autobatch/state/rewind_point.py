@@ -26,6 +26,8 @@ from autobatch.storages import storages_of
 
 __all__ = ["RewindPoint", "StepState"]
 
+_NO_OBJECTS = UserObjects(())
+
 
 class RewindPoint:
     """Everything that a micro-batch may change, at one moment.
@@ -63,7 +65,7 @@ class RewindPoint:
         buffers = {id(b): b for module in self.modules.modules for b in module._buffers.values() if b is not None}
         self._buffers = [(b, b.detach().clone()) for b in buffers.values() if not is_uninitialized(b) and _is_own(b)]
         self.memory: Saved = {} if memory is None else memory.save()
-        self._objects = UserObjects(objects)
+        self._objects = UserObjects(objects) if objects else _NO_OBJECTS
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of which this has copies."""
@@ -92,8 +94,7 @@ class RewindPoint:
 
     def forget(self) -> None:
         """Let go of the copies; from here on ``restore`` puts back no values."""
-        self._buffers, self.memory = [], {}
-        self._objects = UserObjects(())
+        self._buffers, self.memory, self._objects = [], {}, _NO_OBJECTS
 
 
 class StepState:
@@ -118,26 +119,29 @@ class StepState:
         self._objects = [item for item in objects if not isinstance(item, nn.Module)]
         self.records, self._begun = records, 0
         self._memory = WrittenMemory()
+        self._latest: ModuleState | None = None
         self.moves_modules = self._draws_on_host = False
 
     def begin(self) -> RewindPoint:
         """Remember everything, before a step."""
         self._begun += 1
         modules = [*self._model.modules(), *self._modules]
-        return RewindPoint(modules, self._device, memory=self._memory, objects=self._objects)
+        self._latest = ModuleState(modules, self._latest)
+        return self._make_point(self._latest)
+
+    def _make_point(self, state: ModuleState, random: RandomState | None = None) -> RewindPoint:
+        return RewindPoint(
+            state.modules, self._device, random=random, state=state, memory=self._memory, objects=self._objects
+        )
 
     def begin_piece(self, begun: RewindPoint) -> RewindPoint:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if is_recorded(self._begun - 1):
             self.returns_to(begun, begun)
-        return RewindPoint(
-            begun.modules.modules,
-            self._device,
-            random=None if self._draws_on_host else begun.random,
-            state=None if self.moves_modules else begun.modules,
-            memory=self._memory,
-            objects=self._objects,
-        )
+        state = begun.modules
+        if self.moves_modules:
+            state = ModuleState(state.modules, state)
+        return self._make_point(state, None if self._draws_on_host else begun.random)
 
     def record(self, points: Sequence[RewindPoint], apart: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
         """Around a micro-batch: copies what it writes into, in the first steps and ever more rarely later.
@@ -162,10 +166,14 @@ class StepState:
         self.moves_modules |= moves
         return here is begun or not (draws or moves)
 
-    def find_unsaved_writes(self, begun: RewindPoint) -> list[torch.Tensor]:
-        """Tensors that torch has seen written since a step began, of which it has no copies. They become known."""
+    def learn(self, begun: RewindPoint) -> list[torch.Tensor]:
+        """Learn what torch has counted as written since a step began, in case the step is not recorded.
+
+        Returns:
+            Tensors that cannot be put back: there is no copy of what they held. In later steps there will be.
+        """
         copied = {id(buffer) for buffer in begun.buffers()}
-        written = [h.tensor for h in begun.modules.headers if h.was_written() and id(h.tensor) not in copied]
+        written = [tensor for tensor in begun.modules.headers.find_written() if id(tensor) not in copied]
         unsaved = [t for t in written if any(s._cdata not in begun.memory for s in storages_of(t))]
         self._memory.add(unsaved)
         return unsaved

@@ -1,18 +1,24 @@
-"""Remembers what a tensor object refers to and its flags, and puts them back; values are kept elsewhere.
+"""Remembers what tensor objects refer to and their flags, and puts them back; values are kept elsewhere.
 
-Covers the memory that it points to (``.data = ...``, ``resize_``, ``half()``), its class (a lazy module's parameter
-becomes an ordinary one in its first forward pass), ``requires_grad``, a graph that it was made part of in place, and
-gradient hooks. Does not cover ``.grad``.
+Covers the memory that a tensor points to (``.data = ...``, ``resize_``, ``half()``), its class (a lazy module's
+parameter becomes an ordinary one in its first forward pass), ``requires_grad``, a graph that it was made part of in
+place, and gradient hooks. Does not cover ``.grad``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch.storages import place_of
 
-__all__ = ["TensorHeader", "is_uninitialized"]
+__all__ = ["TensorHeaders", "is_uninitialized"]
+
+_LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 
 
 def is_uninitialized(tensor: torch.Tensor) -> bool:
@@ -20,58 +26,90 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, UninitializedParameter | UninitializedBuffer)
 
 
-class TensorHeader:
-    """What one tensor referred to, and its flags. Holds an alias, so that the memory cannot be freed meanwhile."""
+class TensorHeaders:
+    """What some tensors referred to at one moment, and their flags. Aliases hold that memory until this is gone.
 
-    __slots__ = ("_alias", "_class", "_has_hooks", "_is_leaf", "_requires_grad", "tensor", "version")
+    Attributes:
+        tensors: Those that were looked at.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """Look at it. Must run with ``torch._C.DisableTorchFunctionSubclass`` where it may be uninitialized."""
-        self.tensor = tensor
-        self.version = None if tensor.is_inference() else tensor._version
-        self._class = type(tensor)
-        self._alias = tensor.detach()
-        self._is_leaf = tensor.is_leaf
-        self._requires_grad = tensor.requires_grad
-        self._has_hooks = tensor._backward_hooks is not None  # noqa: SLF001 - no public way
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Look at all of them, each given once."""
+        self.tensors = tensors
+        self._classes = [type(tensor) for tensor in tensors]
+        with self._undisturbed():
+            self._aliases = [_alias(tensor) for tensor in tensors]
+            self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+            self._requires_grad = [tensor.requires_grad for tensor in tensors]
+            self._are_leaves = [tensor.is_leaf for tensor in tensors]
+            self._are_hooked = [t._backward_hooks is not None for t in tensors]  # noqa: SLF001 - no public way
 
-    def is_current(self) -> bool:
-        """Whether it refers to the same memory in the same way, and has the same flags."""
-        tensor = self.tensor
-        return (
-            type(tensor) is self._class
-            and self._refers_to_the_same()
-            and tensor.is_leaf == self._is_leaf
-            and tensor.requires_grad == self._requires_grad
-            and (self._has_hooks or not tensor._backward_hooks)  # noqa: SLF001 - no public way
-        )
-
-    def was_written(self) -> bool:
-        """Whether torch has counted a write into its memory since: those through ``.data`` and by some kernels are not.
+    def find_written(self) -> list[torch.Tensor]:
+        """Tensors into which torch has counted a write. Those through ``.data`` and by some kernels are not counted.
 
         A tensor that refers to other memory by now does not count: what it referred to is as it was.
         """
-        return self.version is not None and self.tensor._version != self.version and self._refers_to_the_same()
+        counts = zip(self.tensors, self._versions, self._aliases, strict=True)
+        written = [(t, alias) for t, version, alias in counts if version >= 0 and t._version != version]
+        return [tensor for tensor, alias in written if _refer_to_the_same(tensor, alias)]
+
+    def are_current(self) -> bool:
+        """Whether all refer to the same memory in the same way, and have the same flags."""
+        tensors = self.tensors
+        return (
+            all(map(_refer_to_the_same, tensors, self._aliases))
+            and [type(t) for t in tensors] == self._classes
+            and [t.requires_grad for t in tensors] == self._requires_grad
+            and [t.is_leaf for t in tensors] == self._are_leaves
+            and not any(t._backward_hooks for t in self._unhooked())  # noqa: SLF001 - no public way
+        )
 
     def put_back(self) -> None:
-        """Let it refer to the same memory again, with the same flags. Can be done any number of times."""
-        tensor = self.tensor
-        if type(tensor) is not self._class:
-            tensor.data = self._alias
-            tensor.__class__ = self._class
-        if not self._is_leaf:
-            return
-        # A buffer that was updated in place with part of a graph. torch cannot take a view out of one.
-        if not tensor.is_leaf and not tensor._is_view():  # noqa: SLF001 - no public way
-            tensor.detach_()
-        if not self._refers_to_the_same():
-            tensor.data = self._alias
-        if tensor.is_leaf and tensor.requires_grad != self._requires_grad:
-            tensor.requires_grad_(self._requires_grad)
-        if not self._has_hooks:
-            (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
+        """Let all refer to the same memory again, with the same flags. Can be done any number of times."""
+        with self._undisturbed():
+            headers = zip(self.tensors, self._aliases, self._classes, strict=True)
+            for tensor, alias, cls in headers:
+                if type(tensor) is not cls:
+                    tensor.data = alias
+                    tensor.__class__ = cls
+            leaves = zip(self.tensors, self._aliases, self._requires_grad, self._are_leaves, strict=True)
+            for tensor, alias, requires_grad, was_leaf in leaves:
+                if was_leaf:
+                    _put_leaf_back(tensor, alias, requires_grad=requires_grad)
+            for tensor in self._unhooked():
+                (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
 
-    def _refers_to_the_same(self) -> bool:
-        if is_uninitialized(self.tensor):  # of a size of 0, wherever it points
-            return self.tensor.dtype == self._alias.dtype and self.tensor.device == self._alias.device
-        return place_of(self.tensor) == place_of(self._alias)
+    def _undisturbed(self) -> AbstractContextManager[object]:
+        """Around questions to tensors that have no shape yet, and refuse them otherwise."""
+        if _LAZY.isdisjoint(self._classes):
+            return nullcontext()
+        return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - no public way
+
+    def _unhooked(self) -> list[torch.Tensor]:
+        return [t for t, hooked in zip(self.tensors, self._are_hooked, strict=True) if not hooked]
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory, unseen by dispatch modes, since neither counts nor planned faults concern it.
+
+    ``_make_subclass`` takes all modes off the stack (torch/csrc/autograd/python_variable.cpp); it makes a plain tensor,
+    so wrappers are detached.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        return tensor.detach()
+    return torch.Tensor._make_subclass(torch.Tensor, tensor)  # noqa: SLF001 - as nn.Parameter does
+
+
+def _put_leaf_back(tensor: torch.Tensor, alias: torch.Tensor, *, requires_grad: bool) -> None:
+    # A buffer that was updated in place with part of a graph. torch cannot take a view out of one.
+    if not tensor.is_leaf and not tensor._is_view():  # noqa: SLF001 - no public way
+        tensor.detach_()
+    if not _refer_to_the_same(tensor, alias):
+        tensor.data = alias
+    if tensor.is_leaf and tensor.requires_grad != requires_grad:
+        tensor.requires_grad_(requires_grad)
+
+
+def _refer_to_the_same(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    # Without a shape, it does not matter where it points.
+    return is_uninitialized(tensor) or place_of(tensor) == place_of(alias)

@@ -18,7 +18,7 @@ from torch import nn
 from autobatch.state.containers import Contents, children_of, remember
 from autobatch.state.random_state import RandomState
 from autobatch.state.storage_copy import StorageCopies
-from autobatch.state.tensor_header import TensorHeader
+from autobatch.state.tensor_header import TensorHeaders
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -58,8 +58,9 @@ class TrainingState:
         self._of_optimizer = [content for value in of_optimizer if (content := remember(value)) is not None]
         self._of_model = [content for value in of_model if (content := remember(value)) is not None]
         self._classes = [(module, type(module)) for module in (model, *found) if isinstance(module, nn.Module)]
+        self._headers = TensorHeaders(tensors)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
-            self._tensors = [_Tensor(tensor) for tensor in tensors]
+            self._gradients = [_Gradient(tensor) for tensor in tensors]
             self._values = StorageCopies(tensors, host_bytes=host_bytes)
         self._random = RandomState.capture(device)
         self._optimizer = optimizer
@@ -68,8 +69,8 @@ class TrainingState:
     def rewind(self) -> None:
         """Put back values, generators and the model; gradients are dropped, what the optimizer has made stays."""
         self._put_back(self._of_model)
-        for header in self._tensors:
-            header.drop_gradient()
+        for gradient in self._gradients:
+            gradient.drop()
 
     def reset_optimizer(self) -> None:
         """Drop what the optimizer has made: a first step in which memory ended may leave half a state."""
@@ -87,14 +88,9 @@ class TrainingState:
                 module.__class__ = cls
         for content in contents:
             content.put_back()
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - see above
-            self._put_tensors_back()
-
-    def _put_tensors_back(self) -> None:
-        for header in self._tensors:
-            header.put_back()
-        for header in self._tensors:  # now that gradients are what they were, too: half() casts those as well
-            header.put_back_gradient()
+        self._headers.put_back()
+        for gradient in self._gradients:  # now that gradients are what they were, too: half() casts those as well
+            gradient.put_back()
         self._values.restore()
         self._random.restore()
 
@@ -109,30 +105,26 @@ class TrainingState:
         try:
             self.restore()
         finally:
-            self._of_optimizer, self._of_model, self._classes, self._tensors = [], [], [], []
-            self._optimizer = None
+            self._of_optimizer, self._of_model, self._classes, self._gradients = [], [], [], []
+            self._headers, self._optimizer = TensorHeaders([]), None
             self._values.close()
 
 
-class _Tensor:
-    """How a tensor stands: what it refers to, its flags, its hooks and its gradient. Values are ``StorageCopies``'."""
+class _Gradient:
+    """A tensor's gradient and hooks, by identity."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self._header = tensor, TensorHeader(tensor)
-        self._is_leaf = tensor.is_leaf
+        self.tensor, self._is_leaf = tensor, tensor.is_leaf
         self._gradient = tensor.grad if tensor.is_leaf else None
         self._unhooked = [name for name in _TENSOR_HOOKS if getattr(tensor, name) is None]
 
     def put_back(self) -> None:
-        self._header.put_back()
         for name in self._unhooked:
             (getattr(self.tensor, name) or {}).clear()
-
-    def put_back_gradient(self) -> None:
         if self._is_leaf:
             self.tensor.grad = self._gradient
 
-    def drop_gradient(self) -> None:
+    def drop(self) -> None:
         if self._is_leaf:
             self.tensor.grad = None
 

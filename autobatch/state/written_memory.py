@@ -17,11 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
 from autobatch.dispatch import DispatchMode
 from autobatch.storages import storages_of
 
-__all__ = ["Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
+__all__ = ["Saved", "WriteRecorder", "WrittenMemory", "is_recorded", "stop_recording"]
 
 Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By storage: all of its bytes as a view, and a copy of them."""
@@ -118,6 +119,12 @@ class WriteRecorder(DispatchMode):
             for point in self._points:
                 point.setdefault(key, saved)
             self._known.add([tensor])
+
+
+def stop_recording() -> None:
+    """Leave recorders that an interrupt has not let be left: one that comes as a ``with`` block ends does that."""
+    while isinstance(_get_current_dispatch_mode(), WriteRecorder):
+        _pop_mode()
 
 
 _WRITTEN: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}

@@ -55,8 +55,11 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
 
 
 def _spell(name: str, tensor: torch.Tensor) -> str:
-    shape = "no shape yet" if is_uninitialized(tensor) else tuple(tensor.shape)
-    return f"{name} {tensor.dtype} {shape}"
+    if is_uninitialized(tensor):
+        return f"{name} {tensor.dtype} no shape yet"
+    # A nested tensor's ragged dimension is a symbol, another one in each process.
+    sizes = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+    return f"{name} {tensor.dtype} {sizes}"
 
 
 def _spell_module(name: str, module: nn.Module) -> str:

@@ -71,10 +71,14 @@ def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
 class _Reference(weakref.ref[torch.UntypedStorage]):
     """A weak reference that knows which block goes with its storage."""
 
-    __slots__ = ("block", "key")
+    __slots__ = ("block",)
 
     block: int
-    key: int
+
+
+def _as_event(noted: int | _Reference) -> int:
+    """As in ``TracedStep.order``; the weak reference of a storage was noted where the storage was freed."""
+    return noted if isinstance(noted, int) else -(noted.block + 1)
 
 
 class Recorder(DispatchMode):
@@ -83,7 +87,6 @@ class Recorder(DispatchMode):
     Attributes:
         phase: What is written beside new blocks.
         module: Says which submodule is running.
-        order: As ``TracedStep.order``.
         sizes: Bytes, by block.
         sole: The holders of a gradient that autograd adds to in place; ``None`` where it is never taken to do so.
     """
@@ -101,12 +104,11 @@ class Recorder(DispatchMode):
         self.module = module
         self.sole = sole
         self._outputs = Outputs(mode, DEVICE)
-        self.order: list[int] = []
+        self._events: list[Any] = []  # as ``TracedStep.order``, but for what was freed: see ``_as_event``
         self.sizes: list[int] = []
         self._labels: list[tuple[Phase, Kind, str]] = []
         self._live: dict[int, _Reference] = {}
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._is_closed = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -153,7 +155,7 @@ class Recorder(DispatchMode):
 
     def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
         """The same, but only of a tensor that was made as this block or a later one."""
-        reference = self._live.get(tensor.untyped_storage()._cdata) if is_on_device(tensor) else None
+        reference = self._find(tensor.untyped_storage()) if is_on_device(tensor) else None
         if reference is not None and reference.block >= first:
             self.label(tensor, kind)
 
@@ -167,19 +169,18 @@ class Recorder(DispatchMode):
             self.phase = "backward"
         for reference in self._live.values():
             phase, kind, module = self._labels[reference.block]
-            if reference.block >= first and kind == "temporary":
+            if reference.block >= first and kind == "temporary" and reference() is not None:
                 self._labels[reference.block] = (phase, "activation", module)
 
     def finish(self, samples: int) -> TracedStep:
-        """What was recorded; from here on nothing is."""
-        self._is_closed = True
+        """What was recorded until now."""
         made: dict[tuple[Phase, Kind, str], Block] = {}
         for label in self._labels:
             if label not in made:
                 made[label] = Block(phase=label[0], kind=label[1], module=label[2])
         return TracedStep(
             samples=samples,
-            order=tuple(self.order),
+            order=tuple(map(_as_event, self._events)),
             sizes=tuple(self.sizes),
             blocks=tuple(made[label] for label in self._labels),
         )
@@ -195,31 +196,30 @@ class Recorder(DispatchMode):
 
     def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         key, size = storage._cdata, storage.nbytes()
-        known = self._live.get(key)
+        known = self._find(storage)
         if known is not None:
             if self.sizes[known.block] == size:
                 return
-            self._free(known)  # resized: another block in its place
-        if len(self.order) >= self._most_events:
+            self._events.append(-(known.block + 1))  # resized: another block in its place
+        if len(self._events) >= self._most_events:
             raise TooLong(f"it makes and frees tensors more than {self._most_events} times, which takes too long")
-        reference = _Reference(storage, self._free)
-        reference.key, reference.block = key, len(self.sizes)
+        # The end of a storage is noted by a C function: in a Python one an interrupt would be printed and lost.
+        reference = _Reference(storage, self._events.append)
+        reference.block = len(self.sizes)
         self._live[key] = reference
         self.sizes.append(size)
         self._labels.append((self.phase, kind, self.module()))
-        self.order.append(reference.block + 1)
+        self._events.append(reference.block + 1)
+
+    def _find(self, storage: torch.UntypedStorage) -> _Reference | None:
+        """What was noted of it; not of one that is gone and had the same address."""
+        known = self._live.get(storage._cdata)
+        return known if known is not None and known() is not None else None
 
     def _borrow(self, byte_count: int) -> None:
         self.sizes.append(byte_count)
         self._labels.append((self.phase, "workspace", self.module()))
-        self.order += (len(self.sizes), -len(self.sizes))
-
-    def _free(self, reference: weakref.ref[torch.UntypedStorage]) -> None:
-        assert isinstance(reference, _Reference)  # noqa: S101 - narrows for mypy; the callback is only ever ours
-        if self._is_closed or self._live.get(reference.key) is not reference:
-            return
-        del self._live[reference.key]
-        self.order.append(-(reference.block + 1))
+        self._events += (len(self.sizes), -len(self.sizes))
 
     def _adopt_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

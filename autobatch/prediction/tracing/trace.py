@@ -14,13 +14,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from autobatch.batch.layout import Layout, map_tensors
+from autobatch.batch.tree import holds_registered
 from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
 from autobatch.prediction.isolation import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
@@ -35,7 +36,6 @@ from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.prediction.tracing.twins import Twins, modules_of
 from autobatch.state.random_state import RandomState
 from autobatch.state.tensor_header import is_uninitialized
-from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
 __all__ = [
@@ -134,8 +134,9 @@ def trace(
     Raises:
         TooLong: It has more events than it may have.
     """
+    example = _grow_registered(layout, samples)
     with _on_twins(workload, circumstances, most_events) as run:
-        batch = _on_host(layout, samples)
+        batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
             run.step(batch)
         return run.finish(samples)
@@ -143,8 +144,9 @@ def trace(
 
 def explain_loss(workload: Workload, layout: Layout) -> str:
     """``explain_default``, of a model that is not run; errors as ``trace_timeline``."""
+    example = _grow_registered(layout, SIZES[0])
     with _on_twins(workload, Circumstances(), sys.maxsize) as run:
-        return run.explain_loss(_on_host(layout, SIZES[0]))
+        return run.explain_loss(_on_host(example, SIZES[0]))
 
 
 @contextmanager
@@ -190,7 +192,6 @@ def _enter(workload: Workload, stack: ExitStack, circumstances: Circumstances, m
         twins.inhabit(modules),
         location.follow(),
         autocast.redirect(DEVICE_TYPE, types),
-        _uncompiled(workload),
         _without_nested_tensors(),
         without_waiting(),
     ):
@@ -215,13 +216,6 @@ def _collected_between_steps() -> Iterator[None]:
             gc.enable()
 
 
-def _uncompiled(workload: Workload) -> AbstractContextManager[Any]:
-    """While this lasts nothing is compiled; also what a function around the step hides from ``is_compiled``."""
-    if not is_compiled(workload.model, workload.step) and "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
-
-
 @contextmanager
 def _without_nested_tensors() -> Iterator[None]:
     """While this lasts, an encoder in eval mode does not pack its padded batch, which needs the mask's values.
@@ -236,7 +230,14 @@ def _without_nested_tensors() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(was)
 
 
+def _grow_registered(layout: Layout, samples: int) -> Layout:
+    """Where a type of the user's own is in the batch, the batch at this size: ``take`` may need values of tensors."""
+    return layout.grown(samples) if holds_registered(layout.batch) else layout
+
+
 def _on_host(layout: Layout, samples: int) -> Any:
     """The batch at this size, without memory there either."""
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
+    if layout.count == samples:
+        return fake
     return Layout(fake, layout.count, layout.lists).grow(samples)

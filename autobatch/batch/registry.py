@@ -1,0 +1,194 @@
+"""Looks up what a user registered about a batch type of their own: how to count its samples, and how to take some.
+
+Covers registration, lookup by type (subclasses included), and checks of what the user's functions return. Does not
+cover lists, dicts, dataclasses and dense tensors, which need no registration (``tree``, ``layout_rules``).
+
+The registry is one for the process, as pytree's and einops' are. It is replaced, never changed in place, so that a
+thread that reads it sees the registry as it was before a registration or after it.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import threading
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autobatch.errors import InvalidArgument, InvalidBatch
+
+__all__ = ["BatchType", "find_type", "register"]
+
+OnTensor = Callable[[torch.Tensor], torch.Tensor]
+
+_BUILT_IN = (object, torch.Tensor, torch.nn.Parameter, dict, UserDict, list, tuple, str, bytes, int, float, bool)
+"""Types of which every batch is made: a registration of one would change how all batches are read."""
+
+
+@dataclass(frozen=True)
+class BatchType:
+    """A registered type and the user's functions on it, each checked where it is called."""
+
+    type: type
+    count: Callable[[Any], int]
+    take: Callable[[Any, list[int]], Any]
+    map: Callable[[Any, OnTensor], Any]
+
+    def count_samples(self, batch: Any) -> int:
+        """How many samples the user's ``count`` finds.
+
+        Raises:
+            InvalidBatch: It returned something else than an int of at least 0.
+        """
+        returned = self.count(batch)
+        try:
+            number = -1 if isinstance(returned, bool) else operator.index(returned)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise InvalidBatch(
+                f"count= of {self.type.__name__} returned {returned!r}: it must return the number of samples, an int"
+            )
+        return number
+
+    def take_samples(self, batch: Any, indices: Sequence[int]) -> Any:
+        """The samples at these indices, which may repeat, as a batch of the registered type.
+
+        Raises:
+            InvalidBatch: The user's ``take`` returned another type, or another number of samples.
+        """
+        part = self.take(batch, list(indices))
+        if not isinstance(part, self.type):
+            raise InvalidBatch(
+                f"take= of {self.type.__name__} returned a {type(part).__name__}: it must return a "
+                f"{self.type.__name__} with the samples at the given indices"
+            )
+        count = self.count_samples(part)
+        if count != len(indices):
+            raise InvalidBatch(
+                f"take= of {self.type.__name__} was given {len(indices)} indices and returned {count} samples: it must "
+                f"return one sample for each index, in that order, also where an index repeats"
+            )
+        return part
+
+    def map_tensors(self, batch: Any, function: OnTensor) -> Any:
+        """The same batch with ``function(tensor)`` for each tensor; the given one is not changed.
+
+        Raises:
+            InvalidBatch: The user's ``map`` changed the batch in place; or the batch cannot be copied and has no
+                ``map``.
+        """
+        changed: list[bool] = []
+
+        def observe(tensor: torch.Tensor) -> torch.Tensor:
+            result = function(tensor)
+            changed.append(result is not tensor)
+            return result
+
+        mapped = self.map(batch, observe)
+        if mapped is batch and any(changed):
+            raise InvalidBatch(f"map= of {self.type.__name__} changed the batch in place: it must return a new one")
+        return mapped
+
+    def tensors(self, batch: Any) -> list[torch.Tensor]:
+        """Every tensor in it, in the order in which ``map`` comes to them."""
+        found: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        self.map_tensors(batch, collect)
+        return found
+
+
+_registered: Mapping[type, BatchType] = {}
+_lock = threading.Lock()
+
+
+def register(
+    type: type,  # noqa: A002 - the name in the public contract
+    *,
+    count: Callable[[Any], int],
+    take: Callable[[Any, list[int]], Any],
+    map: Callable[[Any, OnTensor], Any] | None = None,  # noqa: A002 - what the function does
+) -> None:
+    """Let batches be, or hold, objects of a type of your own, such as a batch of graphs.
+
+    ``fit``, ``Runner``, ``verify`` and ``predict`` then count, divide and move them as they do tensors. Errors of the
+    three functions come out as they were raised.
+
+    Args:
+        type: The class. Its subclasses are included, unless one is registered itself.
+        count: ``count(batch) -> int``, the number of samples.
+        take: ``take(batch, indices) -> batch``: a new batch of the same type with the samples at these indices (a list
+            of int), in that order. Indices may repeat: this is how a batch larger than the example is made. The given
+            batch must stay as it is; tensors may be views of its tensors or copies.
+        map: ``map(batch, function) -> batch``: a new batch in which each tensor is ``function(tensor)``, as pytree's
+            ``tree_map`` does; used to move a micro-batch to the device. Default: ``copy.deepcopy`` of the batch in
+            which each tensor, wherever it is, is replaced and none is copied.
+
+    Registering a type again replaces what was registered before, so that a notebook's cell may be run twice.
+
+    Raises:
+        InvalidArgument: It is no class, one of which every batch is made (``dict``, ``torch.Tensor``), or one of the
+            others cannot be called.
+    """
+    if not isinstance(type, _class) or type in _BUILT_IN:
+        raise InvalidArgument(f"register() takes a class of your own, such as a batch of graphs, not {_show(type)}")
+    for name, function in (("count", count), ("take", take), ("map", map)):
+        if not callable(function) and not (name == "map" and function is None):
+            raise InvalidArgument(f"register({type.__name__}, {name}=...) needs a function, not {_show(function)}")
+    global _registered  # noqa: PLW0603 - replaced as a whole, so that readers need no lock
+    with _lock:
+        _registered = {**_registered, type: BatchType(type, count, take, map or _copy_with)}
+
+
+_class = type  # ``register`` has an argument of that name
+
+
+def find_type(node: Any) -> BatchType | None:
+    """What is registered for the object's class, or for the nearest of its base classes."""
+    registered = _registered
+    if not registered:  # asked for every node of every batch
+        return None
+    return next((registered[base] for base in type(node).__mro__ if base in registered), None)
+
+
+class _ReplacedTensors(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` take ``function(tensor)`` for the copy of a tensor."""
+
+    def __init__(self, function: OnTensor) -> None:
+        super().__init__()
+        self._function = function
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            return self._function(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _copy_with(batch: Any, function: OnTensor) -> Any:
+    with _ReplacedTensors(function):
+        try:
+            return copy.deepcopy(batch)
+        except (TypeError, copy.Error) as error:
+            raise InvalidBatch(
+                f"a {type(batch).__name__} cannot be copied ({error}): pass map=(batch, function) -> batch to "
+                f"autobatch.batches.register({type(batch).__name__}, ...)"
+            ) from error
+
+
+def _show(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
