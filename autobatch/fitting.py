@@ -84,8 +84,8 @@ def fit(
         accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than
             one micro-batch: 4 bytes a parameter, which the trials measure. A sum of many small gradients in bfloat16
             loses most of them.
-        check: What to do where splitting is known not to be exact: ``"warn"`` (in ``plan.warnings``), ``"raise"``, or
-            ``None``.
+        check: What to do where splitting is not exact, or could not be checked: ``"warn"`` (in ``plan.warnings``),
+            ``"raise"``, or ``None``.
         reuse: Whether a plan that an earlier run found for the same step may be confirmed by one trial at its size,
             instead of a search. What was tried is logged, and so is why a plan did not serve.
         progress: One line a trial on stderr, when that is a terminal.
@@ -97,7 +97,7 @@ def fit(
         NeedsBatch: No batch was given and the model does not tell what it takes.
         DoesNotFit: Not even one sample fits, or the fewest that the model can run; the message says what it needed,
             what there was, and what would help.
-        InexactSplit: ``check="raise"`` and the split would change the gradient.
+        InexactSplit: ``check="raise"`` and the split would change the gradient, or that could not be checked.
         InvalidArgument: An argument cannot mean anything.
         InvalidBatch: The batch cannot be counted.
     """
@@ -147,21 +147,26 @@ def _watch(workload: Workload, device: torch.device | str | Device | None) -> De
 
 
 def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
-    """The warning of a split that is not exact; with ``strict`` that is an error, and one that is unchecked a warning.
+    """Warnings of a split that is not exact, or could not be checked: the latter also where a retry is the first split.
 
     Raises:
-        InexactSplit: As said.
+        InexactSplit: With ``strict``, where the plan splits.
     """
-    told = _explain_inexactness(found, verdict, target) if found.size < target else ()
-    if strict and told:
-        raise InexactSplit(told[0])
-    return (str(verdict),) if strict and verdict is not None and verdict.unchecked else told
-
-
-def _explain_inexactness(found: Found, verdict: Verdict | None, target: int) -> tuple[str, ...]:
-    """One sentence where splitting is known not to be exact; what could not be checked is in the plan's story."""
     if verdict is None or verdict.exact:
         return ()
+    splits = found.size < target
+    known = _explain_inexactness(found, verdict, target) if splits else ()
+    if strict and splits:
+        raise InexactSplit(
+            known[0]
+            if known
+            else f"it could not be checked whether splitting is exact: {verdict.unchecked}; check='warn' plans without"
+        )
+    return (*known, str(verdict)) if verdict.unchecked else known
+
+
+def _explain_inexactness(found: Found, verdict: Verdict, target: int) -> tuple[str, ...]:
+    """One sentence where splitting is known not to be exact: of BatchNorm that is known without a check."""
     if not verdict.unchecked:
         return (str(verdict),)
     return (warn_of_batch_norms(found.batch_norms, found.size, target),) if found.batch_norms else ()

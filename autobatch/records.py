@@ -12,9 +12,11 @@ from pydantic import BaseModel, ConfigDict
 
 from autobatch.wording import plural
 
-__all__ = ["DeviceInfo", "MemoryUsage", "Outcome", "Record", "Tenant", "Trial", "Verdict"]
+__all__ = ["DeviceInfo", "MemoryUsage", "ModuleError", "Outcome", "Record", "Tenant", "Trial", "Verdict"]
 
 Outcome = Literal["fits", "oom", "thrash"]
+
+_MODULES_SHOWN = 3
 
 
 class Record(BaseModel):
@@ -104,17 +106,31 @@ class Trial(Record):
         return 2 * self.micro_batch_size / self.seconds if self.seconds > 0 else 0.0
 
 
+class ModuleError(Record):
+    """How far one module's gradient is off in a split.
+
+    Attributes:
+        module: Its path in the model; the model's type where parameters are the model's own.
+        relative_error: ``|split - whole| / |whole|`` of its parameter that is worst; 1 where the whole has no gradient.
+    """
+
+    module: str
+    relative_error: float
+
+
 class Verdict(Record):
     """Whether splitting a step gives the gradient of the whole batch, and why not.
 
     Attributes:
-        exact: Whether every division tried gave it, to 1e-4. False also where nothing could be checked.
-        relative_error: ``|split - whole| / |whole|`` of the worst division, over all parameters.
+        exact: Whether every division tried gave it, to 1e-4 in each parameter by itself. False also where nothing could
+            be checked.
+        relative_error: ``|split - whole| / |whole|`` of the worst parameter in the worst division.
         causes: What makes it inexact, each with what to do.
         samples: How many samples were compared.
         partitions: The sizes of the parts of each division that was tried.
         seconds: Wall time of the check.
         unchecked: Why no verdict could be given; empty where one was.
+        modules: Which modules differ, the worst first.
     """
 
     exact: bool
@@ -124,6 +140,7 @@ class Verdict(Record):
     partitions: tuple[tuple[int, ...], ...] = ()
     seconds: float = 0.0
     unchecked: str = ""
+    modules: tuple[ModuleError, ...] = ()
 
     def __str__(self) -> str:
         """One line."""
@@ -133,4 +150,10 @@ class Verdict(Record):
         tried = f"{self.samples} samples in {divisions}, relative error {self.relative_error:.1e}"
         if self.exact:
             return f"splitting is exact: {tried}"
-        return f"splitting is not exact: {tried}: {'; '.join(self.causes)}"
+        return f"splitting is not exact: {tried}{self._show_modules()}: {'; '.join(self.causes)}"
+
+    def _show_modules(self) -> str:
+        shown = [f"{found.module}: {found.relative_error:.1e}" for found in self.modules[:_MODULES_SHOWN]]
+        more = len(self.modules) - len(shown)
+        others = f" and {plural(more, 'more module')}" if more else ""
+        return f" ({', '.join(shown)}{others})" if shown else ""

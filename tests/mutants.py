@@ -32,6 +32,8 @@ GRADIENTS = "autobatch/state/gradients.py"
 REWIND_POINT = "autobatch/state/rewind_point.py"
 RANDOM = "autobatch/state/random_state.py"
 STEP = "autobatch/step/workload.py"
+EXACTNESS = "autobatch/exactness/"
+LOOP_GUARD = "autobatch/step/loop_guard.py"
 
 RECOLLECTION = "autobatch/planning/recollection.py"
 SEARCH = "autobatch/size_search.py"
@@ -47,6 +49,7 @@ DISPATCH = "autobatch/dispatch.py"
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
+LOOP_GUARD_TESTS = ("tests/test_loop_guard.py",)
 BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
 MOVING_TESTS = ("tests/test_moving_state.py",)
 
@@ -183,7 +186,7 @@ MUTANTS = (
     Mutant(
         "a buffer stays where it was put",
         "autobatch/state/tensor_header.py",
-        "        if not self._refers_to_the_same():\n            tensor.data = self._alias\n",
+        "    if not _refer_to_the_same(tensor, alias):\n        tensor.data = alias\n",
         "",
         ("tests/test_rewind_point.py", *ACCUMULATION_TESTS),
     ),
@@ -246,7 +249,7 @@ MUTANTS = (
     Mutant(
         "attributes stay as a failed attempt left them",
         "autobatch/state/module_state.py",
-        "            put_entries_back(vars(module), held)\n",
+        "        put_entries_back(vars(self.module), self._held)\n",
         "",
         MOVING_TESTS,
     ),
@@ -267,7 +270,7 @@ MUTANTS = (
     Mutant(
         "a lazy parameter stays what it became",
         "autobatch/state/tensor_header.py",
-        "            tensor.__class__ = self._class\n",
+        "                    tensor.__class__ = cls\n",
         "",
         MOVING_TESTS,
     ),
@@ -459,6 +462,97 @@ MUTANTS = (
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
         ("tests/test_recollection.py",),
+    ),
+    Mutant(
+        "one norm over all parameters judges a split",
+        f"{EXACTNESS}rounding.py",
+        "        return max(self.sizes[index], self.floor(index), before) or apart\n",
+        "        return max(*self.sizes, self.floor(index), before) or apart\n",
+        ("tests/test_scales.py",),
+    ),
+    Mutant(
+        "rounding is no excuse",
+        f"{EXACTNESS}rounding.py",
+        "return _NOISES / TOLERANCE * self.noise[index] if self.noise else 0.0",
+        "return 0.0",
+        ("tests/test_scales.py",),
+    ),
+    Mutant(
+        "all samples draw alike",
+        f"{EXACTNESS}numbering.py",
+        '        if kind != "alike":\n',
+        "        if False:\n",
+        ("tests/test_draws.py",),
+    ),
+    Mutant(
+        "a part draws as if it were the first",
+        f"{EXACTNESS}numbering.py",
+        "return numbers.narrow(dim, self._start * rows, size)",
+        "return numbers.narrow(dim, 0, size)",
+        ("tests/test_draws.py",),
+    ),
+    Mutant(
+        "a recomputation draws anew",
+        f"{EXACTNESS}numbering.py",
+        "        known = self._replays.get(token)\n",
+        "        known = None\n",
+        ("tests/test_draws.py",),
+    ),
+    Mutant(
+        "the samples of a list are counted by the first one's place",
+        f"{EXACTNESS}units.py",
+        """        if not any(path.startswith(f"{of_samples}[") for of_samples in lists):\n""",
+        "        if True:\n",
+        ("tests/test_advice.py", "tests/test_diagnosis.py"),
+    ),
+    Mutant(
+        "a check that could not be done is no warning",
+        "autobatch/fitting.py",
+        "return (*known, str(verdict)) if verdict.unchecked else known",
+        "return known",
+        ("tests/test_check.py",),
+    ),
+    Mutant(
+        "what could not be checked does not raise",
+        "autobatch/fitting.py",
+        "    if strict and splits:\n",
+        "    if strict and known:\n",
+        ("tests/test_check.py",),
+    ),
+    Mutant(
+        "the first count that is near is advised",
+        f"{EXACTNESS}diagnosis.py",
+        "        if best is None or error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):\n",
+        "        if best is None or best[1] > _EXPLAINS:\n",
+        ("tests/test_advice.py",),
+    ),
+    Mutant(
+        "a backward pass inside the step is not noticed",
+        LOOP_GUARD,
+        "            _watch_gradients(stack, watched, refused)\n",
+        "",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a step may step an optimizer that it holds",
+        LOOP_GUARD,
+        "_is_optimizer(v) and _holds_any(v, known)",
+        "False",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "an optimizer inside a wrapper may be stepped",
+        LOOP_GUARD,
+        "    yield from vars(value).values()\n",
+        "    yield from ()\n",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a refusal that the step caught is forgotten",
+        LOOP_GUARD,
+        "        if refused:\n            raise InvalidStep(refused[0])\n",
+        "",
+        LOOP_GUARD_TESTS,
     ),
     Mutant(
         "a batch is cut into pieces that the model cannot run",

@@ -396,7 +396,7 @@ def test_a_step_that_touches_gradients_is_refused(wrong):
         wrong(model, loss)
         return loss
 
-    with pytest.raises(InvalidStep, match=r"step\(\) changed \.grad"):
+    with pytest.raises(InvalidStep, match=r"step\(\) (changed \.grad|calls backward)"):
         Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(8, torch.float64))], 4)
     assert model.head.weight.grad is None
 

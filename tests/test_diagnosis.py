@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch.exactness.gradients import Gradients, distance
+from autobatch.batch.layout import describe
+from autobatch.exactness.gradients import Gradients, distances, norms
 from autobatch.exactness.measurement import partitions_of
+from autobatch.exactness.rounding import TOLERANCE, Scales
 from autobatch.exactness.units import units_of
 
 
@@ -24,11 +26,42 @@ def test_every_division_has_all_samples_in_parts_that_are_not_too_small(samples,
 
 def test_a_distance_counts_a_missing_gradient_as_zero():
     """None and zeros are the same gradient; nan is never near."""
-    ones, nothing = torch.ones(3), torch.zeros(3)
-    assert distance(Gradients((None,)), Gradients((nothing,))) == 0
-    assert distance(Gradients((None,)), Gradients((ones,))) == 1
-    assert distance(Gradients((ones,)), Gradients((nothing,))) == math.inf
-    assert distance(Gradients((ones * math.nan,)), Gradients((ones,))) == math.inf
+    ones, nothing = Gradients((torch.ones(4), None)), Gradients((None, torch.zeros(2)))
+    assert distances(Gradients((None, None)), nothing) == [0, 0]
+    assert distances(nothing, ones) == distances(ones, nothing) == [2, 0]
+    assert math.isnan(distances(Gradients((torch.ones(4) * math.nan, None)), ones)[0])
+    assert norms(ones) == [2, 0]
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-9, 1e9), st.floats(1e-12, 10)), min_size=1, max_size=8),
+    st.integers(0, 7),
+)
+def test_a_parameter_is_judged_on_its_own_scale(parameters, wrong):
+    """However large the others are, one that is off by more than the tolerance is found, and it alone."""
+    wrong %= len(parameters)
+    sizes = [size for size, _ in parameters]
+    apart = [size * 1e-7 for size in sizes]
+    apart[wrong] = sizes[wrong] * (0.001 + parameters[wrong][1])
+    scales = Scales(sizes, noise=[size * 1e-8 for size in sizes])
+    assert [error > TOLERANCE for error in scales.judge(apart)] == [index == wrong for index in range(len(sizes))]
+    assert [*scales.report(apart)] == [wrong]
+
+
+def test_a_difference_of_a_few_roundings_is_none():
+    """Where a parameter has no gradient but its rounding, any two gradients differ by all there is."""
+    scales = Scales([1.0, 3e-9], noise=[1e-8, 2e-9])
+    assert max(scales.judge([1e-7, 8e-9])) <= TOLERANCE
+    assert max(scales.judge([1e-7, 1e-5])) > TOLERANCE
+    assert scales.report([1e-7, 1e-5]) == {1: 1.0}
+    assert max(Scales([1.0, 3e-9]).judge([1e-7, 8e-9])) > 1
+
+
+def test_a_difference_that_shrinks_with_the_rounding_is_none():
+    """In float64 it is judged on what was there in float32; what stays as large is a difference."""
+    scales = Scales([3e-18], before=[3e-9])
+    assert max(scales.judge([5e-18])) <= TOLERANCE
+    assert max(scales.judge([5e-10])) > TOLERANCE
 
 
 def test_units_are_counted_as_their_code_says():
@@ -38,7 +71,19 @@ def test_units_are_counted_as_their_code_says():
         "labels": torch.tensor([[5, -100, -100], [7, 3, -100]]),
         "mask": torch.tensor([[True, True, False], [True, False, False]]),
     }
-    units = list(units_of(batch))
+    units = list(units_of(describe(batch)))
     assert any(unit.code == 'batch["mask"].sum()' for unit in units)
     for unit in units:
         assert unit.count(batch) == float(eval(unit.code, {"batch": batch}))
+
+
+def test_units_of_samples_in_lists_are_counted_in_any_part():
+    """Boxes of each image: the code names no sample, and counts a part as it counts the whole."""
+    targets = [{"boxes": torch.rand(count, 4), "labels": torch.ones(count, dtype=torch.long)} for count in (2, 0, 3, 1)]
+    batch = {"images": torch.rand(4, 3), "targets": targets}
+    layout = describe(batch)
+    units = list(units_of(layout))
+    assert any(unit.code == 'sum(len(item["boxes"]) for item in batch["targets"])' for unit in units)
+    for unit in units:
+        for part in (batch, layout.take(1, 2), layout.take(2, 4)):
+            assert unit.count(part) == float(eval(unit.code, {"batch": part}))

@@ -40,6 +40,14 @@ def make_runner(step=mean_step, optimizer=True, device=None, **options):
     return autobatch.Runner(plan, model, step, made, device=device, **options)
 
 
+def make_stepping_runner():
+    """A runner whose step steps the runner's own optimizer."""
+    holder = []
+    runner = make_runner(step=lambda model, batch: holder[0].step() or mean_step(model, batch))
+    holder.append(runner._workload.optimizer)
+    return runner
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(())
@@ -116,11 +124,17 @@ def write_into_batch(model, batch):
     return mean_step(model, batch)
 
 
-def write_gradients(model, batch):
+def call_backward(model, batch):
     """Call backward, as in a loop of one's own."""
     loss = mean_step(model, batch)
     loss.backward(retain_graph=True)
     return loss
+
+
+def write_gradients(model, batch):
+    """Set a gradient."""
+    model.head.bias.grad = torch.zeros(4)
+    return mean_step(model, batch)
 
 
 def fit_with(optimizer=None, hook=lambda parameter: None):
@@ -375,6 +389,19 @@ TABLE = [
         lambda: make_runner(step=write_into_batch).step(make_batch(16)),
         "InvalidStep",
         ("step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a copy"),
+    ),
+    (
+        lambda: make_runner(step=call_backward).step(make_batch(16)),
+        "InvalidStep",
+        (
+            "step() calls backward; return the loss, the Runner does the rest (for a gradient inside the step use "
+            "torch.autograd.grad)"
+        ),
+    ),
+    (
+        lambda: make_stepping_runner().step(make_batch(16)),
+        "InvalidStep",
+        "step() calls optimizer.step(); return the loss, the Runner does the rest",
     ),
     (
         lambda: make_runner(step=write_gradients).step(make_batch(16)),

@@ -1,7 +1,8 @@
-"""A step held still: constant draws, no dropout, float32, and nothing left of it afterwards."""
+"""A step held still: a sample draws the same in any division, no dropout, float32, and nothing of it left."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -50,21 +51,41 @@ DRAWS = {
 }
 
 
+def draw_in_parts(draw, sizes):
+    """What is drawn for a whole batch, and for its parts, joined."""
+    samples, parts = sum(sizes), []
+    with still(nn.Linear(1, 1), []) as numbering:
+        for first, last in [(0, samples), *itertools.pairwise([0, *itertools.accumulate(sizes)])]:
+            numbering.begin(first, last, samples)
+            parts.append(draw(last - first))
+        numbering.end()
+    return parts[0], torch.cat(parts[1:])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit
 @pytest.mark.parametrize("name", DRAWS)
-def test_a_draw_is_the_same_for_every_row_of_any_number(name):
-    """No draw depends on how many samples are drawn for, nor on which of them."""
-    with still(nn.Linear(1, 1), []):
-        few, many = DRAWS[name](2), DRAWS[name](5)
-    assert torch.equal(few[:1].expand_as(few), few)
-    assert torch.equal(many[:1].expand_as(many), many)
-    assert torch.equal(few[0], many[0])
+@pytest.mark.parametrize("sizes", [(1, 6), (4, 3), (2, 2, 2, 1)])
+def test_a_sample_draws_the_same_in_the_whole_and_in_any_part(name, sizes):
+    """No draw depends on how the samples are divided; each call draws anew."""
+    whole, parts = draw_in_parts(DRAWS[name], sizes)
+    assert torch.equal(whole, parts)
 
 
-def test_a_permutation_shows():
+@pytest.mark.parametrize(
+    "name", ["rand", "randn", "uniform_", "normal", "normal_", "exponential_", "randn out", "gamma"]
+)
+def test_samples_draw_unlike_each_other(name):
+    """Otherwise an order made of draws would leave all samples where they are."""
+    whole, _ = draw_in_parts(DRAWS[name], (4, 4))
+    assert len({tuple(row) for row in whole.tolist()}) == 8
+
+
+@pytest.mark.parametrize("n", range(2, 10))
+def test_a_permutation_shows(n):
     """Samples that are shuffled among themselves are still shuffled."""
     with still(nn.Linear(1, 1), []):
-        assert torch.randperm(4).tolist() == [3, 2, 1, 0]
+        assert sorted(torch.randperm(n).tolist()) == list(range(n)) != torch.randperm(n).tolist()
+        assert torch.rand(n).argsort().tolist() != list(range(n))
 
 
 def test_autocast_does_nothing_and_the_users_object_is_as_before():

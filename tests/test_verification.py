@@ -343,12 +343,12 @@ RIGHT: dict[str, tuple[Any, Any, Any, Any]] = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_exact_split_is_exact_to_rounding(name):
-    """Steps that split exactly measure a hundred times less than what would be called inexact."""
+    """Steps that split exactly measure at least ten times less than what would be called inexact."""
     make_model, step, weigh, batch = RIGHT[name]
     torch.manual_seed(0)
     verdict = verify(make_model(), batch, step, weigh)
     assert verdict.exact, str(verdict)
-    assert verdict.relative_error <= 1e-6
+    assert verdict.relative_error <= 1e-5
     assert verdict.causes == ()
 
 

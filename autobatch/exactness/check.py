@@ -11,22 +11,26 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from autobatch.batch.layout import Layout, map_tensors
 from autobatch.batch.tree import is_array, leaves_of
 from autobatch.errors import AutobatchError, DoesNotFit
-from autobatch.exactness.diagnosis import TOLERANCE, find_causes, find_unruly_generators, fixed_statistics
+from autobatch.exactness.diagnosis import find_causes, find_unruly_generators, fixed_statistics
+from autobatch.exactness.gradients import total
 from autobatch.exactness.measurement import Measurement, Sizes, partitions_of
+from autobatch.exactness.numbering import Numbering
+from autobatch.exactness.rounding import TOLERANCE
 from autobatch.exactness.stillness import still, widen
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.records import Verdict
+from autobatch.records import ModuleError, Verdict
 from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.batch_norm import blame_batch_norms
 from autobatch.step.workload import Workload
@@ -45,8 +49,8 @@ class _Doubt:
     """A verdict of float32 that a split is not exact, and what is to be looked at again."""
 
     verdict: Verdict
-    size: float
-    apart: dict[Sizes, float]
+    sizes: Sequence[float]
+    apart: dict[Sizes, list[float]]
 
 
 @dataclass(frozen=True)
@@ -122,8 +126,8 @@ class Check:
     def _judge(self, samples: int) -> Verdict:
         if not _differ(self.layout.spread(samples)):
             return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
-        with self._hold_still(torch.float32):
-            measured = self._measure(samples, torch.float32)
+        with self._hold_still(torch.float32) as draws:
+            measured = self._measure(samples, torch.float32, draws)
             obstacle = _find_obstacle(measured)
             found = self._compare(measured) if obstacle is None else _unchecked(obstacle)
         return found if isinstance(found, Verdict) else self._look_again(found)
@@ -143,42 +147,66 @@ class Check:
         unruly = find_unruly_generators(measured)
         if unruly is not None:
             return _unchecked(unruly)
-        return _Doubt(verdict, measured.size(), {sizes: measured.apart(sizes) for sizes in partitions})
+        return _Doubt(verdict, measured.scales().sizes, {sizes: measured.apart(sizes) for sizes in partitions})
 
     def _look_again(self, doubt: _Doubt) -> Verdict:
         """In float64: a difference that shrinks with the rounding was rounding. float32's word stands if that fails."""
-        samples = doubt.verdict.samples
-        with suppress(Exception), self._hold_still(torch.float64):
-            return _confirm(doubt, self._measure(samples, torch.float64, diagnoses=True))
+        try:
+            return self._confirm(doubt, torch.float64)
+        except Exception as error:  # noqa: BLE001 - no room for float64, or a step that insists on float32
+            _log.info("autobatch: the check was not repeated in float64: %s", describe_error(error))
         self.device.reclaim()
-        with self._hold_still(torch.float32):
-            return _confirm(doubt, self._measure(samples, torch.float32, diagnoses=True))
+        return self._confirm(doubt, torch.float32)
+
+    def _confirm(self, doubt: _Doubt, dtype: torch.dtype) -> Verdict:
+        verdict = doubt.verdict
+        with self._hold_still(dtype) as draws:
+            measured = self._measure(verdict.samples, dtype, draws, diagnoses=True)
+            if dtype is torch.float64:
+                confirmed = _absolve(doubt, measured)
+                if confirmed is not None:
+                    return confirmed
+            modules = _find_modules(measured, verdict.partitions)
+            error = modules[0].relative_error if modules else verdict.relative_error
+            found = {"relative_error": error, "modules": modules, "causes": self._explain(measured, verdict.partitions)}
+            return verdict.model_copy(update=found)
+
+    def _explain(self, measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
+        """The causes. That none could be found changes nothing of the verdict."""
+        handled = sys.exc_info()[1]
+        try:
+            return find_causes(measured, partitions)
+        except Exception as error:
+            if is_oom(error, handled=handled) or isinstance(error, DoesNotFit):
+                raise
+            _log.exception("autobatch: looking for the cause of an inexact split failed")
+            return (f"its cause could not be found ({type(error).__name__}; its text is in the log)",)
 
     @contextmanager
-    def _hold_still(self, dtype: torch.dtype) -> Iterator[None]:
+    def _hold_still(self, dtype: torch.dtype) -> Iterator[Numbering]:
         handled = sys.exc_info()[1]
         with ExitStack() as stack:
             try:
-                stack.enter_context(still(self.workload.model, self.workload.parameters(), dtype))
+                draws = stack.enter_context(still(self.workload.model, self.workload.parameters(), dtype))
             except Exception as error:
                 if not is_oom(error, handled=handled):
                     raise
                 reason = describe_error(error, handled=handled)
                 raise _NoRoomError(f"there is no room for the model in float32 ({reason})") from None
-            yield
+            yield draws
 
-    def _measure(self, samples: int, dtype: torch.dtype, *, diagnoses: bool = False) -> Measurement:
+    def _measure(self, samples: int, dtype: torch.dtype, draws: Numbering, *, diagnoses: bool = False) -> Measurement:
         batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        return Measurement(self.workload, self.device, layout, checkpoint, diagnoses)
+        return Measurement(self.workload, self.device, layout, checkpoint, draws, diagnoses=diagnoses)
 
     def _run_as_it_is(self, samples: int) -> None:
         """Let what the step raises out, where it raises without being held still as well."""
         batch = self.layout.spread(samples).batch
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        Measurement(self.workload, self.device, layout, checkpoint).whole()
+        Measurement(self.workload, self.device, layout, checkpoint, Numbering()).whole()
 
 
 def _find_obstacle(measured: Measurement) -> str | None:
@@ -211,26 +239,68 @@ def _blame_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
     with fixed_statistics(measured) as (names, fixed):
         if not names or fixed.error(sizes) > TOLERANCE:
             return None
-    cause = blame_batch_norms(names)
-    samples = measured.layout.count
-    return Verdict(exact=False, relative_error=error, causes=(cause,), samples=samples, partitions=(sizes,))
+    modules = _find_modules(measured, (sizes,))
+    return Verdict(
+        exact=False,
+        relative_error=modules[0].relative_error if modules else error,
+        causes=(blame_batch_norms(names),),
+        samples=measured.layout.count,
+        partitions=(sizes,),
+        modules=modules,
+    )
 
 
 def _conclude(measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
-    error, samples = max(measured.errors(partitions)), measured.layout.count
-    exact = error <= TOLERANCE
-    return Verdict(exact=exact, relative_error=error, samples=samples, partitions=tuple(partitions))
+    error, samples = _find_error(measured, partitions), measured.layout.count
+    return Verdict(exact=error <= TOLERANCE, relative_error=error, samples=samples, partitions=tuple(partitions))
 
 
-def _confirm(doubt: _Doubt, measured: Measurement) -> Verdict:
-    """Relative to what was there in float32: where the whole gradient is next to nothing, so is its rounding."""
+def _find_error(measured: Measurement, partitions: Sequence[Sizes]) -> float:
+    """The worst division's, where draws of several rows a sample are read in the way in which that is smaller."""
+    error = max(measured.errors(partitions))
+    if error > TOLERANCE and measured.draws.flattened:
+        measured.draws.samples_last = True
+        measured.forget_parts()
+        if (turned := max(measured.errors(partitions))) <= TOLERANCE:
+            return turned
+        measured.draws.samples_last = False
+        measured.forget_parts()
+    return error
+
+
+def _absolve(doubt: _Doubt, measured: Measurement) -> Verdict | None:
+    """Exact, where nothing is left of the difference.
+
+    Relative to what was there in float32: where a whole gradient is next to nothing, so is its rounding.
+    """
     verdict, errors = doubt.verdict, []
-    for sizes in sorted(verdict.partitions, key=doubt.apart.__getitem__, reverse=True):
-        scale = max(size for size in (doubt.size, doubt.apart[sizes]) if math.isfinite(size))
-        errors.append(measured.error(sizes, scale))
+    for sizes in sorted(verdict.partitions, key=lambda sizes: total(doubt.apart[sizes]), reverse=True):
+        pairs = zip(doubt.sizes, doubt.apart[sizes], strict=True)
+        measured.judge_against([max((size for size in pair if math.isfinite(size)), default=0.0) for pair in pairs])
+        errors.append(_find_error(measured, [sizes]))
         if errors[-1] > TOLERANCE:
-            return verdict.model_copy(update={"causes": find_causes(measured, verdict.partitions)})
+            measured.judge_against(())
+            return None
     return verdict.model_copy(update={"exact": True, "relative_error": max(errors)})
+
+
+def _find_modules(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[ModuleError, ...]:
+    """Modules with parameters that differ, and by how much in the worst division, the worst first."""
+    measured.errors(partitions)
+    names = {id(parameter): name for name, parameter in measured.workload.model.named_parameters()}
+    parameters, worst = measured.workload.parameters(), dict[str, float]()
+    for sizes in partitions:
+        for index, error in measured.scales().report(measured.apart(sizes)).items():
+            module = _module_of(names.get(id(parameters[index])), measured.workload.model)
+            worst[module] = max(worst.get(module, 0.0), error)
+    ordered = sorted(worst.items(), key=lambda found: -found[1])
+    return tuple(ModuleError(module=module, relative_error=error) for module, error in ordered)
+
+
+def _module_of(name: str | None, model: nn.Module) -> str:
+    if name is None:
+        return "a parameter of the optimizer alone"
+    return name.rpartition(".")[0] or type(model).__name__
 
 
 def _differ(layout: Layout) -> bool:

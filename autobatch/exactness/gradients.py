@@ -1,22 +1,23 @@
-"""Gradients of all parameters, and how far two of them are apart.
+"""Gradients of all parameters, and how far two of them are apart, parameter by parameter.
 
-Covers comparison in float64 without a second copy. Does not cover where gradients come from (``measurement``).
+Covers comparison in float64 without a second copy. Does not cover where gradients come from (``measurement``) nor from
+where on a difference counts (``rounding``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Gradients", "distance", "distance_between", "relate", "size_of", "take_gradients"]
+__all__ = ["Gradients", "distances", "norms", "take_gradients", "total"]
 
 _COORDINATES = 2**18
 """How many numbers of a gradient a diagnosis looks at: 2 MiB for each part. The verdict itself looks at all."""
 
-_CHUNK = 2**18
+_CHUNK = 2**16
 """How many numbers are made float64 at a time: the copy of a whole layer would be the most that a check holds."""
 
 
@@ -26,13 +27,20 @@ class Gradients:
 
     tensors: tuple[torch.Tensor | None, ...]
 
-    def numbers(self, like: Gradients) -> torch.Tensor:
-        """About 2**18 of its numbers, float64 on the host; ``like`` says where, so that all come from one place."""
+    def numbers(self, like: Gradients, scales: Sequence[float]) -> torch.Tensor:
+        """About 2**18 of its numbers, float64 on the host, each divided by the scale of its parameter.
+
+        Args:
+            like: Where numbers are taken, so that all come from the same elements.
+            scales: One a parameter. Without them the largest gradient would hide all others.
+        """
         size = sum(tensor.numel() for tensor in like.tensors if tensor is not None)
         stride = max(1, -(-size // _COORDINATES))
         parts = [
-            torch.zeros(-(-other.numel() // stride), dtype=torch.float64) if own is None else _spaced(own, stride)
-            for own, other in zip(self.tensors, like.tensors, strict=True)
+            torch.zeros(-(-other.numel() // stride), dtype=torch.float64)
+            if own is None
+            else _spaced(own, stride) / (scale or 1.0)
+            for own, other, scale in zip(self.tensors, like.tensors, scales, strict=True)
             if other is not None
         ]
         return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
@@ -42,44 +50,50 @@ def _spaced(tensor: torch.Tensor, stride: int) -> torch.Tensor:
     return tensor.reshape(-1)[::stride].to("cpu", torch.float64)
 
 
-def size_of(gradients: Gradients) -> float:
-    """The Euclidean norm over all parameters, in float64; nan where any number is."""
-    return math.sqrt(sum(_square(tensor) for tensor in gradients.tensors if tensor is not None))
+def norms(gradients: Gradients) -> list[float]:
+    """The Euclidean norm of each parameter's gradient, in float64; nan where any number is, 0 where there is none."""
+    return _roots([None if tensor is None else _square(tensor) for tensor in gradients.tensors])
 
 
-def distance(found: Gradients, expected: Gradients) -> float:
-    """``|found - expected| / |expected|`` over all parameters, in float64; infinite where that is no number."""
-    return relate(distance_between(found, expected), size_of(expected))
-
-
-def distance_between(found: Gradients, expected: Gradients) -> float:
-    """``|found - expected|``: the Euclidean norm over all parameters, in float64."""
+def distances(found: Gradients, expected: Gradients) -> list[float]:
+    """``|found - expected|`` of each parameter: the Euclidean norm, in float64."""
     pairs = zip(found.tensors, expected.tensors, strict=True)
-    return math.sqrt(sum(_square_difference(one, other) for one, other in pairs))
+    return _roots([_square_difference(one, other) for one, other in pairs])
 
 
-def relate(apart: float, scale: float) -> float:
-    """``apart / scale``; 0 of nothing, infinite where that is no number."""
-    if apart == 0:
-        return 0.0
-    error = apart / scale if scale else math.inf
-    return error if math.isfinite(error) else math.inf
+def total(sizes: Iterable[float]) -> float:
+    """The Euclidean norm over all parameters, from those of each; nan where any is."""
+    return math.sqrt(sum(size * size for size in sizes))
 
 
-def _square_difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+def _roots(squares: Sequence[torch.Tensor | None]) -> list[float]:
+    # Read once a device, at the end: each reading waits for it.
+    roots = [0.0] * len(squares)
+    for device in {square.device for square in squares if square is not None}:
+        here = [(index, square) for index, square in enumerate(squares) if square is not None]
+        here = [(index, square) for index, square in here if square.device == device]
+        values = torch.stack([square for _, square in here]).sqrt().tolist()
+        for (index, _), value in zip(here, values, strict=True):
+            roots[index] = value
+    return roots
+
+
+def _square_difference(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
     if one is None or other is None:
         present = one if other is None else other
-        return 0.0 if present is None else _square(present)
+        return None if present is None else _square(present)
     return _sum_squares(_double(first) - second for first, second in zip(_chunks(one), _chunks(other), strict=True))
 
 
-def _square(tensor: torch.Tensor) -> float:
+def _square(tensor: torch.Tensor) -> torch.Tensor:
     return _sum_squares(_double(chunk) for chunk in _chunks(tensor))
 
 
-def _sum_squares(chunks: Iterable[torch.Tensor]) -> float:
-    # Read once, at the end: each reading waits for the device.
-    return float(sum(chunk.square().sum() for chunk in chunks))
+def _sum_squares(chunks: Iterator[torch.Tensor]) -> torch.Tensor:
+    result = next(chunks).square().sum()
+    for chunk in chunks:
+        result = result + chunk.square().sum()
+    return result
 
 
 def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

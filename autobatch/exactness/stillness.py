@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autobatch.exactness.draws import ConstantDraws
+from autobatch.exactness.draws import SampleDraws
+from autobatch.exactness.numbering import Numbering
 
 __all__ = ["still", "widen"]
 
@@ -82,7 +83,9 @@ _FACTORIES = frozenset(
 
 
 @contextmanager
-def still(model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32) -> Iterator[None]:
+def still(
+    model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32
+) -> Iterator[Numbering]:
     """Hold every forward and backward pass inside the block still; afterwards all is as it was.
 
     No ``.grad`` may stand on a parameter in half precision: it would have another dtype than its parameter then.
@@ -91,6 +94,9 @@ def still(model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dty
         model: Its layers' rates, and its buffers.
         parameters: The parameters that take part.
         dtype: ``torch.float32`` or ``torch.float64``: what is narrower is that wide inside.
+
+    Yields:
+        What numbers the draws, which has to know the samples of each forward pass.
 
     Raises:
         torch.OutOfMemoryError: There is no room for the wider parameters; all is as it was.
@@ -109,9 +115,10 @@ def still(model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dty
         for tensor in (*parameters, *model.buffers()):
             if tensor.dtype in wider:
                 stack.enter_context(_hold(tensor, "data", tensor.data.to(wider[tensor.dtype])))
-        stack.enter_context(ConstantDraws())  # type: ignore[no-untyped-call]
+        numbering = Numbering()
+        stack.enter_context(SampleDraws(numbering))
         stack.enter_context(_NoDropoutNorCasts(wider))
-        yield
+        yield numbering
 
 
 def widen(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -172,7 +179,7 @@ def _no_autocast() -> Iterator[None]:
     enter: Callable[[Any], Any] = torch.autocast.__enter__
 
     def enter_disabled(autocast: Any) -> Any:
-        if not ConstantDraws.is_active():  # another thread's
+        if not SampleDraws.is_active():  # another thread's
             return enter(autocast)
         # Only while it enters: the object may be the user's, to be used again.
         with _hold(autocast, "_enabled", False):

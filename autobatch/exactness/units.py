@@ -1,7 +1,7 @@
 """What a mean may be over, other than samples: tokens, valid labels, masks, as a batch shows them.
 
-Covers counts of the batch's own tensors that a loss is commonly divided by. Does not cover what only the loss knows,
-such as class weights.
+Covers counts of the batch's own tensors that a loss is commonly divided by, also of those in lists of samples (boxes
+and labels of each image). Does not cover what only the loss knows, such as class weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autobatch.batch.layout import Layout
 from autobatch.batch.tree import fields_of
 
 __all__ = ["Unit", "units_of"]
@@ -33,44 +34,105 @@ class Unit:
     count: Callable[[Any], float]
 
 
-def units_of(batch: Any) -> Iterator[Unit]:
+def units_of(layout: Layout) -> Iterator[Unit]:
     """Everything in this batch that a mean may be over, the most common first."""
-    found = dict(_tensors("batch", batch))
-    integers = [path for path, tensor in found.items() if not _is_mask(tensor) and not tensor.is_floating_point()]
+    found = [*_sources(layout)]
+    for source in found:
+        if source.is_of_samples:
+            yield source.unit("len({})", len)
+    integers = [source for source in found if not _is_mask(source.joined) and not source.joined.is_floating_point()]
     for filler in _FILLERS:
-        for path in integers:
-            for cut in _cuts(found[path]):
-                yield _unequal(path, cut, filler)
-    for path, tensor in found.items():
-        if _is_mask(tensor) or (tensor.ndim == 1 and bool((tensor >= 0).all())):
-            for cut in _cuts(tensor):
-                yield _summed(path, cut)
+        for source in integers:
+            for cut in source.cuts():
+                yield source.unit(f"({{}}{cut} != {filler}).sum()", _unequal(cut, filler))
+    for source in found:
+        tensor = source.joined
+        if _is_mask(tensor) or (source.ndim == 1 and bool((tensor >= 0).all())):
+            for cut in source.cuts():
+                yield source.unit(f"{{}}{cut}.sum()", _summed(cut))
 
 
-def _tensors(path: str, node: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(node, torch.Tensor) and node.ndim and not node.is_complex():
-        yield path, node
+@dataclass(frozen=True)
+class _Source:
+    """A tensor of a batch, or the tensors that all samples of a list have in the same place.
+
+    Attributes:
+        path: How it is reached from ``batch``; of a list of samples, how the list is.
+        within: How a tensor is reached from its ``item`` of a list of samples; ``None`` where there is no list.
+        joined: All its values, to be looked at.
+        ndim: Dimensions of the tensor, or of each sample's.
+    """
+
+    path: str
+    within: str | None
+    joined: torch.Tensor
+    ndim: int
+
+    @property
+    def is_of_samples(self) -> bool:
+        return self.within is not None
+
+    def cuts(self) -> tuple[str, ...]:
+        # A language model's labels are its inputs, one place on: the first of each row is no label.
+        return ("", "[:, 1:]") if self.ndim >= 2 and not self.is_of_samples else ("",)
+
+    def unit(self, code: str, count: Callable[[torch.Tensor], float]) -> Unit:
+        if self.within is None:
+            return Unit(code.format(self.path), lambda batch: float(count(_tensors("batch", batch)[self.path])))
+        within, path = self.within, self.path
+        term = code.format(f"item{within}")
+        return Unit(
+            f"sum({term} for item in {path})",
+            lambda batch: float(
+                sum(float(count(_tensors("item", item)[f"item{within}"])) for item in _at(batch, path))
+            ),
+        )
+
+
+def _sources(layout: Layout) -> Iterator[_Source]:
+    lists = [path for path, reading in layout.lists.items() if reading == "samples"]
+    for path, tensor in _tensors("batch", layout.batch).items():
+        if not any(path.startswith(f"{of_samples}[") for of_samples in lists):
+            yield _Source(path, None, tensor, tensor.ndim)
+    for path in lists:
+        items = [_tensors("item", item) for item in _at(layout.batch, path)]
+        for name in items[0] if items else ():
+            if all(name in item for item in items):
+                joined = torch.cat([item[name].reshape(-1) for item in items])
+                yield _Source(path, name.removeprefix("item"), joined, items[0][name].ndim)
+
+
+def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        return {path: node} if node.ndim and not node.is_complex() else {}
+    found: dict[str, torch.Tensor] = {}
     for suffix, child in fields_of(node) or ():
-        yield from _tensors(path + suffix, child)
+        found.update(_tensors(path + suffix, child))
+    return found
+
+
+def _at(batch: Any, path: str) -> Any:
+    """What a container holds at this path."""
+    waiting = [("batch", batch)]
+    while waiting:
+        reached, node = waiting.pop()
+        if reached == path:
+            return node
+        waiting += [(reached + suffix, child) for suffix, child in fields_of(node) or ()]
+    return ()
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
 
 
-def _cuts(tensor: torch.Tensor) -> tuple[str, ...]:
-    # A language model's labels are its inputs, one place on: the first of each row is no label.
-    return ("", "[:, 1:]") if tensor.ndim >= 2 else ("",)
+def _unequal(cut: str, filler: int) -> Callable[[torch.Tensor], float]:
+    return lambda tensor: float((_cut(tensor, cut) != filler).sum())
 
 
-def _at(path: str, cut: str, batch: Any) -> torch.Tensor:
-    tensor = dict(_tensors("batch", batch))[path]
+def _summed(cut: str) -> Callable[[torch.Tensor], float]:
+    return lambda tensor: float(_cut(tensor, cut).double().sum())
+
+
+def _cut(tensor: torch.Tensor, cut: str) -> torch.Tensor:
     return tensor[:, 1:] if cut else tensor
-
-
-def _unequal(path: str, cut: str, filler: int) -> Unit:
-    return Unit(f"({path}{cut} != {filler}).sum()", lambda batch: float((_at(path, cut, batch) != filler).sum()))
-
-
-def _summed(path: str, cut: str) -> Unit:
-    return Unit(f"{path}{cut}.sum()", lambda batch: float(_at(path, cut, batch).double().sum()))

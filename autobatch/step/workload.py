@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
+from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.storages import bytes_of
 
@@ -42,6 +43,7 @@ class Workload:
     step: Step
     weigh: Weigh | None = None
     optimizer: Any | None = None
+    _guard: LoopGuard = field(default_factory=LoopGuard, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, or not exactly.
@@ -105,9 +107,9 @@ class Workload:
 
         Raises:
             InvalidStep: A loss is no tensor, has more than one element, or has no graph; or a second one stands beside
-                it.
+                it; or the step called ``backward`` or stepped an optimizer.
         """
-        returned = self.step(self.model, micro_batch)
+        returned = self.call_step(micro_batch)
         loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
         terms = read_terms(loss)
         if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
@@ -116,6 +118,15 @@ class Workload:
                 '{"left": loss, "right": other}, or (loss, other.detach())'
             )
         return StepOutput(terms, map_tensors(aux, torch.Tensor.detach))
+
+    def call_step(self, micro_batch: Any) -> Any:
+        """Whatever the user's step returns.
+
+        Raises:
+            InvalidStep: The step called ``backward``, or ``step()`` of an optimizer or a scheduler.
+        """
+        with self._guard.watch(self.step, self.optimizer, self.parameters):
+            return self.step(self.model, micro_batch)
 
     def check_leaves(self, loss: torch.Tensor) -> None:
         """See ``check_leaves``, of the parameters of both."""

@@ -25,13 +25,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.recording import Recorder, make_fake
+from autobatch.step.reachable import parts_of, walk
 
 __all__ = ["Twins", "modules_of"]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 _LEADS = (nn.Module, partial, types.FunctionType, types.MethodType, list, tuple, dict)
 _MOST_REACHED = 10_000  # values on the way from a step to the modules that it uses
-_ENDS = ("torch", "functools", "contextlib")  # whose globals lead to no module of the user's
 
 
 class Twins:
@@ -197,40 +197,13 @@ def _modules_in(step: Callable[..., Any]) -> Iterator[nn.Module]:
 
     However many functions are around it: a wrapper changes the depth of what is inside and not the count.
     """
-    waiting, seen = deque([step]), {id(step): step}
-    while waiting:
-        value = waiting.popleft()
-        if isinstance(value, nn.Module):
-            yield value
-            continue
-        for part in _reached_by(value):
-            if id(part) not in seen and len(seen) < _MOST_REACHED:
-                seen[id(part)] = part  # held, so that no other object gets its id
-                waiting.append(part)
+    reached = walk(step, _lead_on, _MOST_REACHED)
+    return (value for value in reached if isinstance(value, nn.Module))
 
 
-def _reached_by(value: Any) -> Iterator[Any]:
-    if isinstance(value, partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, types.FunctionType):
-        yield from _reached_by_function(value)
-    elif isinstance(value, (list, tuple)):
-        yield from value
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-        yield from (part for part in vars(value).values() if isinstance(part, _LEADS))
+def _lead_on(value: Any) -> Iterator[Any]:
+    return iter(()) if isinstance(value, nn.Module) else parts_of(value, _attributes)
 
 
-def _reached_by_function(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    yield from function.__defaults__ or ()
-    if str(function.__globals__.get("__name__")).partition(".")[0] in _ENDS:
-        return  # a decorator of theirs: the step is in its closure
-    yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
+def _attributes(value: Any) -> Iterator[Any]:
+    return (part for part in vars(value).values() if isinstance(part, _LEADS))

@@ -1,0 +1,72 @@
+"""Finds the objects that a step can reach: bound arguments, its closure, globals that it names, attributes of those.
+
+Covers Python functions, methods, ``functools.partial``, callable objects, containers and instances, the nearest first.
+Nothing is called and no property is read. Does not cover what C code holds, nor what is looked up by name at run time.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+__all__ = ["parts_of", "walk"]
+
+_LIBRARIES = ("torch", "functools", "contextlib")  # whose globals lead to nothing of the user's
+
+
+def walk(root: Any, parts: Callable[[Any], Iterator[Any]], most: int) -> Iterator[Any]:
+    """Every object that can be reached, once each, the nearest first, ``root`` included.
+
+    Args:
+        root: Where to begin.
+        parts: What an object leads to.
+        most: After so many objects it ends.
+    """
+    waiting, seen = deque([root]), {id(root): root}
+    while waiting:
+        value = waiting.popleft()
+        yield value
+        for part in parts(value):
+            if id(part) not in seen and len(seen) < most:
+                seen[id(part)] = part  # held, so that no other object gets its id
+                waiting.append(part)
+
+
+def parts_of(value: Any, attributes: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """What one object leads to directly; ``attributes`` chooses among those of an instance."""
+    if isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, types.FunctionType):
+        yield from _parts_of_function(value)
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+        yield from attributes(value)
+
+
+def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    if str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES:
+        return  # a decorator of theirs: the step is in its closure
+    yield from (function.__globals__[name] for name in _names_in(function.__code__) if name in function.__globals__)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """Names that a function's code uses, with those of functions defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
