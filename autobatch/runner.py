@@ -303,11 +303,11 @@ class Runner:
     def _explain_shortage(self, shortage: Shortage) -> str:
         used, size = self._device.usage().allocated, shortage.failed_size
         samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
-        why = "" if size == 1 else f"{explain_smallest(self._workload.model)}; "
+        reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(self._workload.model)}"
         return (
-            f"step {self.steps} ran out of memory at a micro-batch of {samples}; {why}"
-            f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; "
-            f"{shortage.reason}; everything is as before the step: free memory or give fit() a larger budget="
+            f"step {self.steps} ran out of memory at a micro-batch of {samples}; {format_bytes(used)} of a budget of "
+            f"{format_bytes(self.plan.budget_bytes)} were held before it; {reason}; everything is as before the step: "
+            f"free memory or give fit() a larger budget="
         )
 
 

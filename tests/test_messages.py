@@ -532,6 +532,14 @@ TABLE = [
         ),
     ),
     (
+        lambda: fit(model=nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), target_batch=9, max_micro_batch=2),
+        "DoesNotFit",
+        (
+            "9 samples in micro-batches of at most 2 leave one of a single sample, and BatchNorm in train mode (1) "
+            "cannot run one sample: pass max_micro_batch=3 or more"
+        ),
+    ),
+    (
         lambda: fit(device=FakeDevice(lambda n: 50 + 60 * n, total_bytes=100), headroom=0),
         "DoesNotFit",
         (
