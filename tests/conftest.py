@@ -7,6 +7,7 @@ left changed. Does not cover models, steps or devices: those are made where they
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -92,3 +93,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
         patch.setattr(cpu, "_STORAGE", LiveStorage())
         yield
     assert read_process_state() == before, "this test changed something global and did not put it back"
+
+
+@pytest.fixture
+def quiet_log():
+    """For tests with hundreds of retries, which are a line each."""
+    logger = logging.getLogger("autobatch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)

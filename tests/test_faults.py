@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 
 import pytest
@@ -11,18 +10,10 @@ from faults import CASES, OUTCOMES, InterruptAt, Judge, Tally, Training, count_b
 
 from autobatch.testing import oom_at
 
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
 SMALL = CASES[0]
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    """Thousands of retries are a line each."""
-    logger = logging.getLogger("autobatch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,6 @@ A sample of the positions that tests/test_faults.py tries all of.
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from faults import CASES, OUTCOMES, Judge, Training, places_of
@@ -21,18 +19,11 @@ FIRST = next(index for index, case in enumerate(CASES) if "key encoder" in case.
 BY_NAME = pytest.mark.parametrize("case", CASES[FIRST:], ids=lambda case: case.name)
 
 
-# torch says so once a process, at the first sparse tensor that an optimizer makes.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-
-
-@pytest.fixture(autouse=True)
-def _quiet():
-    """Hundreds of retries are a line each."""
-    logger = logging.getLogger("autobatch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    yield
-    logger.setLevel(level)
+pytestmark = [
+    pytest.mark.usefixtures("quiet_log"),
+    # torch says so once a process, at the first sparse tensor that an optimizer makes.
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]
 
 
 @BY_NAME

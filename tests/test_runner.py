@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lines import AtLine, interrupt
 from torch import nn
 from torch.nn import functional as F
 from workloads import (
@@ -423,41 +423,23 @@ def fail_with(error):
     return fail
 
 
-class InterruptedLine:
-    """The user presses Ctrl-C at the n-th line of the code that runs a step and undoes it."""
+class InterruptedLine(AtLine):
+    """The user presses Ctrl-C at the n-th line of the code that runs a step and undoes it.
 
-    MODULES = (
-        "autobatch.accumulation.",
-        "autobatch.runner",
-        "autobatch.state.",
-        "autobatch.update",
-    )
+    Attributes:
+        runs: The numbers of the lines that each line of the source was, the first time and every other.
+    """
+
+    MODULES = ("autobatch.accumulation.", "autobatch.runner", "autobatch.state.", "autobatch.update")
 
     def __init__(self, position):
-        self.position, self.lines, self.where = position, 0, ""
+        super().__init__(position, interrupt, self.MODULES)
         self.runs = {}
 
-    def __enter__(self):
-        self.outer = sys.gettrace()
-        sys.settrace(self.call)
-        return self
-
-    def __exit__(self, *error):
-        sys.settrace(self.outer)
-
-    def call(self, frame, event, argument):
-        # By module: a checkout may be called autobatch itself, and then every path in it has that name.
-        return self.line if frame.f_globals.get("__name__", "").startswith(self.MODULES) else None
-
     def line(self, frame, event, argument):
-        self.lines += event == "line"
         if event == "line":
-            self.runs.setdefault((frame.f_code, frame.f_lineno), []).append(self.lines)
-        if event == "line" and self.lines == self.position:
-            self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            sys.settrace(self.outer)
-            raise KeyboardInterrupt
-        return self.line
+            self.runs.setdefault((frame.f_code, frame.f_lineno), []).append(self.lines + 1)
+        return super().line(frame, event, argument)
 
 
 def run_interrupted(way, position, plan):
@@ -467,7 +449,7 @@ def run_interrupted(way, position, plan):
     optimizer.register_step_pre_hook(lambda *_: stepped.append(True))
     before = bits_of(model, optimizer)
     run = runner.accumulate if way == "accumulate" else runner.step
-    with InterruptedLine(position) as interrupt:
+    with InterruptedLine(position) as interrupted:
         try:
             run(make_batch(8))
         except KeyboardInterrupt:
@@ -477,7 +459,7 @@ def run_interrupted(way, position, plan):
     changed = [key for key in before if (found[key] is None) != (before[key] is None)] or differences(found, before)
     if not changed:
         run(make_batch(8))  # a scaler that took this for unscaled would raise
-    return interrupt, changed, gradients, bool(stepped)
+    return interrupted, changed, gradients, bool(stepped)
 
 
 def choose_positions(interrupt):
