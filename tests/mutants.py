@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         "a buffer stays where it was put",
         "autobatch/state/tensor_header.py",
-        "        if not self._refers_to_the_same():\n            tensor.data = self._alias\n",
+        "    if not _refer_to_the_same(tensor, alias):\n        tensor.data = alias\n",
         "",
         ("tests/test_rewind_point.py", *ACCUMULATION_TESTS),
     ),
@@ -249,7 +249,7 @@ MUTANTS = (
     Mutant(
         "attributes stay as a failed attempt left them",
         "autobatch/state/module_state.py",
-        "            put_entries_back(vars(module), held)\n",
+        "        put_entries_back(vars(self.module), self._held)\n",
         "",
         MOVING_TESTS,
     ),
@@ -270,7 +270,7 @@ MUTANTS = (
     Mutant(
         "a lazy parameter stays what it became",
         "autobatch/state/tensor_header.py",
-        "            tensor.__class__ = self._class\n",
+        "                    tensor.__class__ = cls\n",
         "",
         MOVING_TESTS,
     ),
