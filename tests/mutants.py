@@ -521,7 +521,7 @@ MUTANTS = (
     ),
     Mutant(
         "the first count that is near is advised",
-        f"{EXACTNESS}diagnosis.py",
+        f"{EXACTNESS}weighing.py",
         "        if best is None or error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):\n",
         "        if best is None or best[1] > _EXPLAINS:\n",
         ("tests/test_advice.py",),

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.batch.layout import describe
+from autobatch.exactness.divisions import partitions_of
 from autobatch.exactness.gradients import Gradients, distances, norms
-from autobatch.exactness.measurement import partitions_of
 from autobatch.exactness.rounding import TOLERANCE, Scales
 from autobatch.exactness.units import units_of
 

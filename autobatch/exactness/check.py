@@ -7,7 +7,6 @@ errors and of memory that ends. Does not cover measuring (``measurement``) nor t
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,22 +16,28 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
 
 from autobatch.batch.layout import Layout, map_tensors
 from autobatch.batch.tree import is_array, leaves_of
 from autobatch.errors import AutobatchError, DoesNotFit
-from autobatch.exactness.diagnosis import find_causes, find_unruly_generators, fixed_statistics
-from autobatch.exactness.gradients import total
-from autobatch.exactness.measurement import Measurement, Sizes, partitions_of
+from autobatch.exactness.diagnosis import find_causes, find_unruly_generators
+from autobatch.exactness.divisions import Sizes
+from autobatch.exactness.judgement import (
+    Doubt,
+    absolve,
+    blame_batch_norm,
+    conclude,
+    divide,
+    find_modules,
+    find_obstacle,
+)
+from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.numbering import Numbering
-from autobatch.exactness.rounding import TOLERANCE
 from autobatch.exactness.stillness import still, widen
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.records import ModuleError, Verdict
+from autobatch.records import Verdict
 from autobatch.state.rewind_point import RewindPoint
-from autobatch.step.batch_norm import blame_batch_norms
 from autobatch.step.workload import Workload
 
 __all__ = ["Check"]
@@ -42,15 +47,6 @@ _log = logging.getLogger("autobatch")
 
 class _NoRoomError(Exception):
     """Memory ended before a sample was run, so fewer of them do not help."""
-
-
-@dataclass(frozen=True)
-class _Doubt:
-    """A verdict of float32 that a split is not exact, and what is to be looked at again."""
-
-    verdict: Verdict
-    sizes: Sequence[float]
-    apart: dict[Sizes, list[float]]
 
 
 @dataclass(frozen=True)
@@ -128,28 +124,28 @@ class Check:
             return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
         with self._hold_still(torch.float32) as draws:
             measured = self._measure(samples, torch.float32, draws)
-            obstacle = _find_obstacle(measured)
+            obstacle = find_obstacle(measured)
             found = self._compare(measured) if obstacle is None else _unchecked(obstacle)
         return found if isinstance(found, Verdict) else self._look_again(found)
 
-    def _compare(self, measured: Measurement) -> Verdict | _Doubt:
-        partitions = _divide(measured)
+    def _compare(self, measured: Measurement) -> Verdict | Doubt:
+        partitions = divide(measured)
         if not partitions:
             samples = measured.layout.count
             return _unchecked(
                 f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
             )
-        if self.after_trials and (blamed := _blame_batch_norm(measured, partitions[0])) is not None:
+        if self.after_trials and (blamed := blame_batch_norm(measured, partitions[0])) is not None:
             return blamed
-        verdict = _conclude(measured, partitions)
+        verdict = conclude(measured, partitions)
         if verdict.exact:
             return verdict
         unruly = find_unruly_generators(measured)
         if unruly is not None:
             return _unchecked(unruly)
-        return _Doubt(verdict, measured.scales().sizes, {sizes: measured.apart(sizes) for sizes in partitions})
+        return Doubt(verdict, measured.scales().sizes, {sizes: measured.apart(sizes) for sizes in partitions})
 
-    def _look_again(self, doubt: _Doubt) -> Verdict:
+    def _look_again(self, doubt: Doubt) -> Verdict:
         """In float64: a difference that shrinks with the rounding was rounding. float32's word stands if that fails."""
         try:
             return self._confirm(doubt, torch.float64)
@@ -158,15 +154,15 @@ class Check:
         self.device.reclaim()
         return self._confirm(doubt, torch.float32)
 
-    def _confirm(self, doubt: _Doubt, dtype: torch.dtype) -> Verdict:
+    def _confirm(self, doubt: Doubt, dtype: torch.dtype) -> Verdict:
         verdict = doubt.verdict
         with self._hold_still(dtype) as draws:
             measured = self._measure(verdict.samples, dtype, draws, diagnoses=True)
             if dtype is torch.float64:
-                confirmed = _absolve(doubt, measured)
+                confirmed = absolve(doubt, measured)
                 if confirmed is not None:
                     return confirmed
-            modules = _find_modules(measured, verdict.partitions)
+            modules = find_modules(measured, verdict.partitions)
             error = modules[0].relative_error if modules else verdict.relative_error
             found = {"relative_error": error, "modules": modules, "causes": self._explain(measured, verdict.partitions)}
             return verdict.model_copy(update=found)
@@ -207,100 +203,6 @@ class Check:
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
         Measurement(self.workload, self.device, layout, checkpoint, Numbering()).whole()
-
-
-def _find_obstacle(measured: Measurement) -> str | None:
-    """Why there is nothing to compare with."""
-    samples = measured.layout.count
-    if all(tensor is None for tensor in measured.whole().tensors) or measured.size() == 0:
-        return f"{samples} samples of the batch count for nothing: no gradient to compare"
-    if not math.isfinite(measured.size()):
-        return f"the gradient of {samples} samples of the batch at once is not finite"
-    return None
-
-
-def _divide(measured: Measurement) -> list[Sizes]:
-    """Divisions that run: BatchNorm refuses a single sample, and so does what squeezes its batch."""
-    partitions = partitions_of(measured.layout.count, 1)
-    handled = sys.exc_info()[1]
-    try:
-        measured.apart(partitions[0])
-    except Exception as error:
-        if isinstance(error, AutobatchError) or is_oom(error, handled=handled):
-            raise
-        return partitions_of(measured.layout.count, 2)
-    return partitions
-
-
-def _blame_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
-    error = measured.error(sizes)
-    if error <= TOLERANCE:
-        return None
-    with fixed_statistics(measured) as (names, fixed):
-        if not names or fixed.error(sizes) > TOLERANCE:
-            return None
-    modules = _find_modules(measured, (sizes,))
-    return Verdict(
-        exact=False,
-        relative_error=modules[0].relative_error if modules else error,
-        causes=(blame_batch_norms(names),),
-        samples=measured.layout.count,
-        partitions=(sizes,),
-        modules=modules,
-    )
-
-
-def _conclude(measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
-    error, samples = _find_error(measured, partitions), measured.layout.count
-    return Verdict(exact=error <= TOLERANCE, relative_error=error, samples=samples, partitions=tuple(partitions))
-
-
-def _find_error(measured: Measurement, partitions: Sequence[Sizes]) -> float:
-    """The worst division's, where draws of several rows a sample are read in the way in which that is smaller."""
-    error = max(measured.errors(partitions))
-    if error > TOLERANCE and measured.draws.flattened:
-        measured.draws.samples_last = True
-        measured.forget_parts()
-        if (turned := max(measured.errors(partitions))) <= TOLERANCE:
-            return turned
-        measured.draws.samples_last = False
-        measured.forget_parts()
-    return error
-
-
-def _absolve(doubt: _Doubt, measured: Measurement) -> Verdict | None:
-    """Exact, where nothing is left of the difference.
-
-    Relative to what was there in float32: where a whole gradient is next to nothing, so is its rounding.
-    """
-    verdict, errors = doubt.verdict, []
-    for sizes in sorted(verdict.partitions, key=lambda sizes: total(doubt.apart[sizes]), reverse=True):
-        pairs = zip(doubt.sizes, doubt.apart[sizes], strict=True)
-        measured.judge_against([max((size for size in pair if math.isfinite(size)), default=0.0) for pair in pairs])
-        errors.append(_find_error(measured, [sizes]))
-        if errors[-1] > TOLERANCE:
-            measured.judge_against(())
-            return None
-    return verdict.model_copy(update={"exact": True, "relative_error": max(errors)})
-
-
-def _find_modules(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[ModuleError, ...]:
-    """Modules with parameters that differ, and by how much in the worst division, the worst first."""
-    measured.errors(partitions)
-    names = {id(parameter): name for name, parameter in measured.workload.model.named_parameters()}
-    parameters, worst = measured.workload.parameters(), dict[str, float]()
-    for sizes in partitions:
-        for index, error in measured.scales().report(measured.apart(sizes)).items():
-            module = _module_of(names.get(id(parameters[index])), measured.workload.model)
-            worst[module] = max(worst.get(module, 0.0), error)
-    ordered = sorted(worst.items(), key=lambda found: -found[1])
-    return tuple(ModuleError(module=module, relative_error=error) for module, error in ordered)
-
-
-def _module_of(name: str | None, model: nn.Module) -> str:
-    if name is None:
-        return "a parameter of the optimizer alone"
-    return name.rpartition(".")[0] or type(model).__name__
 
 
 def _differ(layout: Layout) -> bool:

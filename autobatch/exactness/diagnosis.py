@@ -7,34 +7,24 @@ not cover telling apart the other ways in which samples of one micro-batch can d
 
 from __future__ import annotations
 
-import math
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.exactness.measurement import Measurement, Sizes, ranges_of
+from autobatch.exactness.divisions import Sizes
+from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.numbering import Order
-from autobatch.exactness.rounding import TOLERANCE, relate
-from autobatch.exactness.units import Unit, units_of
+from autobatch.exactness.rounding import TOLERANCE
+from autobatch.exactness.weighing import explain_weighing, is_explained_by, is_near
 from autobatch.state.random_state import HostRandomState
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms
 
 __all__ = ["find_causes", "find_unruly_generators", "fixed_statistics"]
 
-_EXPLAINS = 1e-3
-"""A cause explains a gradient where what it predicts is this near."""
-
 _ORDERS: tuple[Order, ...] = ("alike", "rising", "falling")
-
-_BETTER = 10.0
-"""Advice must make the error smaller by this at least. What was passed, or something equal to it, never does."""
-
-_NO_ERROR = 1e-6
-"""Candidates that are nearer than this are equally good, and the commonest of them is named."""
 
 _SHUFFLED = (
     "in-batch shuffling: random numbers of the step pair or reorder the samples of a micro-batch (samples shuffled "
@@ -79,7 +69,7 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> 
     if _is_shuffled(measured, partitions):
         return (*causes, _SHUFFLED)
     explain: Callable[[Measurement, Sequence[Sizes]], str | None]
-    for explain in (_explain_sum, _explain_term_per_step, _explain_weighing):
+    for explain in (_explain_sum, _explain_term_per_step, explain_weighing):
         explanation = explain(measured, partitions)
         if explanation is not None:
             return (*causes, explanation)
@@ -141,7 +131,7 @@ def _renew_where_it_matters(measured: Measurement, partitions: Sequence[Sizes]) 
     measured.release()
     renewed = measured.renewed()
     moves = any(
-        not _near(renewed.numbers(sizes), numbers, scale=numbers, tolerance=TOLERANCE)
+        not is_near(renewed.numbers(sizes), numbers, scale=numbers, tolerance=TOLERANCE)
         for sizes, numbers in zip(partitions, divided, strict=True)
     )
     return (names, renewed) if moves else ([], measured)
@@ -156,7 +146,7 @@ def _moved_modules(measured: Measurement) -> list[str]:
 
 
 def _explain_sum(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
-    if not _explained_by(measured, partitions, lambda _start, _stop: 1.0, normalise=False):
+    if not is_explained_by(measured, partitions, lambda _start, _stop: 1.0, normalise=False):
         return None
     return (
         "the loss is a sum and is read as a mean: return autobatch.Sum(loss, count), with the number of samples or "
@@ -168,7 +158,7 @@ def _explain_term_per_step(measured: Measurement, partitions: Sequence[Sizes]) -
     """A term that is added in each of K micro-batches is K - 1 times too much."""
     whole = measured.whole_numbers()
     extra = [(measured.numbers(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
-    if len(extra) < 2 or not all(_near(one, extra[0], scale=extra[0]) for one in extra[1:]):
+    if len(extra) < 2 or not all(is_near(one, extra[0], scale=extra[0]) for one in extra[1:]):
         return None
     return (
         "a term that does not depend on the samples, such as a regulariser, counts once a micro-batch instead of once "
@@ -187,128 +177,6 @@ def _is_exact_in(order: Order, measured: Measurement, partitions: Sequence[Sizes
         return max(measured.anew().errors(partitions)) <= TOLERANCE
     finally:
         measured.draws.ordered = ""
-
-
-def _explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
-    passed = _error_as_passed(measured, partitions)
-    if _error_of(measured, partitions, lambda start, stop: float(stop - start)) <= _most(passed):
-        return (
-            "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
-            "or state the number of samples as its count"
-        )
-    best = _find_best_unit(measured, partitions)
-    if best is not None and best[1] <= _most(passed):
-        return _advise(measured, best[0], passed, best[1])
-    if _is_some_weighing(measured, partitions):
-        return (
-            f"the loss is a mean over something else than {_counted(measured)}, such as class weights: pass weigh= "
-            f"that sums what the loss is divided by"
-        )
-    return None
-
-
-def _advise(measured: Measurement, unit: Unit, passed: float, reached: float) -> str:
-    counted = "what it states as its count" if measured.states_counts else _counted(measured)
-    state = f"state {unit.code} as its count" if measured.states_counts else f"pass weigh=lambda batch: {unit.code}"
-    return (
-        f"the loss is a mean over {unit.code}, not over {counted}: {state} (that leaves a relative error "
-        f"{_bound(reached)} instead of {passed:.1e})"
-    )
-
-
-def _bound(error: float) -> str:
-    return f"below {_NO_ERROR:.0e}" if error < _NO_ERROR else f"of {error:.1e}"
-
-
-def _counted(measured: Measurement) -> str:
-    return "what weigh() counts" if measured.workload.weigh is not None else "samples"
-
-
-def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[Unit, float] | None:
-    """The candidate that leaves the least error, and that error; the first of those that leave as good as none."""
-    best: tuple[Unit, float] | None = None
-    for unit in units_of(measured.layout):
-        error = _error_of(measured, partitions, _counter(unit, measured))
-        if best is None or error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):
-            best = unit, error
-    return best
-
-
-def _most(passed: float) -> float:
-    """The most that an explanation may leave of what there was."""
-    return min(_EXPLAINS, passed / _BETTER)
-
-
-def _error_as_passed(measured: Measurement, partitions: Sequence[Sizes]) -> float:
-    whole = measured.whole_numbers()
-    return max(_relative(measured.numbers(sizes), whole) for sizes in partitions)
-
-
-def _counter(unit: Unit, measured: Measurement) -> Callable[[int, int], float]:
-    return lambda start, stop: unit.count(measured.part(start, stop).batch)
-
-
-def _explained_by(
-    measured: Measurement, partitions: Iterable[Sizes], weigh: Callable[[int, int], float], *, normalise: bool = True
-) -> bool:
-    return _error_of(measured, partitions, weigh, normalise=normalise) <= _EXPLAINS
-
-
-def _error_of(
-    measured: Measurement, partitions: Iterable[Sizes], weigh: Callable[[int, int], float], *, normalise: bool = True
-) -> float:
-    """How far the sum of the parts' own gradients with these weights is from the whole, in the worst division."""
-    whole, worst = measured.whole_numbers(), 0.0
-    for sizes in partitions:
-        weights = [weigh(start, stop) for start, stop in ranges_of(sizes)]
-        divisor = sum(weights) if normalise else 1.0
-        parts = [measured.alone(start, stop) for start, stop in ranges_of(sizes)]
-        # 0 x nan is nan: a part without anything to count has no gradient to go by
-        shares = [p * (w / divisor) for p, w in zip(parts, weights, strict=True) if p is not None and w > 0]
-        worst = max(worst, _relative(torch.stack(shares).sum(0), whole) if shares else math.inf)
-    return worst
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return relate(float((found - expected).norm()), float(expected.norm()))
-
-
-def _is_some_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> bool:
-    """Whether weights exist that are positive, sum to 1, and give a range of samples the same in every division."""
-    whole = measured.whole_numbers()
-    reached = {0: 0.0}
-    for sizes in partitions:
-        ranges = ranges_of(sizes)
-        weights = _solve([measured.alone(start, stop) for start, stop in ranges], whole)
-        if weights is None or abs(sum(weights) - 1) > _EXPLAINS or min(weights) < -_EXPLAINS:
-            return False
-        so_far = 0.0
-        for (_, stop), weight in zip(ranges, weights, strict=True):
-            so_far += weight
-            if abs(reached.setdefault(stop, so_far) - so_far) > 2 * _EXPLAINS:
-                return False
-    ordered = [reached[stop] for stop in sorted(reached)]
-    return all(later >= earlier - _EXPLAINS for earlier, later in pairwise(ordered))
-
-
-def _solve(parts: Sequence[torch.Tensor | None], whole: torch.Tensor) -> list[float] | None:
-    """The weights whose sum of parts is nearest to the whole; ``None`` where it is not near, or they are not unique."""
-    usable = [index for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())]
-    columns = [part for index in usable if (part := parts[index]) is not None]
-    if not columns:
-        return None
-    matrix = torch.stack(columns, 1)
-    found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")
-    if int(found.rank) < len(columns) or not _near((matrix @ found.solution).squeeze(1), whole, scale=whole):
-        return None
-    weights = [0.0] * len(parts)
-    for index, weight in zip(usable, found.solution.squeeze(1).tolist(), strict=True):
-        weights[index] = weight
-    return weights
-
-
-def _near(found: torch.Tensor, expected: torch.Tensor, *, scale: torch.Tensor, tolerance: float = _EXPLAINS) -> bool:
-    return bool((found - expected).norm() <= tolerance * scale.norm())
 
 
 def _show(names: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -17,38 +16,19 @@ from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.errors import DoesNotFit
+from autobatch.exactness.divisions import Sizes, ranges_of
 from autobatch.exactness.gradients import Gradients, distances, norms, take_gradients, total
 from autobatch.exactness.numbering import Numbering
 from autobatch.exactness.rounding import TOLERANCE, Scales, bound_noise
 from autobatch.memory.device import Device
-from autobatch.planning.planner import balance
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import Mean, Sum
 from autobatch.step.workload import Step, Workload
 
-__all__ = ["Measurement", "Sizes", "partitions_of", "ranges_of"]
-
-Sizes = tuple[int, ...]
+__all__ = ["Measurement"]
 
 _FACTOR = 1.1
 """No power of two, so that every number of the backward pass is rounded otherwise."""
-
-
-def partitions_of(samples: int, smallest: int) -> list[Sizes]:
-    """The divisions that are tried: a small part first, a small part last, halves, quarters.
-
-    All are needed: a mean that is stated with a wrong count looks right in two halves, and fails only in uneven parts.
-    """
-    if samples < 2 * smallest:
-        return []
-    uneven = (smallest, samples - smallest)
-    even = [balance(samples, -(-samples // min(parts, samples // smallest))) for parts in (2, 4)]
-    return [*dict.fromkeys([uneven, *even, uneven[::-1]])]
-
-
-def ranges_of(sizes: Sizes) -> list[tuple[int, int]]:
-    """Where each part begins and ends."""
-    return [*pairwise([0, *accumulate(sizes)])]
 
 
 @dataclass(frozen=True, eq=False)
