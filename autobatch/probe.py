@@ -24,7 +24,7 @@ from torch import nn
 from autobatch.accumulation.progress import Accumulated, Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
-from autobatch.errors import AutobatchError, DoesNotFit
+from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import MemoryUsage, Phase, Trial
@@ -132,14 +132,14 @@ class Probe:
     def find_smallest(self) -> int:
         """The fewest samples that the model can run: 1, or 2 where one sample alone raises an error.
 
-        Only the forward pass is run. Whether two samples run is not asked here: each trial does.
+        Only the forward pass is run. Whether two samples run is not asked here: each trial does, and what is wrong
+        with the step itself is raised there, about the samples that were asked for.
         """
         handled = sys.exc_info()[1]
         try:
             self._attempt(self._run_one_sample, 1, _Readings())
         except Exception as error:
-            refused = not isinstance(error, AutobatchError) and not is_oom(error, handled=handled)
-            if not refused:
+            if is_oom(error, handled=handled):
                 raise
         else:
             return 1

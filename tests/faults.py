@@ -199,6 +199,11 @@ class Case:
         return teacher.step, (teacher,)
 
     @property
+    def restarts(self) -> bool:
+        """Whether its counts are no whole numbers: then the total is summed again over the pieces of a retry."""
+        return self.weigh in (weigh_terms, sum_class_weights)
+
+    @property
     def draws_on_host(self) -> bool:
         """Whether its step draws from Python's and NumPy's generators; its first shortage then restarts the batch."""
         return self.step is augmented_step

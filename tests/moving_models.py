@@ -127,7 +127,7 @@ class DataDependent(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output = self.layer(inputs)
         if not hasattr(self, "scale"):
-            self.register_buffer("scale", 1 / (0.1 + output.detach().std(0)))
+            self.register_buffer("scale", 1 / (0.1 + output.detach().std(0, correction=0)))
             self.bias = nn.Parameter(-output.detach().mean(0))
         return output * self.scale + self.bias
 

@@ -95,7 +95,7 @@ def assert_exact(
     expected = whole_gradient(model, step, batch)
     model.zero_grad()
     example = batch if example is None else example
-    plan = autobatch.fit(model, target, batch=example, step=step, max_micro_batch=largest, check="raise", reuse=False)
+    plan = autobatch.fit(model, target, batch=example, step=step, max_micro_batch=largest, reuse=False)
     result = autobatch.Runner(plan, model, step, None).accumulate(batch)
     assert sum(result.micro_batch_sizes) == target
     assert max(result.micro_batch_sizes) <= largest

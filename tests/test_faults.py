@@ -10,7 +10,11 @@ from faults import CASES, OUTCOMES, InterruptAt, Judge, Tally, Training, count_b
 
 from autobatch.testing import oom_at
 
-pytestmark = pytest.mark.usefixtures("quiet_log")
+pytestmark = [
+    pytest.mark.usefixtures("quiet_log"),
+    # torch says so once a process, at the first sparse tensor that an optimizer makes.
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+]
 
 SMALL = CASES[0]
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -50,7 +54,7 @@ def test_the_proof(case, second, capsys, total):
     """Wherever memory ends: bitwise the committed micro-batches' step, or bitwise nothing, or CannotRetry says so."""
     tally = prove(case, earlier_steps=int(second), earlier_gradients=second)
     tell(capsys, f"{case.name}, {'second' if second else 'first'} step", tally, total)
-    assert tally.outcomes["kept"] >= 10 or (case.draws_on_host and not second)
+    assert tally.outcomes["kept"] >= 10 or case.restarts or (case.draws_on_host and not second)
     assert tally.outcomes["restarted"] >= 10
 
 

@@ -11,6 +11,7 @@ begins anew; both are exact, and redoing only the failed micro-batch on touched 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ TakesGradient = Callable[[Callable[[], None]], None]
 """Takes a gradient: prepares, then calls what it was given, then begins what cannot be undone."""
 
 _T = TypeVar("_T")
+_LOG = logging.getLogger("autobatch")
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Accumulation:
             try:
                 self._state.stop_recording()
                 if not aside.is_final:
-                    before.restore()
+                    self._undo(before)
             finally:
                 aside.end()
                 self._sums.end()
@@ -123,6 +125,17 @@ class Accumulation:
             f"memory ended after the last backward pass, before the update ({reason}); everything is as before the "
             f"step: free memory or give fit() more headroom="
         )
+
+    def _undo(self, before: RewindPoint) -> None:
+        """Put everything back; what cannot be is logged, since the error that comes out may be the user's own."""
+        lost = self._state.learn(before)
+        before.restore()
+        if lost:
+            _LOG.warning(
+                "the step was undone but for a tensor of shape %s, into which step() had never written before: there "
+                "was no copy of it",
+                tuple(lost[0].shape),
+            )
 
     def _complete(
         self, progress: Progress, before: RewindPoint, aside: GradientsAside, update: TakesGradient | None

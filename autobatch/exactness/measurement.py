@@ -15,6 +15,7 @@ import torch
 from autobatch.accumulation.progress import Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, tensors_of
+from autobatch.batch.tree import as_leaf, map_tensors
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.divisions import Sizes, ranges_of
 from autobatch.exactness.gradients import Gradients, distances, norms, take_gradients, total
@@ -141,7 +142,9 @@ class Measurement:
 
     def part(self, start: int, stop: int) -> Layout:
         """Samples ``start`` to ``stop`` as a batch."""
-        return Layout(self.layout.take(start, stop), stop - start, self.layout.lists)
+        # Leaves: a registered type's own ``take`` may compute them from tensors that require a gradient.
+        batch = map_tensors(self.layout.take(start, stop), as_leaf)
+        return Layout(batch, stop - start, self.layout.lists)
 
     def renewed(self) -> Measurement:
         """The same with buffers put back before every part."""

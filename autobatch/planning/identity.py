@@ -25,7 +25,9 @@ def differences(plan: PlanRecord, model: str, identity: ModelIdentity) -> tuple[
 
 
 def _compare(plan: PlanRecord, then: ModelIdentity, model: str, now: ModelIdentity) -> Iterator[str]:
-    if then.shapes != now.shapes:
+    if not (then.shapes and now.shapes):
+        pass  # a lazy module has no shapes yet
+    elif then.shapes != now.shapes:
         yield f"it was made for {_describe(plan.model, then)}, and this is {_describe(model, now)}"
     elif then.trained != now.trained:
         yield f"{then.trained} of {then.parameters} parameters were trained, and now {now.trained} are"

@@ -7,7 +7,8 @@ in a list, count as well. Does not cover the values of tensors: ``rewind_point``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from operator import is_
 
 import torch
@@ -15,8 +16,24 @@ from torch import nn
 
 from autobatch.state.containers import find_contents, put_entries_back
 from autobatch.state.tensor_header import TensorHeaders
+from autobatch.storages import storages_of
 
-__all__ = ["ModuleState"]
+__all__ = ["Location", "ModuleState", "tensors_at"]
+
+Location = tuple[int, str, str]
+"""The ``id`` of a module, one of its attributes, and, in its table of parameters, a name."""
+
+
+def tensors_at(locations: AbstractSet[Location], modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """The tensors that are there now; where nothing is, none."""
+    if not locations:
+        return []
+    by_id = {id(module): module for module in modules}
+    found = []
+    for key, attribute, name in locations:
+        value = vars(by_id[key]).get(attribute) if key in by_id else None
+        found.append(value.get(name) if attribute == "_parameters" and value else value)
+    return find_contents(found).tensors
 
 
 class ModuleState:
@@ -63,6 +80,10 @@ class ModuleState:
         """The modules whose class, attributes or containers are not as they were; tensors are not looked at."""
         return [held.module for held in self._attributes.values() if not held.are_current()]
 
+    def find_locations(self, storages: AbstractSet[int]) -> set[Location]:
+        """Where modules held tensors with these storages (``_cdata``)."""
+        return {location for held in self._attributes.values() for location in held.find_locations(storages)}
+
     def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
         """The tensors that one of the modules held itself."""
         return self._attributes[id(module)].tensors
@@ -95,6 +116,14 @@ class _Attributes:
             and [*held] == self._names
             and self._found.are_current()
         )
+
+    def find_locations(self, storages: AbstractSet[int]) -> Iterator[Location]:
+        for attribute, value in self._held.items():
+            entries = value.items() if attribute == "_parameters" else [("", value)]
+            for name, entry in entries:
+                tensors = find_contents([entry]).tensors
+                if any(s._cdata in storages for tensor in tensors for s in storages_of(tensor)):
+                    yield id(self.module), attribute, name
 
     def put_back(self) -> None:
         if type(self.module) is not self._class:  # a lazy module has become an ordinary one

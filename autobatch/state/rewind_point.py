@@ -11,16 +11,16 @@ is remembered once a step, until a failure shows that it moves (``StepState``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from autobatch.state.module_state import ModuleState
+from autobatch.state.module_state import Location, ModuleState, tensors_at
 from autobatch.state.random_state import RandomState
 from autobatch.state.tensor_header import is_uninitialized
-from autobatch.state.user_objects import UserObjects
+from autobatch.state.user_objects import UserObjects, expand_objects
 from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory, is_recorded
 from autobatch.storages import storages_of
 
@@ -99,22 +99,28 @@ class RewindPoint:
             self._put_back()  # interrupted: half of it would be neither before nor after
             raise
 
-    @torch.no_grad()
     def _put_back(self) -> None:
-        self.modules.put_back()
+        with ExitStack() as parts:  # what one of them raises leaves none of the others out
+            parts.callback(self.random.restore)  # last: the user's objects may draw when they are loaded
+            parts.callback(self._objects.put_back)
+            parts.callback(self._put_values_back)
+            parts.callback(self.modules.put_back)
+
+    @torch.no_grad()
+    def _put_values_back(self) -> None:
         for buffer, value in self._buffers:
-            buffer.copy_(value)
+            with torch.inference_mode(mode=buffer.is_inference()):  # torch writes into such a one nowhere else
+                buffer.copy_(value)
         for memory, value in self.memory.values():
             storage = memory.untyped_storage()
             if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
                 storage.resize_(value.nbytes)
             memory.copy_(value)
-        self._objects.put_back()
-        self.random.restore()  # last: the user's objects may draw when they are loaded
 
     def forget(self) -> None:
         """Let go of the copies; from here on ``restore`` puts back no values."""
-        self._buffers, self.memory, self._objects = [], {}, _NO_OBJECTS
+        self.memory.clear()  # a recorder holds it too
+        self._buffers, self._objects = [], _NO_OBJECTS
 
 
 class StepState:
@@ -135,22 +141,29 @@ class StepState:
             records: Not for compiled models, which would run eagerly meanwhile.
         """
         self._model, self._device = model, device
-        self._modules = [part for item in objects if isinstance(item, nn.Module) for part in item.modules()]
-        self._objects = [item for item in objects if not isinstance(item, nn.Module)]
+        named = expand_objects(objects)
+        self._modules = [part for item in named if isinstance(item, nn.Module) for part in item.modules()]
+        self._objects = [item for item in named if not isinstance(item, nn.Module)]
         self.records, self._begun = records, 0
         self._memory = WrittenMemory()
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
+        self._locations: set[Location] = set()
         self.moves_modules = self._draws_on_host = False
 
     def begin(self) -> RewindPoint:
         """Remember everything, before a step."""
         self._begun += 1
+        if self.records and is_recorded(self._begun - 1):
+            self._memory = WrittenMemory()  # learnt anew: what was written once may never be again
         modules = [*self._model.modules(), *self._modules]
         self._latest = ModuleState(modules, self._latest)
         return self._make_point(self._latest)
 
     def _make_point(self, state: ModuleState, random: RandomState | None = None) -> RewindPoint:
+        # By location too: a tensor that is replaced in each step and written into is never the same one.
+        self._memory.add(tensors_at(self._locations, state.modules))
+        self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
         return RewindPoint(
             state.modules, self._device, random=random, state=state, memory=self._memory, objects=self._objects
         )
@@ -181,6 +194,8 @@ class StepState:
         """At the end of a step, however it ended."""
         if self._recorder is not None:
             self._recorder.stop()
+            self._locations |= self._latest.find_locations(self._recorder.written) if self._latest else set()
+        self._recorder = None
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.
@@ -199,10 +214,12 @@ class StepState:
         Returns:
             Tensors that cannot be put back: there is no copy of what they held. In later steps there will be.
         """
-        copied = {id(buffer) for buffer in begun.buffers()}
-        written = [tensor for tensor in begun.modules.headers.find_written() if id(tensor) not in copied]
-        unsaved = [t for t in written if any(s._cdata not in begun.memory for s in storages_of(t))]
-        self._memory.add(unsaved)
+        copied = {s._cdata for buffer in begun.buffers() for s in storages_of(buffer)} | begun.memory.keys()
+        written = begun.modules.headers.find_written()
+        unsaved = [alias for alias in written if any(s._cdata not in copied for s in storages_of(alias))]
+        if unsaved:
+            self._memory.add(unsaved)
+            self._locations |= begun.modules.find_locations({s._cdata for t in unsaved for s in storages_of(t)})
         return unsaved
 
 

@@ -1,8 +1,8 @@
 """Remembers what tensor objects refer to and their flags, and puts them back; values are kept elsewhere.
 
 Covers the memory that a tensor points to (``.data = ...``, ``resize_``, ``half()``), its class (a lazy module's
-parameter becomes an ordinary one in its first forward pass), ``requires_grad``, a graph that it was made part of in
-place, and gradient hooks. Does not cover ``.grad``.
+parameter becomes an ordinary one in its first forward pass), attributes that were set on it, ``requires_grad``, a graph
+that it was made part of in place, and gradient hooks. Does not cover ``.grad``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from autobatch.state.containers import are_same, put_entries_back
 from autobatch.storages import place_of
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
@@ -40,18 +41,19 @@ class TensorHeaders:
         with self._undisturbed():
             self._aliases = [_alias(tensor) for tensor in tensors]
             self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+            self._held = [vars(tensor).copy() for tensor in tensors]
             self._requires_grad = [tensor.requires_grad for tensor in tensors]
             self._are_leaves = [tensor.is_leaf for tensor in tensors]
             self._are_hooked = [t._backward_hooks is not None for t in tensors]  # noqa: SLF001 - no public way
 
     def find_written(self) -> list[torch.Tensor]:
-        """Tensors into which torch has counted a write. Those through ``.data`` and by some kernels are not counted.
+        """Aliases of tensors into which torch has counted a write. Those through ``.data`` are not counted.
 
-        A tensor that refers to other memory by now does not count: what it referred to is as it was.
+        Where such a tensor refers to other memory by now, its old memory may or may not have been written into before;
+        that of a lazy module's parameter had no size.
         """
-        counts = zip(self.tensors, self._versions, self._aliases, strict=True)
-        written = [(t, alias) for t, version, alias in counts if version >= 0 and t._version != version]
-        return [tensor for tensor, alias in written if _refer_to_the_same(tensor, alias)]
+        counts = zip(self.tensors, self._versions, self._aliases, self._classes, strict=True)
+        return [alias for t, version, alias, cls in counts if t._version != version >= 0 and cls not in _LAZY]
 
     def are_current(self) -> bool:
         """Whether all refer to the same memory in the same way, and have the same flags."""
@@ -59,6 +61,9 @@ class TensorHeaders:
         return (
             all(map(_refer_to_the_same, tensors, self._aliases))
             and [type(t) for t in tensors] == self._classes
+            and all(
+                are_same([*vars(t).values()], [*held.values()]) for t, held in zip(tensors, self._held, strict=True)
+            )
             and [t.requires_grad for t in tensors] == self._requires_grad
             and [t.is_leaf for t in tensors] == self._are_leaves
             and not any(t._backward_hooks for t in self._unhooked())  # noqa: SLF001 - no public way
@@ -76,6 +81,8 @@ class TensorHeaders:
             for tensor, alias, requires_grad, was_leaf in leaves:
                 if was_leaf:
                     _put_leaf_back(tensor, alias, requires_grad=requires_grad)
+            for tensor, held in zip(self.tensors, self._held, strict=True):
+                put_entries_back(vars(tensor), held)
             for tensor in self._unhooked():
                 (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
 
@@ -108,6 +115,11 @@ def _put_leaf_back(tensor: torch.Tensor, alias: torch.Tensor, *, requires_grad: 
         tensor.data = alias
     if tensor.is_leaf and tensor.requires_grad != requires_grad:
         tensor.requires_grad_(requires_grad)
+
+
+def _holds(tensor: torch.Tensor, held: dict[str, object]) -> bool:
+    now = vars(tensor)
+    return now.keys() == held.keys() and are_same([*now.values()], [*held.values()])
 
 
 def _refer_to_the_same(tensor: torch.Tensor, alias: torch.Tensor) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.errors import InvalidArgument
-from autobatch.state.containers import Found, find_contents
+from autobatch.state.containers import Found, children_of, find_contents
 
-__all__ = ["UserObjects", "check_objects"]
+__all__ = ["UserObjects", "check_objects", "expand_objects"]
 
 
 def check_objects(objects: Any) -> tuple[Any, ...]:
@@ -29,12 +30,26 @@ def check_objects(objects: Any) -> tuple[Any, ...]:
     if not isinstance(objects, list | tuple):
         raise InvalidArgument(f"keep={type(objects).__name__}: pass a list of objects, keep=[...]")
     for index, item in enumerate(objects):
-        if not (isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)):
+        if not _can_be_put_back(item):
             raise InvalidArgument(
                 f"keep[{index}] is a {type(item).__name__}, which cannot be put back: give it state_dict() and "
                 f"load_state_dict(state), or take() and put(taken)"
             )
     return tuple(objects)
+
+
+def expand_objects(objects: Sequence[Any]) -> list[Any]:
+    """The objects, and those inside the lists, tuples and dicts among them, which may be modules or have methods."""
+    found: list[Any] = []
+    waiting = [*objects]
+    while waiting:
+        item = waiting.pop()
+        if any(item is one for one in found):
+            continue
+        found.append(item)
+        if not _takes(item) and not _has_state_dict(item):
+            waiting += children_of(item)
+    return [item for item in found if _can_be_put_back(item)]
 
 
 class UserObjects:
@@ -56,10 +71,17 @@ class UserObjects:
         for item, taken in self._taken:
             item.put(taken)
         for item, state in self._states:
-            item.load_state_dict(_copy(state))  # some take the very tensors that they are given
+            # A copy, since some take the very tensors that they are given. Memory may be full: it is not counted.
+            with _disable_current_modes():
+                fresh = _copy(state)
+            item.load_state_dict(fresh)
         self._found.put_back()
         for tensor, value in self._values:
             tensor.detach().copy_(value)
+
+
+def _can_be_put_back(item: Any) -> bool:
+    return isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)
 
 
 def _takes(item: Any) -> bool:

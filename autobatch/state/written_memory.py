@@ -50,11 +50,6 @@ class WrittenMemory:
             for storage in storages_of(tensor):
                 self._known[storage._cdata] = weakref.ref(storage)
 
-    def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is one of them."""
-        reference = self._known.get(storage._cdata)
-        return reference is not None and reference() is storage
-
     @torch.no_grad()
     def save(self) -> Saved:
         """Copy all that is known, each on its own device."""
@@ -73,7 +68,7 @@ class WriteRecorder(DispatchMode):
     """While active, copies each storage that was there before into the rewind points, before an operator writes to it.
 
     Attributes:
-        written: Storages that were written into and not known before.
+        written: Storages (``_cdata``) that were written into and not known before.
     """
 
     # Such as flex_attention run eagerly: they are called as they are, and what they call is recorded.
@@ -89,6 +84,7 @@ class WriteRecorder(DispatchMode):
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._points, self._known = points, known
+        self.written: set[int] = set()
         # Those made inside the micro-batch as well: they were not there before.
         self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
 
@@ -121,6 +117,7 @@ class WriteRecorder(DispatchMode):
             if key in self._apart or all(key in point for point in self._points):
                 continue
             saved = save_storage(storage)
+            self.written.add(key)
             for point in self._points:
                 point.setdefault(key, saved)
             self._known.add([tensor])
@@ -143,8 +140,15 @@ def _written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ite
 
 def _read_schema(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()  # noqa: SLF001 - no public way
-    written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    written = [(i, a.name) for i, a in enumerate(arguments) if _is_written(a)]
     return tuple(i for i, _ in written), tuple(name for _, name in written)
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    # native_batch_norm, cudnn_batch_norm and miopen_batch_norm write into these without saying so
+    # (aten/src/ATen/native/native_functions.yaml).
+    undeclared = argument.name in ("running_mean", "running_var")
+    return undeclared or (argument.alias_info is not None and argument.alias_info.is_write)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

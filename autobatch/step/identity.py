@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from autobatch.records import ModelIdentity
+from autobatch.state.tensor_header import is_uninitialized
 from autobatch.wrappers import unwrap_model, unwrap_optimizer
 
 __all__ = ["identify_model"]
@@ -20,11 +21,13 @@ __all__ = ["identify_model"]
 def identify_model(model: nn.Module, optimizer: Any | None) -> ModelIdentity:
     """What both are recognised by; 1000 parameters took 2 ms."""
     parameters = list(unwrap_model(model).parameters())
-    shapes = sorted(tuple(parameter.shape) for parameter in parameters)
+    lazy = any(is_uninitialized(parameter) for parameter in parameters)  # of a lazy module: it gets its shape later
+    sizes = [0 if is_uninitialized(parameter) else parameter.numel() for parameter in parameters]
+    shapes = [] if lazy else sorted(tuple(parameter.shape) for parameter in parameters)
     return ModelIdentity(
         tensors=len(parameters),
-        parameters=sum(parameter.numel() for parameter in parameters),
-        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        shapes=hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        parameters=sum(sizes),
+        trained=sum(size for size, parameter in zip(sizes, parameters, strict=True) if parameter.requires_grad),
+        shapes="" if lazy else hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         optimizer="" if optimizer is None else type(unwrap_optimizer(optimizer)).__name__,
     )

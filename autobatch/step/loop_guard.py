@@ -101,8 +101,13 @@ def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refus
         if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
             before = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public twin
             if before is None:
-                stack.callback(setattr, parameter, "_post_accumulate_grad_hooks", None)
+                stack.callback(_drop_empty_hooks, parameter)
             stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)
+
+
+def _drop_empty_hooks(parameter: torch.Tensor) -> None:
+    if not parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public twin; those of the step's own stay
+        setattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: B010 - typed as a dict, and None at first
 
 
 def _watch_step(stack: ExitStack, owner: Any, message: str, refused: list[str]) -> None:
