@@ -310,7 +310,8 @@ class Training:
         self.where = "elsewhere"
         if earlier_gradients:
             for index, parameter in enumerate(self.optimizer.param_groups[0]["params"]):
-                parameter.grad = torch.full_like(parameter, 0.01) if index % 2 else None
+                has_shape = not isinstance(parameter, nn.parameter.UninitializedParameter)
+                parameter.grad = torch.full_like(parameter, 0.01) if index % 2 and has_shape else None
         self.batch = make_batch(SAMPLES, case.dtype)
 
     def state(self) -> dict[str, Any]:

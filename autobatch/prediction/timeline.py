@@ -126,14 +126,16 @@ class Timeline(Record):
         """A quantity of the step at ``n`` samples, such as its peak or what an allocator would reserve for it.
 
         Exact where the traces aligned. Else on the line through the nearest two traced sizes, which lies above a convex
-        quantity between them, and below it beyond them.
+        quantity between them, and below it beyond them. A line that falls is not followed beyond the largest size.
         """
         if not self.interpolated or len(self.traced) == 1:
             return quantity(self.at(n))
         index = next((i for i, step in enumerate(self.traced) if step.samples >= n), len(self.traced) - 1)
         low, high = self.traced[max(index, 1) - 1], self.traced[max(index, 1)]
         below, above = quantity(self.at(low.samples)), quantity(self.at(high.samples))
-        return below - (below - above) * (n - low.samples) // (high.samples - low.samples)
+        line = below - (below - above) * (n - low.samples) // (high.samples - low.samples)
+        # More samples never need less than those that were traced, and none is less than nothing.
+        return max(line, above) if n > high.samples else max(line, 0)
 
 
 def align(first: TracedStep, second: TracedStep) -> Timeline | None:

@@ -125,7 +125,8 @@ def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], c
         )
     if loss.numel() != 1:
         raise InvalidStep(
-            f"{what} returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed"
+            f"{what} returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed; "
+            f"what is no loss goes beside it, as (loss, aux)"
         )
     if not loss.requires_grad and count != 0:
         raise InvalidStep(
