@@ -52,6 +52,7 @@ _ELSEWHERE = {
     "../CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "results.md",
     "docs/ARCHITECTURE.md": "ARCHITECTURE.md",
+    "docs/concepts.md": "concepts.md",
 }
 # What a comment above a block tells the tests, as readers should see it.
 _MARKS = {"not run": r"*Not run by the tests: \1.*\n", "shown": r"*\1*\n", "file": r"*\1*\n"}

@@ -294,8 +294,8 @@ TABLE = [
         lambda: fit(step=lambda m, b: m(b[0])),
         "InvalidStep",
         (
-            "step() returned a loss of shape (2, 4); take its mean first: a scalar is needed; what is no loss goes beside "
-            "it, as (loss, aux)"
+            "step() returned a loss of shape (2, 4); take its mean first: a scalar is needed; what is no loss goes "
+            "beside it, as (loss, aux)"
         ),
     ),
     (
