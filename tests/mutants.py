@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "generators are not restored",
         REWIND_POINT,
-        "        self.random.restore()  # last: the user's objects may draw when they are loaded\n",
+        "            parts.callback(self.random.restore)  # last: the user's objects may draw when they are loaded\n",
         "",
     ),
     Mutant("buffers are not restored", REWIND_POINT, "            buffer.copy_(value)\n", "            pass\n"),
@@ -277,7 +277,7 @@ MUTANTS = (
     Mutant(
         "objects that the user named are not put back",
         REWIND_POINT,
-        "        self._objects.put_back()\n",
+        "            parts.callback(self._objects.put_back)\n",
         "",
         MOVING_TESTS,
     ),
