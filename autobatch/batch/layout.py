@@ -11,7 +11,7 @@ are split. So do not count micro-batches, their sizes are known; or describe the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -30,8 +30,10 @@ from autobatch.batch.tree import (
     map_tensors,
     tensors_of,
     with_fields,
+    with_fresh_containers,
     with_items,
 )
+from autobatch.batch.tree_spec import TreeSpec
 from autobatch.errors import InvalidArgument, InvalidBatch
 
 __all__ = [
@@ -56,11 +58,48 @@ class Layout:
         batch: The batch it describes.
         count: How many samples it has.
         lists: What each list holds, by path.
+        spec: How it is built, where it is built of plain containers; a batch of the same spec is described at once.
+        leaves: What is at the leaves of the spec, in order.
     """
 
     batch: Any
     count: int
     lists: Mapping[str, ListReading]
+    spec: TreeSpec | None = None
+    leaves: Sequence[Any] = field(default=(), repr=False)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor of the batch, in order."""
+        if self.spec is None:
+            return [*tensors_of(self.batch)]
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    def without_batch(self) -> Layout:
+        """How batches of this kind are read, without holding this one."""
+        return Layout(None, 0, self.lists, self.spec)
+
+    def micro_batch(
+        self, start: int, stop: int, place: Callable[[torch.Tensor], torch.Tensor], home: torch.device
+    ) -> Any:
+        """Samples ``start`` to ``stop`` in containers of their own, each tensor a leaf on the device.
+
+        Args:
+            start: The first sample.
+            stop: The one after the last.
+            place: Brings a tensor to the device.
+            home: The device: what is there already need not be brought.
+        """
+        if self.spec is None:
+            return with_fresh_containers(map_tensors(self.take(start, stop), lambda t: _place_leaf(t, place)))
+        cut = []
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                part = leaf.detach() if stop - start == self.count or not leaf.ndim else leaf.detach()[start:stop]
+                part = part if part.device == home else place(part)
+                cut.append(part.requires_grad_() if leaf.requires_grad else part)
+            else:
+                cut.append(leaf)
+        return self.spec.unflatten(iter(cut))
 
     def take(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop`` (exclusive), as views: no tensor or array is copied. All are the batch itself.
@@ -149,8 +188,15 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
         InvalidBatch: Nothing to count, no samples, unequal numbers, or a tensor whose rows cannot be viewed (sparse,
             nested, packed); with the paths and sizes.
     """
+    if like is not None and like.spec is not None:
+        leaves: list[Any] = []
+        if like.spec.flatten(batch, leaves) and (count := _count_alike(leaves)):
+            return Layout(batch, count, like.lists, like.spec, leaves)
     count, lists = read(batch, like.lists if like is not None else {}, samples)
-    return Layout(batch, count, lists)
+    spec, leaves = None if {"samples", "unclear"} & {*lists.values()} else TreeSpec.of(batch), []
+    if spec is not None:
+        spec.flatten(batch, leaves)
+    return Layout(batch, count, lists, spec, leaves)
 
 
 def count_samples(batch: Any) -> int:
@@ -178,6 +224,26 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
 def grow(batch: Any, n: int) -> Any:
     """A batch of ``n`` samples by repeating this one's in order; see ``Layout.grow``."""
     return describe(batch).grow(n)
+
+
+def _count_alike(leaves: Sequence[Any]) -> int:
+    """Rows of all tensors with dimensions, where they are dense and agree; else 0."""
+    count = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                return 0
+            if leaf.ndim:
+                rows = leaf.shape[0]
+                if count not in (0, rows):
+                    return 0
+                count = rows
+    return count
+
+
+def _place_leaf(tensor: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
+    return place(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def _take_entries(part: Any, start: int, stop: int) -> Any:
