@@ -106,7 +106,7 @@ def test_clearing_drops_all_gradients():
     run_backward(parameters)
     stamps.clear()
     assert [parameter.grad for parameter in parameters] == [None] * 3
-    assert stamps._stamps == []
+    assert stamps.present == []
 
 
 def test_gradients_are_set_aside_without_a_copy_and_put_back():

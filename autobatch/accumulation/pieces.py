@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from autobatch.step.workload import Workload
 __all__ = ["Piece", "check_additive", "cut", "find_least_size", "join", "refuse_graphs", "sum_weights"]
 
 
-@dataclass(frozen=True)
 class Piece:
     """Samples ``start`` to ``stop`` of one of the given batches.
 
@@ -29,50 +27,44 @@ class Piece:
         layout: The batch.
         start: The first sample.
         stop: The one after the last.
+        size: Samples in it.
         weights: What they count for, by term; the name ``""`` stands for every term.
+        counts: Whether any term is a mean over something in it.
     """
 
-    layout: Layout
-    start: int
-    stop: int
-    weights: Mapping[str, float]
+    __slots__ = ("counts", "layout", "size", "start", "stop", "weights")
 
-    @property
-    def size(self) -> int:
-        """Samples in it."""
-        return self.stop - self.start
-
-    @property
-    def counts(self) -> bool:
-        """Whether any term is a mean over something in it."""
-        return any(weight > 0 for weight in self.weights.values())
-
-    def take(self) -> Any:
-        """Its samples, as views of the batch."""
-        return self.layout.take(self.start, self.stop)
+    def __init__(self, layout: Layout, start: int, stop: int, weights: Mapping[str, float]) -> None:
+        self.layout, self.start, self.stop, self.weights = layout, start, stop, weights
+        self.size = stop - start
+        self.counts = max(weights.values()) > 0
 
 
-def cut(workload: Workload, samples: tuple[Layout, int, int], largest: int, smallest: int = 1) -> list[Piece]:
-    """Samples ``(batch, start, stop)`` of a batch as the fewest pieces of at most ``largest``, as equal as can be.
+def cut(
+    workload: Workload, ranges: Iterable[tuple[Layout, int, int]], largest: int | None, smallest: int = 1
+) -> list[Piece]:
+    """Samples ``(batch, start, stop)`` of batches as the fewest pieces of at most ``largest``, as equal as can be.
 
     Args:
         workload: Says what a piece counts for.
-        samples: The batch, the first sample and the one after the last.
+        ranges: Each a batch, the first sample and the one after the last. No piece has samples of two batches.
         largest: The most samples of a piece; more only where no division has but pieces of at least ``smallest``.
+            ``None``: as many as a batch has.
         smallest: The fewest samples that the model can run. A batch of fewer is one piece, and the model's own error.
 
     Raises:
         InvalidBatch: ``weigh`` gave no count.
     """
     pieces = []
-    layout, start, stop = samples
-    total = stop - start
-    for size in balance(total, max(largest, least_size(total, smallest)), min(total, smallest)):
-        # Taken only for somebody to count in it: a part of a nest costs tens of microseconds.
-        part = None if workload.weigh is None else layout.take(start, start + size)
-        weights = workload.weights_of(part, size)
-        pieces.append(Piece(layout, start, start + size, weights))
-        start += size
+    for layout, start, stop in ranges:
+        total, first = stop - start, start
+        most = max(largest or layout.count, least_size(total, smallest))
+        for size in balance(total, most, min(total, smallest)):
+            # Taken only for somebody to count in it.
+            weighed = workload.weigh is not None
+            weights = workload.weights_of(layout.take(first, first + size), size) if weighed else {"": float(size)}
+            pieces.append(Piece(layout, first, first + size, weights))
+            first += size
     return pieces
 
 
@@ -131,6 +123,8 @@ def refuse_graphs(tensors: Iterable[torch.Tensor]) -> None:
         InvalidBatch: A tensor was computed from something that wants a gradient. A view of a leaf is none.
     """
     for tensor in tensors:
+        if not tensor.requires_grad:
+            continue
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - no public twin
         if base.grad_fn is not None:
             raise InvalidBatch(

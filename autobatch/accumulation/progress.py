@@ -6,7 +6,9 @@ Covers the running sum of the loss and its count. Does not cover gradients, whic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,9 @@ from autobatch.accumulation.shares import Share, Totals
 from autobatch.errors import InvalidStep
 
 __all__ = ["Accumulated", "Progress", "Shortage"]
+
+_COUNTS = attrgetter("counts")
+_VERSION = attrgetter("_version")
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Progress:
         todo: Pieces that are still to run.
         done: Those that have run.
         totals: What the step's losses are divided by.
+        counts: Whether any piece counts for anything.
         aux: What each finished piece gave beside its loss.
         loss: The running sum of all shares.
         counted: What shares that were divided by a unit have counted for so far.
@@ -63,9 +69,18 @@ class Progress:
         failed_size: Samples of the piece in which it last did.
     """
 
-    def __init__(self, pieces: list[Piece], *, weighed: bool) -> None:
-        """Begin with these pieces; ``weighed``: whether ``weigh`` counted in them."""
+    def __init__(self, pieces: list[Piece], batch: Sequence[torch.Tensor], *, weighed: bool) -> None:
+        """Begin.
+
+        Args:
+            pieces: To be run.
+            batch: The tensors of which they are parts.
+            weighed: Whether ``weigh`` counted in the pieces.
+        """
         self.todo, self._weighed = pieces, weighed
+        self.counts = any(map(_COUNTS, pieces))
+        self._batch = [tensor for tensor in batch if not tensor.is_inference()]
+        self._versions = list(map(_VERSION, self._batch))
         self.totals = Totals.of(pieces, weighed=weighed)
         self.retries = self.failed_size = 0
         self._forget()
@@ -88,20 +103,25 @@ class Progress:
             InvalidStep: The step counts for one piece and not for another.
         """
         if share is not None:
-            self._add(share)
+            loss, count, unit = share
+            if self.loss is None:
+                self.loss, self.unit = loss.detach(), unit
+            elif (self.unit is None) != (unit is None):
+                raise InvalidStep(
+                    "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
+                )
+            else:
+                # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
+                self.loss = self.loss + loss.detach()
+            self.counted += count
         # Last: where memory ends in the addition, the piece is not done, and comes again.
         self.done.append(piece)
         self.aux.append(aux)
+        self.todo = self.todo[1:]
 
-    def _add(self, share: Share) -> None:
-        if self.loss is not None and (self.unit is None) != (share.unit is None):
-            raise InvalidStep(
-                "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
-            )
-        # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
-        wide = share.loss.detach().to(torch.promote_types(share.loss.dtype, torch.float32))
-        self.loss = wide if self.loss is None else self.loss + wide
-        self.counted, self.unit = self.counted + share.count, share.unit
+    def batch_is_written(self) -> bool:
+        """Whether somebody has written into the batch since the beginning; a view counts with its base."""
+        return list(map(_VERSION, self._batch)) != self._versions
 
     def fail(self) -> None:
         """Memory has ended in the next piece."""

@@ -29,19 +29,9 @@ __all__ = ["Share", "Totals"]
 _EXACT_IN_FLOAT32 = 2**24
 
 
-@dataclass(frozen=True, eq=False)
-class Share:
-    """What one micro-batch adds to the step's loss.
-
-    Attributes:
-        loss: 0-dim, with a graph.
-        count: What it counts for where the losses were divided by a unit, else 0.
-        unit: What the losses were divided by instead of the total.
-    """
-
-    loss: torch.Tensor
-    count: float = 0.0
-    unit: float | None = None
+Share = tuple[torch.Tensor, float, "float | None"]
+"""What one micro-batch adds to the step's loss: a 0-dim tensor with a graph; what it counts for where it was divided by
+a unit, else 0; and that unit, instead of which others are divided by the total."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +54,14 @@ class Totals:
     @classmethod
     def of(cls, pieces: Sequence[Piece], *, weighed: bool) -> Totals:
         """Of the pieces that a step's batches were divided into."""
-        samples = sum(piece.size for piece in pieces)
+        samples = 0
+        for piece in pieces:
+            samples += piece.size
+        if not weighed:
+            return cls({"": float(samples)}, samples, weighed=False, are_exact=True)
         weights = sum_weights(pieces)
         are_exact = all(w.is_integer() and w <= _EXACT_IN_FLOAT32 for piece in pieces for w in piece.weights.values())
-        return cls(weights, samples, weighed, are_exact)
+        return cls(weights, samples, weighed=True, are_exact=are_exact)
 
     def share(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
         """The part of the step's loss that these terms of a piece are.
@@ -83,26 +77,35 @@ class Totals:
         Raises:
             InvalidStep: The step's counts or terms do not go with ``weigh``'s, or need one that is not there.
         """
-        if not self.weighed and any(term.count is not None for term in terms):
+        is_narrow = is_stated = False
+        for term in terms:
+            is_narrow |= term.is_narrow
+            is_stated |= term.count is not None
+        if is_stated and not self.weighed:
             return self._share_by_unit(piece, terms, _common_count(piece, terms), unit)
-        if any(term.is_narrow for term in terms) and "" in piece.weights:
+        if is_narrow and "" in piece.weights:
             for term in terms:
                 _check_count(term, piece.weights[""])
             return self._share_by_unit(piece, terms, piece.weights[""], unit)
-        return self._share_of_known(piece, terms)
+        return self._sum_of_known(piece, terms), 0.0, None
 
-    def _share_of_known(self, piece: Piece, terms: Sequence[Term]) -> Share:
-        _check_names(piece, terms)
-        parts = []
+    def _sum_of_known(self, piece: Piece, terms: Sequence[Term]) -> torch.Tensor:
+        if "" not in piece.weights:
+            _check_names(piece, terms)
+        total: torch.Tensor | None = None
         for term in terms:
-            if term.kind == "per step":
-                parts.append(term.multiply(self._part_of(piece)))
-                continue
             name = term.name if term.name in piece.weights else ""
-            _check_count(term, piece.weights[name])
-            if piece.weights[name] > 0:  # 0 x nan is nan
-                parts.append(term.divide(piece.weights[name], self.weights[name]))
-        return Share(_add(parts))
+            if term.kind == "per step":
+                part = term.multiply(self._part_of(piece))
+            else:
+                if term.count is not None:
+                    _check_count(term, piece.weights[name])
+                if not piece.weights[name]:  # 0 x nan is nan
+                    continue
+                part = term.divide(piece.weights[name], self.weights[name])
+            total = part if total is None else total + part
+        assert total is not None  # noqa: S101 - narrows for mypy: a piece in which no term counts is not run
+        return total
 
     def _part_of(self, piece: Piece) -> float:
         """How much of the step a piece is: 0 where it counts for nothing, and 1 over all, however they are divided."""
@@ -116,7 +119,7 @@ class Totals:
             # A lone piece is the whole: nothing is left to correct.
             unit = count if piece.size == self.samples else _power_of_two_near(count * self.samples / piece.size)
         parts = [term.multiply(count / unit) if term.kind == "per step" else term.divide(count, unit) for term in terms]
-        return Share(_add(parts), count, unit)
+        return _add(parts), count, unit
 
 
 def _power_of_two_near(number: float) -> float:
@@ -145,8 +148,6 @@ def _common_count(piece: Piece, terms: Sequence[Term]) -> float:
 
 
 def _check_names(piece: Piece, terms: Sequence[Term]) -> None:
-    if "" in piece.weights:
-        return
     named = {term.name for term in terms if term.kind != "per step"}
     missing = [name for name, weight in piece.weights.items() if weight > 0 and name not in named]
     unknown = named - piece.weights.keys()

@@ -14,16 +14,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from autobatch.accumulation.pieces import Piece, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
-from autobatch.batch.layout import Layout, map_tensors, tensors_of
-from autobatch.batch.tree import with_fresh_containers
+from autobatch.batch.layout import Layout
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -33,13 +33,91 @@ from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
 from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
 
-__all__ = ["Accumulation", "TakesGradient"]
+__all__ = ["Accumulation", "TakesGradient", "Transaction"]
 
 TakesGradient = Callable[[Callable[[], None]], None]
 """Takes a gradient: prepares, then calls what it was given, then begins what cannot be undone."""
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("autobatch")
+_VERSION = attrgetter("_version")
+
+
+class Transaction:
+    """Everything that a step changes is as before when this ends, unless the update has begun.
+
+    Attributes:
+        start: How all was before the step.
+        here: How all was before the micro-batch that runs.
+        stamps: The gradients before it.
+        aside: Gradients from before the step.
+    """
+
+    def __init__(self, state: StepState, start: RewindPoint, workload: Workload, sums: Float32Sums) -> None:
+        """Nothing is moved yet."""
+        self._state, self._workload, self._sums = state, workload, sums
+        self.parameters = workload.parameters()
+        self.start = self.here = start
+        self.aside = GradientsAside(self.parameters)
+        self.stamps = GradientStamps(self.parameters, sums)
+
+    def __enter__(self) -> Transaction:
+        """All is as it was when this was made."""
+        return self
+
+    def begin_piece(self, here: RewindPoint) -> None:
+        """Remember gradients and parameters before a micro-batch, and ``here`` for all else."""
+        self.here = here
+        if self._state.moves_modules:  # a forward pass may make parameters
+            self.stamps.parameters = self._workload.parameters()
+        self.stamps.renew()
+
+    def begin_update(self) -> None:
+        """From here on nothing is put back, and no gradient of this step is left at the end."""
+        self.aside.spend(self._workload.parameters() if self._state.moves_modules else self.parameters)
+        self.start.forget()  # the trials' optimizer steps had no such copy beside them
+
+    def __exit__(self, *error: object) -> None:
+        """Put everything back, or clear the gradients of an update."""
+        try:
+            self._state.stop_recording()
+            if not self.aside.is_final:
+                self._undo()
+        finally:
+            self.aside.end()
+            self._sums.end()
+
+    def _undo(self) -> None:
+        """Put everything back; what cannot be is logged, since the error that comes out may be the user's own."""
+        lost = self._state.learn(self.start)
+        self.start.restore()
+        if lost:
+            _LOG.warning(
+                "the step was undone but for a tensor of shape %s, into which step() had never written before: there "
+                "was no copy of it",
+                tuple(lost[0].shape),
+            )
+
+    def rewind(self, progress: Progress, reason: str, *, can_divide_rest: bool) -> None:
+        """Undo a failed micro-batch; the finished ones too, where they cannot be left as they are.
+
+        Raises:
+            CannotRetry: The step has written into memory of which there is no copy.
+        """
+        lost = self._state.learn(self.start)
+        if lost:
+            raise CannotRetry(
+                f"memory ended ({reason}) after step() had written into a tensor of shape {tuple(lost[0].shape)} that "
+                f"it had never written into before, and of which there was no copy: this tensor stays as it is, all "
+                f"else is as before the step; load your last checkpoint"
+            )
+        is_clean = self.stamps.unchanged() and progress.totals.are_exact
+        if self._state.returns_to(self.here, self.start) and is_clean and can_divide_rest:
+            self.here.restore()
+        else:
+            self.start.restore()
+            self.stamps.clear()
+            progress.begin_anew()
 
 
 @dataclass
@@ -102,22 +180,20 @@ class Accumulation:
             DoesNotFit: There is no room for a copy of the model's buffers, for counting, or for what comes after the
                 last backward pass. Whatever ``shrink`` and ``update`` raise comes out too.
         """
-        parameters = self.workload.parameters()
-        before, aside = self._remember(self._state.begin), GradientsAside(parameters)
-        try:
-            aside.take()
+        start = self._try_twice("for a copy of what the step changes, such as buffers", self._state.begin)
+        with Transaction(self._state, start, self.workload, self._sums) as transaction:
+            transaction.aside.take()
             progress = self._begin(batches, largest)
-            self._advance(progress, before, parameters)
-            self._state.learn(before)
-            reason = self._complete(progress, before, aside, update)
-        finally:
-            try:
-                self._state.stop_recording()
-                if not aside.is_final:
-                    self._undo(before)
-            finally:
-                aside.end()
-                self._sums.end()
+            while (reason := self._run_pieces(progress, transaction)) is not None:
+                # Only now, after the ``except`` block, are the frames of the failed attempt gone.
+                progress.fail()
+                can_divide_rest = self._least_size(progress.todo) < progress.failed_size
+                transaction.rewind(progress, reason, can_divide_rest=can_divide_rest)
+                self.device.reclaim()
+                self._divide_anew(progress, reason)
+            transaction.stamps.forget()
+            self._state.learn(start)
+            reason = None if progress.loss is None else self._complete(progress, transaction, update)
         if reason is None:
             return progress.sum_up()
         self.device.reclaim()
@@ -126,112 +202,57 @@ class Accumulation:
             f"step: free memory or give fit() more headroom="
         )
 
-    def _undo(self, before: RewindPoint) -> None:
-        """Put everything back; what cannot be is logged, since the error that comes out may be the user's own."""
-        lost = self._state.learn(before)
-        before.restore()
-        if lost:
-            _LOG.warning(
-                "the step was undone but for a tensor of shape %s, into which step() had never written before: there "
-                "was no copy of it",
-                tuple(lost[0].shape),
-            )
-
-    def _complete(
-        self, progress: Progress, before: RewindPoint, aside: GradientsAside, update: TakesGradient | None
-    ) -> str | None:
-        """Make ``.grad`` the whole gradient and hand it over; returns None, or why memory ended before that."""
-        if progress.loss is None:
-            return None
-
-        def begin() -> None:
-            aside.spend(self.workload.parameters())
-            before.forget()  # the trials' optimizer steps had no such copy beside them
-
-        handled = sys.exc_info()[1]
-        try:
-            self._correct(progress)
-            aside.add()
-            aside.settle() if update is None else update(begin)
-        except Exception as error:
-            if aside.is_final or isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
-                raise
-            return describe_error(error, handled=handled)
-        return None
-
-    def _advance(self, progress: Progress, before: RewindPoint, parameters: Sequence[nn.Parameter]) -> None:
-        """Run all micro-batches, with ever smaller ones where memory ends."""
-        if not any(piece.counts for piece in progress.todo):
-            return
-        while progress.todo:
-            if self._state.moves_modules:  # a forward pass may make parameters
-                parameters = self.workload.parameters()
-            if len(progress.todo) > 1 and self.in_float32:
-                self._sums.begin(parameters)
-            stamps = GradientStamps(parameters, self._sums)
-            here = self._remember(lambda: self._state.begin_piece(before)) if progress.sizes else before
-            reason = self._attempt(progress, stamps, before, here)
-            if reason is None:
-                progress.todo = progress.todo[1:]
-                continue
-            progress.fail()
-            self._rewind(progress, stamps, before, here, reason)
-            # Only now, after the ``except`` block, are the frames of the failed attempt gone.
-            self.device.reclaim()
-            self._divide_anew(progress, reason)
-
-    def _rewind(
-        self, progress: Progress, stamps: GradientStamps, before: RewindPoint, here: RewindPoint, reason: str
-    ) -> None:
-        """Undo a failed micro-batch; the finished ones too, where they cannot be kept."""
-        lost = self._state.learn(before)
-        if lost:
-            raise CannotRetry(
-                f"memory ended ({reason}) after step() had written into a tensor of shape {tuple(lost[0].shape)} that "
-                f"it had never written into before, and of which there was no copy: this tensor stays as it is, all "
-                f"else is as before the step; load your last checkpoint"
-            )
-        is_clean = stamps.unchanged() and progress.totals.are_exact
-        can_divide_rest = self._least_size(progress.todo) < progress.failed_size
-        if self._state.returns_to(here, before) and is_clean and can_divide_rest:
-            here.restore()
-        else:
-            before.restore()
-            stamps.clear()
-            progress.begin_anew()
-
-    def _attempt(
-        self, progress: Progress, stamps: GradientStamps, before: RewindPoint, here: RewindPoint
-    ) -> str | None:
-        """Run the next micro-batch; returns None, or why memory ended. Nothing of the error outlives this call."""
-        piece = progress.todo[0]
-        if not piece.counts:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
-            progress.finish(piece, None, None)
-            return None
+    def _run_pieces(self, progress: Progress, transaction: Transaction) -> str | None:
+        """Run all micro-batches that are left; returns None, or why memory ended. Nothing of the error stays."""
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         try:
-            apart = [*stamps.tensors(), *tensors_of(piece.layout.batch)]
-            with self.device.micro_batch(piece.size), self._state.record([before, here], apart):
-                self._backward(piece, progress, stamps)
+            with self.workload.guard():
+                while progress.todo and progress.counts:
+                    self._begin_piece(progress, transaction)
+                    self._run_next(progress, transaction)
         except Exception as error:
             if not is_oom(error, handled=handled):
                 raise
             return describe_error(error, handled=handled)
         return None
 
-    def _backward(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
-        samples = piece.take()
-        tensors = [tensor for tensor in tensors_of(samples) if not tensor.is_inference()]
-        versions = [tensor._version for tensor in tensors]
-        output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
-        stamps.refuse_change()
+    def _begin_piece(self, progress: Progress, transaction: Transaction) -> None:
+        here = transaction.start
+        if progress.done:
+            purpose = "for a copy of what the step changes, such as buffers"
+            here = self._try_twice(purpose, self._state.begin_piece, here)
+        transaction.begin_piece(here)
+        if self.in_float32 and len(progress.todo) > 1:
+            self._sums.begin(transaction.stamps.parameters)
+
+    def _run_next(self, progress: Progress, transaction: Transaction) -> None:
+        piece = progress.todo[0]
+        if not piece.counts:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
+            progress.finish(piece, None, None)
+            return
+        enclosing, recorder = self.device.micro_batch(piece.size), None
+        if self._state.is_recording:
+            apart = [*transaction.stamps.tensors(), *piece.layout.tensors()]
+            recorder = self._state.record([transaction.start, transaction.here], apart)
+        if enclosing is None and recorder is None:
+            self._run_piece(piece, progress, transaction.stamps)
+        else:
+            with enclosing or nullcontext(), recorder or nullcontext():
+                self._run_piece(piece, progress, transaction.stamps)
+
+    def _run_piece(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
+        samples = piece.layout.micro_batch(piece.start, piece.stop, self.device.place_tensor, self.device.torch_device)
+        output = self.workload.run(samples)
+        if not stamps.unchanged():
+            stamps.refuse_change()
         share = progress.totals.share(piece, output.terms, progress.unit)
         if share is not None:
+            loss = share[0]
             if not self.leaves_are_known:
-                self.workload.check_leaves(share.loss)
+                self.workload.check_leaves(loss)
                 self.leaves_are_known = True  # once: going through the graph takes as long as a small forward pass
-            (share.loss if self.scale is None else self.scale(share.loss)).backward()
-        if [tensor._version for tensor in tensors] != versions:  # a view counts with its base
+            (loss if self.scale is None else self.scale(loss)).backward()
+        if progress.batch_is_written():
             raise InvalidStep(
                 "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a "
                 "copy"
@@ -242,6 +263,22 @@ class Accumulation:
         coalesce_gradients(stamps.parameters)
         progress.finish(piece, share, output.aux)
 
+    def _complete(self, progress: Progress, transaction: Transaction, update: TakesGradient | None) -> str | None:
+        """Make ``.grad`` the whole gradient and hand it over; returns None, or why memory ended before that."""
+        aside, handled = transaction.aside, sys.exc_info()[1]
+        try:
+            self._correct(progress)
+            aside.add()
+            if update is None:
+                aside.settle()
+            else:
+                update(transaction.begin_update)
+        except Exception as error:
+            if aside.is_final or isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
+                raise
+            return describe_error(error, handled=handled)
+        return None
+
     def _correct(self, progress: Progress) -> None:
         """Divide by the true total, where it was not known before; then round what was summed in float32."""
         factor = progress.correct()
@@ -250,21 +287,15 @@ class Accumulation:
             for parameter in self.workload.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        self._sums.write()
+        if self._sums.are_there:
+            self._sums.write()
 
-    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
-        # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
-        return self.device.place_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
-
-    def _remember(self, make: Callable[[], RewindPoint]) -> RewindPoint:
-        return self._try_twice(make, "for a copy of what the step changes, such as buffers")
-
-    def _try_twice(self, action: Callable[[], _T], purpose: str) -> _T:
+    def _try_twice(self, purpose: str, action: Callable[..., _T], *arguments: Any) -> _T:
         """What takes little memory; where that ends even here, another try with all caches given back."""
         handled = sys.exc_info()[1]
         for _ in range(2):
             try:
-                return action()
+                return action(*arguments)
             except Exception as error:
                 if not is_oom(error, handled=handled):
                     raise
@@ -273,26 +304,19 @@ class Accumulation:
         raise DoesNotFit(f"there is no room {purpose} ({reason}); everything is as before the step")
 
     def _begin(self, batches: Sequence[Layout], largest: int) -> Progress:
-        for layout in batches:
-            tensors = [*tensors_of(layout.batch)]
-            refuse_graphs(tensors)
-            self.device.watch(tensors)
-        pieces = self._cut([(layout, 0, layout.count) for layout in batches], largest)
+        tensors = [tensor for layout in batches for tensor in layout.tensors()]
+        refuse_graphs(tensors)
+        self.device.watch(tensors)
+        ranges = [(layout, 0, layout.count) for layout in batches]
+        pieces = self._cut(ranges, largest)
         weighed = self.workload.weigh is not None
         if weighed and not self._is_additive:
-            check_additive(self._cut([(layout, 0, layout.count) for layout in batches], None), pieces)
+            check_additive(self._cut(ranges, None), pieces)
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
-        return Progress(pieces, weighed=weighed)
+        return Progress(pieces, tensors, weighed=weighed)
 
     def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[Piece]:
-        return self._try_twice(
-            lambda: [
-                piece
-                for samples in ranges
-                for piece in cut(self.workload, samples, largest or samples[0].count, self.smallest)
-            ],
-            "to count with weigh()",
-        )
+        return self._try_twice("to count with weigh()", cut, self.workload, ranges, largest, self.smallest)
 
     def _least_size(self, pieces: Sequence[Piece]) -> int:
         return find_least_size(join(pieces), self.smallest)

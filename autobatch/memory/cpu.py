@@ -99,7 +99,7 @@ class CpuDevice:
         """A tensor in CPU memory stays as it is."""
         return tensor.to(self.torch_device)
 
-    def micro_batch(self, samples: int) -> AbstractContextManager[None]:
+    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
         """A range in torch's profiler."""
         return profile_range(f"autobatch micro-batch of {samples}")
 

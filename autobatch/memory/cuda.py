@@ -124,7 +124,7 @@ class CudaDevice:
         pinned = tensor.device.type == "cpu" and tensor.is_pinned()
         return tensor.to(self.torch_device, non_blocking=pinned)
 
-    def micro_batch(self, samples: int) -> AbstractContextManager[None]:
+    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
         """A range in torch's profiler."""
         return profile_range(f"autobatch micro-batch of {samples}")
 

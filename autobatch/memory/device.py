@@ -53,7 +53,7 @@ class Device(Protocol):
     def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on this device; one that is already there is not copied."""
 
-    def micro_batch(self, samples: int) -> AbstractContextManager[None]:
+    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
         """Enclose one micro-batch's forward and backward: a range in a profile, and where a fake takes its memory."""
 
     def reset_peak(self) -> None:

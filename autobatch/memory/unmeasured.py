@@ -51,7 +51,7 @@ class UnmeasuredDevice:
         """The tensor on this device; the copy is waited for."""
         return tensor.to(self.torch_device)
 
-    def micro_batch(self, samples: int) -> AbstractContextManager[None]:
+    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
         """A range in torch's profiler."""
         return profile_range(f"autobatch micro-batch of {samples}")
 

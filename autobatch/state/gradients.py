@@ -7,6 +7,8 @@ Covers dense and sparse gradients of leaf parameters; ``None`` stays ``None``. D
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not
 
 import torch
 
@@ -19,23 +21,34 @@ __all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside"]
 NARROW = (torch.bfloat16, torch.float16)
 """What loses small numbers beside large ones."""
 
+# Read by functions in C: a generator costs a Python call for each parameter, in every micro-batch.
+_GRADIENT = attrgetter("grad")
+_VERSION = attrgetter("_version")
+_IS_SPARSE = attrgetter("is_sparse")
+_IS_LEAF = attrgetter("is_leaf")
+# torch 2.8 has no such attribute. Other dtypes, and None for any dtype, are looked at one by one.
+_GRADIENT_DTYPE = attrgetter("grad_dtype" if hasattr(torch.Tensor, "grad_dtype") else "dtype")
+_ALL_WIDE = frozenset((torch.float32, torch.float64))
+
 
 class GradientsAside:
     """Gradients from before a step: references moved out of the way, so that the step begins with none.
 
     Attributes:
         is_final: Whether the step can no longer be undone: gradients from before do not come back.
+        are_there: Whether there were any.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """Remember every ``.grad``; nothing is moved yet."""
-        self._gradients = [(parameter, parameter.grad) for parameter in parameters]
+        self._parameters, self._gradients = parameters, list(map(_GRADIENT, parameters))
+        self.are_there = not all(map(is_, self._gradients, repeat(None)))
         self._is_spent = False
         self.is_final = False
 
     def take(self) -> None:
         """Take them away."""
-        for parameter, _ in self._gradients:
+        for parameter in self._parameters if self.are_there else ():
             parameter.grad = None
 
     def end(self) -> None:
@@ -49,7 +62,7 @@ class GradientsAside:
             raise
 
     def _put_back(self) -> None:
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
     def spend(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -58,13 +71,17 @@ class GradientsAside:
         Args:
             parameters: All there are by now: a forward pass may have made some.
         """
-        without: list[tuple[torch.Tensor, torch.Tensor | None]] = [(parameter, None) for parameter in parameters]
-        self._gradients, self._is_spent, self.is_final = without, True, True
+        gone: tuple[Sequence[torch.Tensor], list[torch.Tensor | None]] = (parameters, [None] * len(parameters))
+        (self._parameters, self._gradients), self._is_spent, self.is_final = gone, True, True
 
-    @torch.no_grad()
     def add(self) -> None:
         """Make ``.grad`` the sum with what was there; the earlier gradients stay as they are, so this can be undone."""
-        for parameter, earlier in self._gradients:
+        if self.are_there:
+            self._add()
+
+    @torch.no_grad()
+    def _add(self) -> None:
+        for parameter, earlier in zip(self._parameters, self._gradients, strict=True):
             new = parameter.grad
             if earlier is None:
                 continue
@@ -81,7 +98,8 @@ class GradientsAside:
 
         An earlier sparse gradient cannot take a dense sum: there the new tensor stays, as after ``backward``.
         """
-        sums = [(parameter, earlier, parameter.grad) for parameter, earlier in self._gradients if earlier is not None]
+        pairs = zip(self._parameters, self._gradients, strict=True)
+        sums = [(parameter, earlier, parameter.grad) for parameter, earlier in pairs if earlier is not None]
         self.is_final = True
         try:
             _move(sums)
@@ -117,7 +135,7 @@ class Float32Sums:
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """From here on the narrow ones' gradients go into the sums; a second call before ``end`` does nothing."""
-        if not self._hooks:
+        if not self._hooks and not _ALL_WIDE.issuperset(map(_GRADIENT_DTYPE, filter(_IS_LEAF, parameters))):
             narrow = (
                 p
                 for p in parameters
@@ -137,6 +155,11 @@ class Float32Sums:
         else:
             total.add_(parameter.grad)
         parameter.grad = None
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anything was summed."""
+        return bool(self._sums)
 
     def clear(self) -> None:
         """Drop all sums."""
@@ -183,22 +206,38 @@ class GradientStamps:
     torch either writes ``.grad`` in place, which raises its ``_version``, or puts another tensor there
     (``torch/csrc/autograd/functions/accumulate_grad.h``). The stamp holds the old reference, so an address cannot come
     back.
+
+    Attributes:
+        parameters: Whose gradients they are.
+        present: The gradients that were there.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
         """Stamp every parameter's gradient, and the sums beside them."""
-        self.parameters = parameters
-        self._stamps = [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in parameters]
-        self._sums, self._writes = sums, sums.writes
+        self.parameters, self._sums = parameters, sums
+        self.renew()
+
+    def renew(self) -> None:
+        """Stamp them as they are now."""
+        self._gradients = list(map(_GRADIENT, self.parameters))
+        self.present = list(compress(self._gradients, map(is_not, self._gradients, repeat(None))))
+        self._versions = list(map(_VERSION, self.present))
+        self._writes = self._sums.writes
 
     def tensors(self) -> list[torch.Tensor]:
         """The gradients that were stamped, and the sums."""
-        return [grad for _, grad, _ in self._stamps if grad is not None] + self._sums.tensors()
+        return self.present + self._sums.tensors()
+
+    def any_sparse(self) -> bool:
+        """Whether a gradient that was stamped is sparse."""
+        return any(map(_IS_SPARSE, self.present))
 
     def unchanged(self) -> bool:
         """Whether every ``.grad`` is the same tensor, written as often as when it was stamped, and so are the sums."""
-        return self._sums.writes == self._writes and all(
-            p.grad is grad and (grad is None or grad._version == version) for p, grad, version in self._stamps
+        return (
+            self._sums.writes == self._writes
+            and all(map(is_, map(_GRADIENT, self.parameters), self._gradients))
+            and list(map(_VERSION, self.present)) == self._versions
         )
 
     def refuse_change(self) -> None:
@@ -214,7 +253,11 @@ class GradientStamps:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        for parameter, _, _ in self._stamps:
+        for parameter in self.parameters:
             parameter.grad = None
-        self._stamps = []
+        self.forget()
         self._sums.clear()
+
+    def forget(self) -> None:
+        """Let go of the gradients that were stamped: an optimizer's step may need the memory of a sparse one."""
+        self._gradients, self.present, self._versions = [], [], []

@@ -11,7 +11,7 @@ is remembered once a step, until a failure shows that it moves (``StepState``).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -129,6 +129,7 @@ class StepState:
     Attributes:
         records: Whether writes may be recorded.
         moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
+        is_recording: Whether the step that began last is one of those in which writes are recorded.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Sequence[Any] = (), *, records: bool) -> None:
@@ -149,12 +150,13 @@ class StepState:
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
         self._locations: set[Location] = set()
-        self.moves_modules = self._draws_on_host = False
+        self.moves_modules = self._draws_on_host = self.is_recording = False
 
     def begin(self) -> RewindPoint:
         """Remember everything, before a step."""
+        self.is_recording = self.records and is_recorded(self._begun)
         self._begun += 1
-        if self.records and is_recorded(self._begun - 1):
+        if self.is_recording:
             self._memory = WrittenMemory()  # learnt anew: what was written once may never be again
         modules = [*self._model.modules(), *self._modules]
         self._latest = ModuleState(modules, self._latest)
@@ -170,22 +172,20 @@ class StepState:
 
     def begin_piece(self, begun: RewindPoint) -> RewindPoint:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
-        if is_recorded(self._begun - 1):
+        if is_recorded(self._begun - 1):  # also where none may be recorded, since the modules have to be looked at
             self.returns_to(begun, begun)
         state = begun.modules
         if self.moves_modules:
             state = ModuleState(state.modules, state)
         return self._make_point(state, None if self._draws_on_host else begun.random)
 
-    def record(self, points: Sequence[RewindPoint], apart: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
-        """Around a micro-batch: copies what it writes into, in the first steps and ever more rarely later.
+    def record(self, points: Sequence[RewindPoint], apart: Iterable[torch.Tensor]) -> WriteRecorder:
+        """Around a micro-batch of a step that is recorded: copies what it writes into.
 
         Args:
             points: The step's and the micro-batch's.
             apart: Tensors of which there are no copies: gradients, the batch.
         """
-        if not (self.records and is_recorded(self._begun - 1)):
-            return nullcontext()
         buffers = [buffer for point in points for buffer in point.buffers()]
         self._recorder = WriteRecorder([point.memory for point in points], self._memory, [*apart, *buffers])
         return self._recorder

@@ -15,13 +15,13 @@ import torch
 __all__ = ["coalesce_gradients", "widen", "widen_gradients"]
 
 
-@torch.no_grad()
 def coalesce_gradients(parameters: Sequence[torch.Tensor]) -> None:
     """Add up equal rows in each sparse ``.grad``; dense ones are left alone."""
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.sparse_coo and not gradient.is_coalesced():
-            parameter.grad = gradient.coalesce()
+        if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
+            with torch.no_grad():
+                parameter.grad = gradient.coalesce()
 
 
 @torch.no_grad()

@@ -2,8 +2,9 @@
 
 Covers calls from inside the user's step, in whatever form: each is refused by name when it is made, before a parameter
 or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
-for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched. Does not cover optimizers that neither
-the workload nor anything in the step's reach holds; their updates come after a backward pass, which is refused.
+for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched; only the first call of a step is watched
+for it, and what a later one leaves in ``.grad`` is seen there (``state.gradients``). Does not cover optimizers that
+neither the workload nor anything in the step's reach holds; their updates come after a backward pass, which is refused.
 
 Hooks are on the user's own parameters and optimizers, only while the step runs, and nothing of the process is changed.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +27,7 @@ from autobatch.step.reachable import parts_of, walk
 __all__ = ["LoopGuard"]
 
 _MOST_REACHED = 2_000  # objects from the step to its optimizers; a dataset in a list may be among them
-_WATCHED_LATER = 4
-"""Parameters that are watched after the first call. Watching one takes 2 us, and a step that calls backward does so in
-its first call; a later backward pass reaches these as well."""
+_MISSING = object()
 
 _BACKWARD = (
     "step() calls backward; return the loss, the Runner does the rest (for a gradient inside the step use "
@@ -38,58 +38,56 @@ _SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler
 
 
 class LoopGuard:
-    """Watches the calls of one step. The first call watches all parameters, later ones a few of them."""
+    """A context in which the optimizers and schedulers of one step refuse to be stepped.
+
+    Entering costs some microseconds, so it is done once for all micro-batches of a step. An inner ``with`` does nothing.
+
+    Attributes:
+        is_active: Whether it was entered.
+        refused: What the step was refused for since, also where it caught the error.
+    """
 
     def __init__(self) -> None:
-        """Nothing is watched before the first call."""
-        self._parameters: list[torch.Tensor] | None = None
-        self._owners: list[tuple[Any, str]] = []
+        """Nothing is known before the first ``find``."""
+        self._owners: list[tuple[Any, str]] | None = None
+        self._undo: list[Callable[[], object]] = []
+        self.is_active = False
+        self.refused: list[str] = []
 
-    @contextmanager
-    def watch(
-        self, step: Callable[..., Any], optimizer: Any | None, parameters: Callable[[], Sequence[torch.Tensor]]
-    ) -> Iterator[None]:
-        """While this lasts, refuse what only the Runner may do.
+    @property
+    def is_new(self) -> bool:
+        """Whether the step has not been looked through."""
+        return self._owners is None
+
+    def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
+        """Look for what may not be stepped.
 
         Args:
             step: The user's, in whose reach optimizers and schedulers are looked for.
             optimizer: The workload's.
-            parameters: Asked once.
-
-        Raises:
-            InvalidStep: The step did it. Also where it caught the error, or went on into another.
+            parameters: Of the workload.
         """
-        refused: list[str] = []
-        watched = self._begin(step, optimizer, parameters)
+        known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
+        self._owners = _find_owners(step, optimizer, known)
+
+    def __enter__(self) -> None:
+        """From here on refuse."""
+        self.is_active, self.refused = True, []
+        for owner, message in self._owners or ():
+            self._undo.append(_watch_step(owner, message, self.refused))
+
+    def __exit__(self, *error: object) -> None:
+        """Remove all hooks."""
+        self.is_active = False
+        while self._undo:
+            self._undo.pop()()
+
+    @contextmanager
+    def watch_backward(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Refuse a backward pass that reaches one of these parameters, too."""
         with ExitStack() as stack:
-            _watch_gradients(stack, watched, refused)
-            for owner, message in self._owners:
-                _watch_step(stack, owner, message, refused)
-            try:
-                yield
-            except Exception as error:
-                if refused and not isinstance(error, InvalidStep):
-                    raise InvalidStep(refused[0]) from error
-                raise
-        if refused:
-            raise InvalidStep(refused[0])
-
-    def _begin(
-        self, step: Callable[..., Any], optimizer: Any | None, parameters: Callable[[], Sequence[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        if self._parameters is not None:
-            return self._parameters
-        found = [parameter for parameter in parameters() if parameter.is_leaf and parameter.requires_grad]
-        self._parameters = _spread(found)
-        self._owners = _find_owners(step, optimizer, {id(parameter) for parameter in found})
-        return found
-
-
-def _spread(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A few of them, the first and the last among these."""
-    last = len(parameters) - 1
-    rows = {last * index // (_WATCHED_LATER - 1) for index in range(_WATCHED_LATER)}
-    return [parameters[row] for row in sorted(rows)] if parameters else []
+            _watch_gradients(stack, parameters, self.refused)
+            yield
 
 
 def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refused: list[str]) -> None:
@@ -110,8 +108,12 @@ def _drop_empty_hooks(parameter: torch.Tensor) -> None:
         setattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: B010 - typed as a dict, and None at first
 
 
-def _watch_step(stack: ExitStack, owner: Any, message: str, refused: list[str]) -> None:
-    """Refuse ``owner.step()`` by torch's own hook where it has one, else by an attribute in front of the method."""
+def _watch_step(owner: Any, message: str, refused: list[str]) -> Callable[[], object]:
+    """Refuse ``owner.step()`` by torch's own hook where it has one, else by an attribute in front of the method.
+
+    Returns:
+        What ends it.
+    """
 
     def refuse(*_args: Any, **_options: Any) -> None:
         refused.append(message)
@@ -120,13 +122,12 @@ def _watch_step(stack: ExitStack, owner: Any, message: str, refused: list[str]) 
     attributes = vars(owner)
     # Wrappers that derive from Optimizer without its __init__ (accelerate's, Lightning's) never call the hooks.
     if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes:
-        stack.callback(owner.register_step_pre_hook(refuse).remove)
-        return
-    if "step" in attributes:
-        stack.callback(attributes.__setitem__, "step", attributes["step"])
-    else:
-        stack.callback(attributes.pop, "step", None)
+        return owner.register_step_pre_hook(refuse).remove
+    earlier = attributes.get("step", _MISSING)
     attributes["step"] = refuse
+    if earlier is _MISSING:
+        return partial(attributes.pop, "step", None)
+    return partial(attributes.__setitem__, "step", earlier)
 
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +27,7 @@ Step = Callable[[nn.Module, Any], Any]
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one call of the step gave: the losses of its micro-batch, and whatever the user put beside them."""
 
     terms: tuple[Term, ...]
@@ -44,6 +43,7 @@ class Workload:
     weigh: Weigh | None = None
     optimizer: Any | None = None
     _guard: LoopGuard = field(default_factory=LoopGuard, init=False, repr=False, compare=False)
+    _was_called: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run, or not exactly.
@@ -117,7 +117,7 @@ class Workload:
                 "step() returned a second loss, of which no gradient would be taken: return both by name, as "
                 '{"left": loss, "right": other}, or (loss, other.detach())'
             )
-        return StepOutput(terms, map_tensors(aux, torch.Tensor.detach))
+        return StepOutput(terms, aux if aux is None else map_tensors(aux, torch.Tensor.detach))
 
     def call_step(self, micro_batch: Any) -> Any:
         """Whatever the user's step returns.
@@ -125,8 +125,30 @@ class Workload:
         Raises:
             InvalidStep: The step called ``backward``, or ``step()`` of an optimizer or a scheduler.
         """
-        with self._guard.watch(self.step, self.optimizer, self.parameters):
-            return self.step(self.model, micro_batch)
+        guard = self._guard
+        if not guard.is_active:
+            with self.guard():
+                return self.call_step(micro_batch)
+        try:
+            if self._was_called:
+                returned = self.step(self.model, micro_batch)
+            else:
+                with guard.watch_backward(self.parameters()):
+                    returned = self.step(self.model, micro_batch)
+                self._was_called.append(True)
+        except Exception as error:
+            if guard.refused and not isinstance(error, InvalidStep):
+                raise InvalidStep(guard.refused[0]) from error
+            raise
+        if guard.refused:
+            raise InvalidStep(guard.refused[0])
+        return returned
+
+    def guard(self) -> LoopGuard:
+        """A context around several calls of the step, which enter none of their own then."""
+        if self._guard.is_new:
+            self._guard.find(self.step, self.optimizer, self.parameters())
+        return self._guard
 
     def check_leaves(self, loss: torch.Tensor) -> None:
         """See ``check_leaves``, of the parameters of both."""
