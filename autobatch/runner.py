@@ -8,17 +8,15 @@ ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from autobatch.accumulation.progress import Accumulated, Shortage
-from autobatch.accumulation.transaction import Accumulation, TakesGradient
-from autobatch.batch.layout import Layout, count_elements, describe, is_one_batch
+from autobatch.accumulation.transaction import Accumulation
+from autobatch.batch.layout import Layout, describe, is_one_batch
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
@@ -118,14 +116,20 @@ class Runner:
             keep=check_objects(keep),
         )
         self._update = (
-            None if optimizer is None else Update(optimizer, self._room.check_update, scaler, max_grad_norm, scheduler)
+            None
+            if optimizer is None
+            else Update(
+                optimizer, self._room.check_update, self._explain_no_retry, scaler, max_grad_norm, scheduler
+            )
         )
         self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
         self._layout = Layout(None, 0, plan.batch_lists)
+        self._sizes_seen = {sum(plan.micro_batch_sizes)}
         # What runs on a stand-in for a device is not worth keeping.
-        kept = () if isinstance(device, Device) else (RunKeeper(plan, Ledger.open()),)
-        self._telling = Telling(plan, (*hooks, *kept))
+        keeper = None if isinstance(device, Device) else RunKeeper(plan, Ledger.open())
+        self._telling = Telling(plan, hooks, keeper)
         self._telling.tell_plan(model, optimizer)
+        self._told_gradients = False
         self._largest_elements = 0.0
         self._peak_bytes = 0
 
@@ -149,7 +153,8 @@ class Runner:
             DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
-        return self.step_over([batch])
+        self._check_update()
+        return self._run([batch], update=True)
 
     def step_over(self, batches: Iterable[Any]) -> StepResult:
         """One optimizer step on smaller batches that make up the target together.
@@ -165,8 +170,7 @@ class Runner:
             DoesNotFit: As ``step``.
             CannotRetry: As ``step``.
         """
-        if self._workload.optimizer is None:
-            raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
+        self._check_update()
         if is_one_batch(batches):
             raise InvalidArgument(
                 "step_over() takes several batches, such as a list of them; for one batch call step()"
@@ -189,41 +193,24 @@ class Runner:
         """
         return self._run([batch], update=False)
 
+    def _check_update(self) -> None:
+        if self._update is None:
+            raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
+
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
+        started, thrashed = time.perf_counter(), False
         try:
-            result, thrashed = self._commit(batches, update=update)
+            layouts = self._describe(batches)
+            if self._needs_limit(layouts):
+                accumulated, thrashed = self._accumulate_counted(layouts, update=update)
+            else:
+                self._change_pace(self._pace.before_step(None, None), self.steps)
+                accumulated = self._accumulate(layouts, update=update)
         except BaseException as error:
             self._telling.tell_failed(self.steps, error)
             raise
-        if not result.skipped:
-            self._conclude(result, thrashed=thrashed)
-        return result
-
-    def _conclude(self, result: StepResult, *, thrashed: bool) -> None:
-        """Count a step that is done, before anything is told: an interrupt there must not make it a failed one."""
-        step, self.steps = self.steps, self.steps + 1
-        self._telling.tell_finished(step, result)
-        self._change_pace(self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed), self.steps)
-
-    def _commit(self, batches: Sequence[Any], *, update: bool) -> tuple[StepResult, bool]:
-        """The step, and whether the allocator had to give memory back in it."""
-        started = time.perf_counter()
-        layouts = self._describe(batches)
-        self._telling.tell_size(self.steps, layouts)
-        if update:
-            self._telling.tell_earlier_gradients(self.steps, self._workload.parameters())
-        limited = self._needs_limit(layouts)
-        if limited:
-            self._device.watch(self._workload.resident_tensors())
-        with self._device.limit(self.plan.budget_bytes) if limited else nullcontext():
-            self._change_pace(self._look_ahead() if limited else self._pace.before_step(None, None), self.steps)
-            self._device.reset_peak()
-            alloc_retries = self._device.usage().alloc_retries
-            accumulated = self._accumulate(layouts, self._apply_update if update else None)
-            if accumulated is None:
-                return self._skip(layouts, started), False
-            usage = self._device.usage()
-            self._peak_bytes = usage.peak_allocated if limited else self._peak_bytes
+        if accumulated is None:
+            return self._skip(layouts, started)
         result = StepResult(
             loss=accumulated.loss,
             micro_batch_sizes=accumulated.micro_batch_sizes,
@@ -232,7 +219,41 @@ class Runner:
             seconds=time.perf_counter() - started,
             aux=accumulated.aux,
         )
-        return result, usage.alloc_retries > alloc_retries
+        if update and self._accumulation.had_gradients and not self._told_gradients:
+            self._told_gradients = True
+            self._telling.tell_earlier_gradients(self.steps)
+        # Counted before anything is reported: an interrupt there must not make it a failed step.
+        step, self.steps = self.steps, self.steps + 1
+        self._telling.tell_finished(step, result)
+        self._change_pace(self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed), self.steps)
+        return result
+
+    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[Accumulated | None, bool]:
+        """The step inside the budget, and whether the allocator had to give memory back in it."""
+        self._device.watch(self._workload.resident_tensors())
+        for layout in layouts:
+            self._device.watch(layout.tensors())
+        with self._device.limit(self.plan.budget_bytes):
+            self._change_pace(self._look_ahead(), self.steps)
+            self._device.reset_peak()
+            alloc_retries = self._device.usage().alloc_retries
+            accumulated = self._accumulate(layouts, update=update)
+            usage = self._device.usage()
+        self._peak_bytes = usage.peak_allocated
+        return accumulated, usage.alloc_retries > alloc_retries
+
+    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Accumulated | None:
+        pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
+        try:
+            return self._accumulation.run(layouts, pace_before.size, apply)
+        except BaseException as error:
+            self._pace = pace_before  # a step that did not happen has taught nothing
+            if self._accumulation.smallest > 1 or not refuses_one_sample(error):
+                raise
+        # A plan that no trial stands behind does not know it. Everything is as before the step: it can be run anew.
+        self._accumulation.smallest = 2
+        self._pace = _set_pace(self.plan, self._workload, smallest=2)
+        return self._accumulate(layouts, update=update)
 
     def _look_ahead(self) -> Pace:
         """The size for this step: less only if less is free even when all that is unused is given back."""
@@ -246,42 +267,38 @@ class Runner:
         """Read the batches' lists as the plan's example was read, and later ones as earlier ones."""
         if not batches:
             raise InvalidBatch("step_over() was given no batches")
-        layouts = []
+        layouts, samples = [], 0
         for batch in batches:
-            layouts.append(describe(batch, like=self._layout))
-            self._layout = replace(layouts[-1], batch=None)
+            layout = describe(batch, like=self._layout)
+            if layout.spec is None or layout.spec is not self._layout.spec:
+                self._layout = layout.without_batch()
+            layouts.append(layout)
+            samples += layout.count
+        if samples not in self._sizes_seen:
+            self._sizes_seen.add(samples)
+            self._telling.tell_size(self.steps, samples)
         return layouts
 
     def _needs_limit(self, layouts: Sequence[Layout]) -> bool:
         """Whether to count: near the budget, in the first two steps, and at samples larger than before."""
-        largest = max(count_elements(layout.batch) / layout.count for layout in layouts)
-        is_new = self.steps < _ALWAYS_COUNTED or largest > self._largest_elements
-        self._largest_elements = max(self._largest_elements, largest)
+        is_new = self.steps < _ALWAYS_COUNTED
+        for layout in layouts:
+            elements = layout.elements / layout.count
+            if elements > self._largest_elements:
+                is_new, self._largest_elements = True, elements
         return self._device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes) or (
             is_new and self._device.measures
         )
 
     def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
         """A step that has nothing to take a mean over has not happened, and says so."""
-        self._telling.tell_skip(self.steps, layouts)
+        self._telling.tell_skip(self.steps, sum(layout.count for layout in layouts))
         loss = torch.full((), torch.nan, device=self._device.torch_device)
         return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
 
-    def _accumulate(self, batches: Sequence[Layout], update: TakesGradient | None) -> Accumulated | None:
-        pace_before = self._pace
-        try:
-            return self._accumulation.run(batches, pace_before.size, update)
-        except BaseException as error:
-            self._pace = pace_before  # a step that did not happen has taught nothing
-            if self._accumulation.smallest > 1 or not refuses_one_sample(error):
-                raise
-        # A plan that no trial stands behind does not know it. Everything is as before the step: it can be run anew.
-        self._accumulation.smallest = 2
-        self._pace = _set_pace(self.plan, self._workload, smallest=2)
-        return self._accumulate(batches, update)
-
     def _change_pace(self, pace: Pace, step: int) -> None:
-        self._telling.tell_pace(step, self._pace.size, pace)
+        if pace.size != self._pace.size:
+            self._telling.tell_pace(step, self._pace.size, pace)
         self._pace = pace
 
     def _shrink(self, shortage: Shortage) -> int:
@@ -292,12 +309,10 @@ class Runner:
         self._telling.tell_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
 
-    def _apply_update(self, begin: Callable[[], None]) -> None:
-        assert self._update is not None  # noqa: S101 - narrows for mypy: step_over() has refused a Runner without one
-        self._update.run(
-            begin,
+    def _explain_no_retry(self) -> str:
+        return (
             f"so step {self.steps} was not retried; load your last checkpoint and give fit() the optimizer and more "
-            f"headroom= than {format_bytes(self.plan.headroom_bytes)}",
+            f"headroom= than {format_bytes(self.plan.headroom_bytes)}"
         )
 
     def _explain_shortage(self, shortage: Shortage) -> str:

@@ -5,15 +5,14 @@ Covers the events of training. Does not cover what they say (``events``) nor the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from autobatch.accumulation.progress import Shortage
-from autobatch.batch.layout import Layout
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import (
     BatchDiffers,
@@ -36,6 +35,8 @@ from autobatch.wrappers import unwrap_model
 
 __all__ = ["Telling", "check_hooks"]
 
+logger = logging.getLogger("autobatch")
+
 
 def check_hooks(hooks: Any) -> tuple[Hook, ...]:
     """Each can be called, which is found out before the first step and not in each.
@@ -50,15 +51,27 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
     return found
 
 
+class StepRecorder(Hook, Protocol):
+    """A hook that is given the numbers of finished steps without an event, since there is one in every step."""
+
+    def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
+        """Take note of a finished step; the numbers are those of ``StepFinished``."""
+
+
 class Telling:
     """The events of one plan's steps, for the log and for the user's hooks."""
 
-    def __init__(self, plan: Plan, hooks: Sequence[Hook]) -> None:
-        """Nothing has been told yet; ``hooks`` are called with every event."""
-        self._plan, self._hooks = plan, hooks
+    def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: StepRecorder | None = None) -> None:
+        """Nothing has been told yet.
+
+        Args:
+            plan: Whose steps these are.
+            hooks: Called with every event.
+            recorder: Writes the run down; it is called with every event but those of finished steps.
+        """
+        self._plan, self._listeners, self._recorder = plan, hooks, recorder
+        self._hooks = hooks if recorder is None else (*hooks, recorder)
         self._planned = sum(plan.micro_batch_sizes)
-        self._told_sizes = {self._planned}
-        self._told_gradients = False
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
 
     def tell_plan(self, model: nn.Module, optimizer: Any | None) -> None:
@@ -68,18 +81,13 @@ class Telling:
         if differing:
             emit(PlanDiffers(plan_id=self._plan.id, differences=differing), self._hooks)
 
-    def tell_size(self, step: int, layouts: Sequence[Layout]) -> None:
-        """Another number of samples than planned, once each number."""
-        samples = _count(layouts)
-        if samples not in self._told_sizes:
-            self._told_sizes.add(samples)
-            emit(BatchDiffers(step=step, samples=samples, planned=self._planned), self._hooks)
+    def tell_size(self, step: int, samples: int) -> None:
+        """Another number of samples than planned."""
+        emit(BatchDiffers(step=step, samples=samples, planned=self._planned), self._hooks)
 
-    def tell_earlier_gradients(self, step: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Gradients that become part of the step, once."""
-        if not self._told_gradients and any(parameter.grad is not None for parameter in parameters):
-            self._told_gradients = True
-            emit(GradientsFound(step=step), self._hooks)
+    def tell_earlier_gradients(self, step: int) -> None:
+        """Gradients that become part of the step."""
+        emit(GradientsFound(step=step), self._hooks)
 
     def tell_retry(self, step: int, shortage: Shortage, new_size: int, used_bytes: int) -> None:
         """Memory ended, and what comes next."""
@@ -97,16 +105,14 @@ class Telling:
         emit(retried, self._hooks)
 
     def tell_pace(self, step: int, old_size: int, pace: Pace) -> None:
-        """The size changed between two steps, if it did."""
-        if pace.size == old_size:
-            return
+        """The size changed between two steps."""
         inexact = self._inexact if pace.size < old_size else ""
         change = SizeChanged(step=step, old_size=old_size, new_size=pace.size, reason=str(pace.reason), inexact=inexact)
         emit(change, self._hooks)
 
-    def tell_skip(self, step: int, layouts: Sequence[Layout]) -> None:
+    def tell_skip(self, step: int, samples: int) -> None:
         """A step with nothing to take a mean over."""
-        emit(StepSkipped(step=step, samples=_count(layouts)), self._hooks)
+        emit(StepSkipped(step=step, samples=samples), self._hooks)
 
     def tell_failed(self, step: int, error: BaseException) -> None:
         """A step that ended in an error; the text of the user's own error stays his, and nothing here replaces it."""
@@ -120,17 +126,17 @@ class Telling:
         emit(StepFailed(step=step, reason=reason, out_of_memory=short), self._hooks)
 
     def tell_finished(self, step: int, result: StepResult) -> None:
-        """A step's numbers."""
-        finished = StepFinished(
-            step=step,
-            micro_batch_sizes=result.micro_batch_sizes,
-            retries=result.retries,
-            peak_bytes=result.peak_bytes,
-            seconds=result.seconds,
-            budget_bytes=self._plan.budget_bytes,
-        )
-        emit(finished, self._hooks)
-
-
-def _count(layouts: Sequence[Layout]) -> int:
-    return sum(layout.count for layout in layouts)
+        """A step's numbers; where nobody but the ledger listens, no event is made of them."""
+        if self._recorder is not None:
+            sizes = result.micro_batch_sizes
+            self._recorder.count_step(step, sizes, result.retries, result.peak_bytes, result.seconds)
+        if self._listeners or logger.isEnabledFor(logging.DEBUG):
+            finished = StepFinished(
+                step=step,
+                micro_batch_sizes=result.micro_batch_sizes,
+                retries=result.retries,
+                peak_bytes=result.peak_bytes,
+                seconds=result.seconds,
+                budget_bytes=self._plan.budget_bytes,
+            )
+            emit(finished, self._listeners)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Update:
     Attributes:
         optimizer: Stepped.
         check_room: Raises where there is no room for the optimizer's step.
+        advise: Gives the end of the message where memory runs out in that step.
         scaler: Unscales, steps and updates once.
         max_grad_norm: The whole gradient is clipped to this norm.
         scheduler: Stepped after the optimizer, if that stepped.
@@ -36,32 +37,44 @@ class Update:
 
     optimizer: Any
     check_room: Callable[[], None]
+    advise: Callable[[], str]
     scaler: torch.amp.GradScaler | None = None
     max_grad_norm: float | None = None
     scheduler: Any | None = None
+    _inner: Any = field(init=False, repr=False)
 
-    def run(self, begin: Callable[[], None], advice: str) -> None:
+    def __post_init__(self) -> None:
+        """Look inside the wrappers once."""
+        object.__setattr__(self, "_inner", unwrap_optimizer(self.optimizer))
+
+    def run(self, begin: Callable[[], None]) -> None:
         """Prepare, then step the optimizer, then scaler and scheduler.
 
         Args:
             begin: Called right before the optimizer's own step. What is raised before it has not happened, but for
                 ``.grad``.
-            advice: The end of the message where memory runs out after it.
 
         Raises:
             DoesNotFit: There is no room for the step.
             CannotRetry: Memory ended in it.
         """
         begun, reason, handled = False, None, sys.exc_info()[1]
-        entry = _read_entry(self.scaler, self.optimizer)
+        entry = None if self.scaler is None else _read_entry(self.scaler, self.optimizer)
         made: list[torch.Tensor] = []
         try:
             self.check_room()
-            made = make_state(unwrap_optimizer(self.optimizer))
-            scale = self._prepare()
+            made = make_state(self._inner)
+            scale = self._prepare() if self.scaler is not None or self.max_grad_norm is not None else 0.0
             begin()
             begun = True
-            self._step(scale)
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            # The scale only falls when infinities made the scaler skip the step.
+            if self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale):
+                self.scheduler.step()
         except BaseException as error:
             if not begun:
                 forget_state(self.optimizer, made)
@@ -70,11 +83,14 @@ class Update:
             if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
+        finally:
+            if begun:
+                # Around a whole training loop autocast keeps the casts of weights that have moved.
+                torch.clear_autocast_cache()
         if reason is not None:
             raise CannotRetry(
-                f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {advice}"
+                f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {self.advise()}"
             )
-
     def _prepare(self) -> float:
         """Unscale and clip; returns the scale of the losses."""
         if self.scaler is not None:
@@ -85,23 +101,6 @@ class Update:
             nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         # Reading the scale waits for the device: only where somebody wants to know whether the optimizer stepped.
         return self.scaler.get_scale() if self.scaler is not None and self.scheduler is not None else 0.0
-
-    def _step(self, scale: float) -> None:
-        try:
-            self._step_optimizer()
-        finally:
-            # Around a whole training loop autocast keeps the casts of weights that have moved.
-            torch.clear_autocast_cache()
-        # The scale only falls when infinities made the scaler skip the step.
-        if self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale):
-            self.scheduler.step()
-
-    def _step_optimizer(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-            return
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
 
 
 def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:

@@ -24,7 +24,7 @@ def make(*, scaled=False, scheduled=False, check_room=lambda: None, max_grad_nor
     if scaler is not None:
         scaler.scale(torch.zeros(()))  # makes its two tensors, as a first loss does
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
-    return model, optimizer, Update(optimizer, check_room, scaler, max_grad_norm, scheduler)
+    return model, optimizer, Update(optimizer, check_room, lambda: "so load your last checkpoint", scaler, max_grad_norm, scheduler)
 
 
 def fail_with(error):
@@ -49,7 +49,7 @@ def test_the_beginning_is_told_once_right_before_the_optimizers_step(scaled):
         assert len(optimizer.state) == 2
 
     optimizer.register_step_pre_hook(lambda *_: order.append("step"))
-    update.run(begin, "advice")
+    update.run(begin)
     assert order == ["begin", "step"]
     assert not torch.equal(model.weight, before)
     assert update.scheduler.last_epoch == 1
@@ -64,12 +64,12 @@ def test_what_is_raised_before_the_beginning_has_not_happened(where, error, scal
     model, optimizer, update = make(scaled=scaled, check_room=lambda: rooms.pop()() if rooms else None)
     before = bits_of(model, optimizer)
     with pytest.raises(type(error)) as caught:
-        update.run(fail_with(error) if where == "begin" else lambda: None, "advice")
+        update.run(fail_with(error) if where == "begin" else lambda: None)
     assert caught.value is error
     for parameter, name in ((model.weight, "weight"), (model.bias, "bias")):
         before[f"gradient {name}"] = parameter.grad.clone()  # .grad is the caller's to put back
     assert not differences(bits_of(model, optimizer), before)
-    update.run(lambda: None, "advice")
+    update.run(lambda: None)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -77,14 +77,14 @@ def test_memory_that_ends_before_the_beginning_is_the_callers_to_judge(scaled):
     """At any operation up to there: the error itself, and no half-made state."""
     seen, (_, _, update) = [], make(scaled=scaled)
     with oom_at(10**9) as counted:
-        update.run(lambda: seen.append(counted.operations), "advice")
+        update.run(lambda: seen.append(counted.operations))
     assert seen[0] >= 8
     for position in range(1, seen[0] + 1):
         _, optimizer, update = make(scaled=scaled)
         with oom_at(position), pytest.raises(torch.OutOfMemoryError, match="planned"):
-            update.run(lambda: None, "advice")
+            update.run(lambda: None)
         assert not optimizer.state
-        update.run(lambda: None, "advice")
+        update.run(lambda: None)
 
 
 def test_memory_that_ends_after_the_beginning_cannot_be_retried():
@@ -92,13 +92,13 @@ def test_memory_that_ends_after_the_beginning_cannot_be_retried():
     _, optimizer, update = make(scaled=True)
     optimizer.step = fail_with(torch.OutOfMemoryError(OOM))
     with pytest.raises(CannotRetry) as caught:
-        update.run(lambda: None, "so load your last checkpoint")
+        update.run(lambda: None)
     assert str(caught.value) == (
         f"memory ended inside the optimizer's step (OutOfMemoryError: {OOM}): parameters may have moved, so load your "
         f"last checkpoint"
     )
     del optimizer.step
-    update.run(lambda: None, "advice")
+    update.run(lambda: None)
 
 
 @pytest.mark.parametrize("place", ["optimizer", "scheduler"])
@@ -108,10 +108,10 @@ def test_any_other_error_after_the_beginning_comes_out_unchanged(place):
     broken, error = getattr(update, place), ValueError("the user's own")
     broken.step = fail_with(error)
     with pytest.raises(ValueError, match="own") as caught:
-        update.run(lambda: None, "advice")
+        update.run(lambda: None)
     assert caught.value is error
     del broken.step
-    update.run(lambda: None, "advice")
+    update.run(lambda: None)
 
 
 def test_casts_of_weights_that_have_moved_are_not_kept():
@@ -120,5 +120,5 @@ def test_casts_of_weights_that_have_moved_are_not_kept():
     inputs = torch.ones(1, 3)
     with torch.autocast("cpu", torch.bfloat16):
         before = model(inputs)
-        update.run(lambda: None, "advice")
+        update.run(lambda: None)
         assert not torch.equal(model(inputs), before)

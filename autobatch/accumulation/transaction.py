@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -136,6 +136,7 @@ class Accumulation:
         stands_for: How many micro-batches a step has of which the first two are run here, in a trial: sparse gradients
             are given the rows that those may have. 0: all are run.
         keep: Objects of the user that the step changes; see ``state.user_objects``.
+        had_gradients: Whether there were gradients before the last batch, which have become part of its gradient.
     """
 
     workload: Workload
@@ -148,6 +149,7 @@ class Accumulation:
     known_state: StepState | None = None
     stands_for: int = 0
     keep: Sequence[Any] = ()
+    had_gradients: bool = False
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
 
@@ -183,6 +185,7 @@ class Accumulation:
         start = self._try_twice("for a copy of what the step changes, such as buffers", self._state.begin)
         with Transaction(self._state, start, self.workload, self._sums) as transaction:
             transaction.aside.take()
+            self.had_gradients = transaction.aside.are_there
             progress = self._begin(batches, largest)
             while (reason := self._run_pieces(progress, transaction)) is not None:
                 # Only now, after the ``except`` block, are the frames of the failed attempt gone.
@@ -209,7 +212,16 @@ class Accumulation:
             with self.workload.guard():
                 while progress.todo and progress.counts:
                     self._begin_piece(progress, transaction)
-                    self._run_next(progress, transaction)
+                    piece = progress.todo[0]
+                    if not piece.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
+                        progress.finish(piece, None, None)
+                        continue
+                    enclosing = self.device.micro_batch(piece.size)
+                    if enclosing is None and not self._state.is_recording:
+                        self._run_piece(piece, progress, transaction.stamps)
+                        continue
+                    with enclosing or nullcontext(), self._record(piece, transaction):
+                        self._run_piece(piece, progress, transaction.stamps)
         except Exception as error:
             if not is_oom(error, handled=handled):
                 raise
@@ -225,20 +237,11 @@ class Accumulation:
         if self.in_float32 and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
-    def _run_next(self, progress: Progress, transaction: Transaction) -> None:
-        piece = progress.todo[0]
-        if not piece.counts:  # 0 x nan is nan: a micro-batch whose labels are all ignored must not be run
-            progress.finish(piece, None, None)
-            return
-        enclosing, recorder = self.device.micro_batch(piece.size), None
-        if self._state.is_recording:
-            apart = [*transaction.stamps.tensors(), *piece.layout.tensors()]
-            recorder = self._state.record([transaction.start, transaction.here], apart)
-        if enclosing is None and recorder is None:
-            self._run_piece(piece, progress, transaction.stamps)
-        else:
-            with enclosing or nullcontext(), recorder or nullcontext():
-                self._run_piece(piece, progress, transaction.stamps)
+    def _record(self, piece: Piece, transaction: Transaction) -> AbstractContextManager[Any]:
+        if not self._state.is_recording:
+            return nullcontext()
+        apart = [*transaction.stamps.tensors(), *piece.layout.tensors()]
+        return self._state.record([transaction.start, transaction.here], apart)
 
     def _run_piece(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
         samples = piece.layout.micro_batch(piece.start, piece.stop, self.device.place_tensor, self.device.torch_device)

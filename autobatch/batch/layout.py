@@ -74,6 +74,11 @@ class Layout:
             return [*tensors_of(self.batch)]
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def elements(self) -> int:
+        """Elements of all tensors and NumPy arrays together."""
+        return count_elements(self.batch) if self.spec is None else sum(map(torch.numel, self.tensors()))
+
     def without_batch(self) -> Layout:
         """How batches of this kind are read, without holding this one."""
         return Layout(None, 0, self.lists, self.spec)

@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
@@ -63,6 +64,18 @@ class RunKeeper:
         """Count a step or a setback, and write if it is time."""
         self._journal.take(event)
 
+    def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
+        """Count a finished step, of which no event was made, and write if it is time.
+
+        Args:
+            step: Which one, counted from 0.
+            sizes: Its micro-batches.
+            retries: How often memory ended in it.
+            peak_bytes: Most bytes in tensors at once.
+            seconds: Wall time.
+        """
+        self._journal.count_step(step, sizes, retries, peak_bytes, seconds)
+
 
 class _Journal:
     """A run's state, which is written a last time when the keeper is gone or the process ends."""
@@ -84,9 +97,10 @@ class _Journal:
         if self._over or os.getpid() != self._pid:
             return
         if isinstance(event, StepFinished):
-            self._tally.add_step(event)
-            self._outcome, self._reason = "running", ""
-        elif isinstance(event, (Retried, SizeChanged)):
+            sizes = event.micro_batch_sizes
+            self.count_step(event.step, sizes, event.retries, event.peak_bytes, event.seconds)
+            return
+        if isinstance(event, (Retried, SizeChanged)):
             self._tally.add_setback(event)
             self._hurry()
         elif isinstance(event, StepFailed):  # the run has failed, unless another step follows
@@ -95,6 +109,14 @@ class _Journal:
             self._wait_s = 0.0
         else:
             return
+        if time.monotonic() - self._tried_at >= self._wait_s:
+            self._write(TRAINING_WAITS_S)
+
+    def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
+        if self._over or os.getpid() != self._pid:
+            return
+        self._tally.add_step(step, sizes, retries, peak_bytes, seconds)
+        self._outcome, self._reason = "running", ""
         if time.monotonic() - self._tried_at >= self._wait_s:
             self._write(TRAINING_WAITS_S)
 

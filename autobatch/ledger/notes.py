@@ -6,11 +6,12 @@ Covers counting in memory, and which part of it was not written yet. Does not co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from autobatch.bounds import LISTED, Count, Moment, Text
-from autobatch.events import Retried, SizeChanged, StepFinished
+from autobatch.events import Retried, SizeChanged
 from autobatch.history import Outcome, Setback, StepRange
 from autobatch.ledger.reasons import shorten
 from autobatch.records import Record
@@ -60,14 +61,6 @@ class _Count:
     seconds: float = 0.0
     samples: int = 0
 
-    def add(self, event: StepFinished) -> None:
-        self.last_step = event.step
-        self.micro_batch_size = max((self.micro_batch_size, *event.micro_batch_sizes))
-        self.retries += event.retries
-        self.peak_bytes = max(self.peak_bytes, event.peak_bytes)
-        self.seconds += event.seconds
-        self.samples += sum(event.micro_batch_sizes)
-
     def as_range(self) -> StepRange:
         fields = vars(self).copy()
         del fields["pace"]
@@ -85,20 +78,23 @@ class Tally:
         self._setbacks: list[Setback] = []
         self._first_setback = 0
 
-    def add_step(self, event: StepFinished) -> None:
+    def add_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
         """Count a step: with the last ones, or in a new range where the pace, or having retries, changed."""
         # By the pace, not by the largest micro-batch that came of it: with batches of any length that is another one
         # in each step, and each step would be a range.
         count = self._counts[-1] if self._counts else None
-        if count is None or self._begins_anew(count, event):
-            count = _Count(self._pace, event.step, event.step)
+        if count is None or step != count.last_step + 1 or self._begins_anew(count, retries):
+            count = _Count(self._pace, step, step)
             self._counts.append(count)
-        count.add(event)
+        count.last_step = step
+        count.micro_batch_size = max(count.micro_batch_size, *sizes) if sizes else count.micro_batch_size
+        count.retries += retries
+        count.peak_bytes = max(count.peak_bytes, peak_bytes)
+        count.seconds += seconds
+        count.samples += sum(sizes)
 
-    def _begins_anew(self, count: _Count, event: StepFinished) -> bool:
-        if event.step != count.last_step + 1:
-            return True
-        alike = count.pace == self._pace and (count.retries > 0) == (event.retries > 0)
+    def _begins_anew(self, count: _Count, retries: int) -> bool:
+        alike = count.pace == self._pace and (count.retries > 0) == (retries > 0)
         return not alike and self._first_range + len(self._counts) < _MOST_ROWS
 
     def add_setback(self, event: Retried | SizeChanged) -> None:
