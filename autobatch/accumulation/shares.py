@@ -87,25 +87,21 @@ class Totals:
             for term in terms:
                 _check_count(term, piece.weights[""])
             return self._share_by_unit(piece, terms, piece.weights[""], unit)
-        return self._sum_of_known(piece, terms), 0.0, None
-
-    def _sum_of_known(self, piece: Piece, terms: Sequence[Term]) -> torch.Tensor:
         if "" not in piece.weights:
             _check_names(piece, terms)
         total: torch.Tensor | None = None
         for term in terms:
             name = term.name if term.name in piece.weights else ""
+            if term.count is not None:
+                _check_count(term, piece.weights[name])
             if term.kind == "per step":
                 part = term.multiply(self._part_of(piece))
-            else:
-                if term.count is not None:
-                    _check_count(term, piece.weights[name])
-                if not piece.weights[name]:  # 0 x nan is nan
-                    continue
+            elif piece.weights[name]:
                 part = term.divide(piece.weights[name], self.weights[name])
+            else:  # 0 x nan is nan
+                continue
             total = part if total is None else total + part
-        assert total is not None  # noqa: S101 - narrows for mypy: a piece in which no term counts is not run
-        return total
+        return None if total is None else (total, 0.0, None)
 
     def _part_of(self, piece: Piece) -> float:
         """How much of the step a piece is: 0 where it counts for nothing, and 1 over all, however they are divided."""

@@ -234,7 +234,7 @@ class Accumulation:
             purpose = "for a copy of what the step changes, such as buffers"
             here = self._try_twice(purpose, self._state.begin_piece, here)
         transaction.begin_piece(here)
-        if self.in_float32 and len(progress.todo) > 1:
+        if self.in_float32 and len(progress.todo) > 1 and (self._state.moves_modules or not progress.done):
             self._sums.begin(transaction.stamps.parameters)
 
     def _record(self, piece: Piece, transaction: Transaction) -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -64,7 +64,7 @@ class PerStep:
     loss: torch.Tensor
 
 
-class Term:
+class Term(NamedTuple):
     """One loss of one micro-batch, read.
 
     Attributes:
@@ -75,17 +75,11 @@ class Term:
         is_narrow: Whether the loss is bfloat16 or float16, so that its gradient rounds whatever it is multiplied by.
     """
 
-    __slots__ = ("count", "is_narrow", "kind", "loss", "name")
-
-    def __init__(
-        self,
-        name: str,
-        loss: torch.Tensor,
-        kind: Literal["mean", "sum", "per step"] = "mean",
-        count: float | None = None,
-    ) -> None:
-        self.name, self.loss, self.kind, self.count = name, loss, kind, count
-        self.is_narrow = loss.dtype in NARROW
+    name: str
+    loss: torch.Tensor
+    kind: Literal["mean", "sum", "per step"] = "mean"
+    count: float | None = None
+    is_narrow: bool = False
 
     def divide(self, count: float, total: float) -> torch.Tensor:
         """This term's part of the mean over ``total``, of which it covers ``count``."""
@@ -103,7 +97,7 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
         InvalidStep: A loss is no tensor, has more than one element or no graph, or its count is none.
     """
     if type(returned) is torch.Tensor and returned.ndim == 0 and returned.requires_grad and returned.is_floating_point():
-        return (Term("", returned),)  # nearly every step, in every micro-batch
+        return (Term("", returned, is_narrow=returned.dtype in NARROW),)  # nearly every step, in every micro-batch
     if not isinstance(returned, Mapping):
         return (_read_term("", returned),)
     if not returned:
@@ -137,7 +131,7 @@ def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], c
             f"{what} returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
             + ("; what is no loss goes beside it: return (losses, aux)" if name else "")
         )
-    return Term(name, loss.reshape(()), kind, count)
+    return Term(name, loss.reshape(()), kind, count, loss.dtype in NARROW)
 
 
 def read_count(value: Any, place: str) -> float:
