@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -88,7 +88,8 @@ class Probe:
     def __post_init__(self) -> None:
         """Begin to learn what the steps change: in the first one, so that no trial's time has that in it."""
         model, device = self.workload.model, self.device.torch_device
-        self._learnt = StepState(model, device, records=not is_compiled(model, self.workload.step))
+        self._is_compiled = is_compiled(model, self.workload.step)
+        self._learnt = StepState(model, device, records=not self._is_compiled)
 
     def run(self, size: int) -> Trial:
         """Try one size. Only an out-of-memory error becomes an outcome; all others come out unchanged.
@@ -104,18 +105,29 @@ class Probe:
         readings, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
         if not self._warm:
             readings.state = self._resumed_state_bytes(usage)
-            reason = self._attempt(self._warm_up, min(size, _WARM_SIZE), readings)
-            self._warm = reason is None
-            self._learnt.records = self._learnt.records and not self._warm
-            if not self._warm:
-                self.state.reset_optimizer()
-                self.device.reclaim()
+            reason = self._run_first_step(min(size, _WARM_SIZE), readings)
         if reason is None:
             reason = self._attempt(self._measure, size, readings)
         if reason is not None:
             self.reasons[size] = reason
         phase = None if reason is None else self._judge_phase(readings)
         return _summarise(size, readings, self.device.usage().alloc_retries, phase)
+
+    def _run_first_step(self, size: int, readings: _Readings) -> str | None:
+        """The step before the first trial; returns None, or why memory ended in it.
+
+        What it writes into, outside the model too, is copied before that. A compiled model, or step, runs as it was
+        written meanwhile, so it has a second such step, which compiles it.
+        """
+        reason = self._attempt(self._warm_up, size, readings, records=True)
+        if reason is None and self._is_compiled:
+            reason = self._attempt(self._warm_up, size, readings)
+        self._warm = reason is None
+        self._learnt.records = self._learnt.records and not self._warm
+        if not self._warm:
+            self.state.reset_optimizer()
+            self.device.reclaim()
+        return reason
 
     def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
         """What an earlier run's state takes of the device: not what lies elsewhere, or is only a formula's."""
@@ -137,7 +149,7 @@ class Probe:
         """
         handled = sys.exc_info()[1]
         try:
-            self._attempt(self._run_one_sample, 1, _Readings())
+            self._attempt(self._run_one_sample, 1, _Readings(), records=True)
         except Exception as error:
             if is_oom(error, handled=handled):
                 raise
@@ -155,15 +167,24 @@ class Probe:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.place_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
-    def _attempt(self, action: Callable[[int, _Readings], None], size: int, readings: _Readings) -> str | None:
-        """Run one part of a trial from the user's own state; returns None, or why memory ended."""
+    def _attempt(
+        self, action: Callable[[int, _Readings], None], size: int, readings: _Readings, *, records: bool = False
+    ) -> str | None:
+        """Run one part of a trial from the user's own state; returns None, or why memory ended.
+
+        Args:
+            action: The part, called with ``size`` and ``readings``.
+            size: Samples.
+            readings: Where it puts what it measures.
+            records: Whether to find what the step writes into outside the model; takes time, so not where it counts.
+        """
         # Outside the limit: putting values back must not count, nor may a copy of them.
         self.state.rewind()
         if not self.workload.model.training:  # what was put back; a model in train mode may have layers that are not
             self.workload.model.train()
         reason, handled = None, sys.exc_info()[1]
         try:
-            with self.device.limit(self.limit_bytes):
+            with self.device.limit(self.limit_bytes), self.state.record() if records else nullcontext():
                 action(size, readings)
         except DoesNotFit as ended:
             reason = str(ended)

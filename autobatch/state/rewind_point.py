@@ -112,10 +112,13 @@ class RewindPoint:
             with torch.inference_mode(mode=buffer.is_inference()):  # torch writes into such a one nowhere else
                 buffer.copy_(value)
         for memory, value in self.memory.values():
-            storage = memory.untyped_storage()
-            if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
-                storage.resize_(value.nbytes)
-            memory.copy_(value)
+            _put_value_back(memory, value)
+
+    def restore_outside(self) -> None:
+        """Put back the values that a recorder has copied of memory to which no module that this knows refers."""
+        own = self.modules.headers.storages()
+        for key in self.memory.keys() - own:
+            _put_value_back(*self.memory[key])
 
     def forget(self) -> None:
         """Let go of the copies; from here on ``restore`` puts back no values."""
@@ -221,6 +224,14 @@ class StepState:
             self._memory.add(unsaved)
             self._locations |= begun.modules.find_locations({s._cdata for t in unsaved for s in storages_of(t)})
         return unsaved
+
+
+@torch.no_grad()
+def _put_value_back(memory: torch.Tensor, value: torch.Tensor) -> None:
+    storage = memory.untyped_storage()
+    if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
+        storage.resize_(value.nbytes)
+    memory.copy_(value)
 
 
 def _is_own(tensor: torch.Tensor) -> bool:
