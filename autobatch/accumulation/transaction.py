@@ -109,6 +109,7 @@ class Accumulation:
             progress = self._begin(batches, largest)
             self._advance(progress, before, parameters)
             self._state.learn(before)
+            self._state.stop_recording()
             reason = self._complete(progress, before, aside, update)
         finally:
             try:
@@ -118,6 +119,7 @@ class Accumulation:
             finally:
                 aside.end()
                 self._sums.end()
+                self._state.end()  # last: it only frees memory, and an interrupt may come in the middle of it
         if reason is None:
             return progress.sum_up()
         self.device.reclaim()

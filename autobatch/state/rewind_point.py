@@ -121,8 +121,9 @@ class RewindPoint:
             _put_value_back(*self.memory[key])
 
     def forget(self) -> None:
-        """Let go of the copies; from here on ``restore`` puts back no values."""
+        """Let go of the copies, and of what modules held; from here on nothing can be put back."""
         self.memory.clear()  # a recorder holds it too
+        self.modules.forget()
         self._buffers, self._objects = [], _NO_OBJECTS
 
 
@@ -199,6 +200,11 @@ class StepState:
             self._recorder.stop()
             self._locations |= self._latest.find_locations(self._recorder.written) if self._latest else set()
         self._recorder = None
+
+    def end(self) -> None:
+        """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""
+        if self._latest is not None:
+            self._latest.forget()
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.
