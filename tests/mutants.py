@@ -242,8 +242,8 @@ MUTANTS = (
     Mutant(
         "copies of written memory are not put back",
         REWIND_POINT,
-        "            memory.copy_(value)\n",
-        "            pass\n",
+        "    memory.copy_(value)\n",
+        "",
         MOVING_TESTS,
     ),
     Mutant(
@@ -382,7 +382,7 @@ MUTANTS = (
     Mutant(
         "half an optimizer's state is left to the next trial",
         "autobatch/probe.py",
-        "                self.state.reset_optimizer()\n",
+        "            self.state.reset_optimizer()\n",
         "",
         ("tests/test_fitting.py",),
     ),
@@ -667,8 +667,8 @@ MUTANTS = (
     Mutant(
         "two fits measure at once",
         "autobatch/fitting.py",
-        "    with one_at_a_time(), TrainingState(",
-        "    with TrainingState(",
+        "    with (\n        one_at_a_time(),\n",
+        "    with (\n",
         ("tests/test_threads.py",),
     ),
     Mutant(
@@ -719,6 +719,27 @@ MUTANTS = (
         "max(self.state_bytes, readings.state + max(made, 0))",
         "max(self.state_bytes, max(made, 0))",
         ("tests/test_phases.py",),
+    ),
+    Mutant(
+        "what a trial writes into outside the model is not copied",
+        "autobatch/probe.py",
+        "self.state.record() if records else nullcontext()",
+        "nullcontext()",
+        ("tests/test_outside_tensors.py",),
+    ),
+    Mutant(
+        "a check leaves a teacher as its last run had it",
+        EXACTNESS + "measurement.py",
+        "            self.checkpoint.restore_outside()\n",
+        "",
+        ("tests/test_outside_tensors.py",),
+    ),
+    Mutant(
+        "a check leaves a teacher's data where its last run had assigned it",
+        EXACTNESS + "measurement.py",
+        "            self.outside.put_back()\n",
+        "",
+        ("tests/test_outside_tensors.py",),
     ),
 )
 

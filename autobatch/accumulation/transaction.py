@@ -86,6 +86,7 @@ class Transaction:
         finally:
             self.aside.end()
             self._sums.end()
+            self._state.end()  # last: it only frees memory, and an interrupt may come in the middle of it
 
     def _undo(self) -> None:
         """Put everything back; what cannot be is logged, since the error that comes out may be the user's own."""
@@ -196,6 +197,7 @@ class Accumulation:
                 self._divide_anew(progress, reason)
             transaction.stamps.forget()
             self._state.learn(start)
+            self._state.stop_recording()
             reason = None if progress.loss is None else self._complete(progress, transaction, update)
         if reason is None:
             return progress.sum_up()

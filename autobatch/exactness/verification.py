@@ -64,7 +64,10 @@ def verify(
     memory = find_device(workload.parameters(), type(model).__name__, device)
     layout = find_example(model, batch, _MOST_SAMPLES).layout
     host_bytes = read_host_memory().available_bytes // 2
-    with one_at_a_time(), TrainingState(model, None, memory.torch_device, host_bytes=host_bytes):
+    with (
+        one_at_a_time(),
+        TrainingState(model, None, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()),
+    ):
         verdict = Check(workload, layout, memory, _MOST_SAMPLES).run()
     memory.reclaim()
     return verdict

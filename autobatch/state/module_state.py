@@ -72,6 +72,14 @@ class ModuleState:
         held = [module for attributes in self._attributes.values() for module in attributes.modules]
         return [module for module in held if id(module) not in self._attributes]
 
+    def forget(self) -> None:
+        """Keep no activation alive that a module has held, so that it is freed when the module lets go of it.
+
+        From here on this is only good as ``earlier``. What is taken over then holds parameters, buffers and numbers.
+        """
+        self._attributes = {key: held for key, held in self._attributes.items() if not held.may_hold_activations()}
+        self.modules, self.headers = [], TensorHeaders([])
+
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
         return all(held.are_current() for held in self._attributes.values()) and self.headers.are_current()
@@ -116,6 +124,14 @@ class _Attributes:
             and [*held] == self._names
             and self._found.are_current()
         )
+
+    def may_hold_activations(self) -> bool:
+        """Whether it holds a tensor that is in no table, or an object that may hold one."""
+        if self._found.may_hold_more:
+            return True
+        tables = [*self._held.get("_parameters", {}).values(), *self._held.get("_buffers", {}).values()]
+        known = {id(tensor) for tensor in tables}
+        return any(id(tensor) not in known for tensor in self.tensors)
 
     def find_locations(self, storages: AbstractSet[int]) -> Iterator[Location]:
         for attribute, value in self._held.items():

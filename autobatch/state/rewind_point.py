@@ -112,14 +112,18 @@ class RewindPoint:
             with torch.inference_mode(mode=buffer.is_inference()):  # torch writes into such a one nowhere else
                 buffer.copy_(value)
         for memory, value in self.memory.values():
-            storage = memory.untyped_storage()
-            if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
-                storage.resize_(value.nbytes)
-            memory.copy_(value)
+            _put_value_back(memory, value)
+
+    def restore_outside(self) -> None:
+        """Put back the values that a recorder has copied of memory to which no module that this knows refers."""
+        own = self.modules.headers.storages()
+        for key in self.memory.keys() - own:
+            _put_value_back(*self.memory[key])
 
     def forget(self) -> None:
-        """Let go of the copies; from here on ``restore`` puts back no values."""
+        """Let go of the copies, and of what modules held; from here on nothing can be put back."""
         self.memory.clear()  # a recorder holds it too
+        self.modules.forget()
         self._buffers, self._objects = [], _NO_OBJECTS
 
 
@@ -197,6 +201,11 @@ class StepState:
             self._locations |= self._latest.find_locations(self._recorder.written) if self._latest else set()
         self._recorder = None
 
+    def end(self) -> None:
+        """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""
+        if self._latest is not None:
+            self._latest.forget()
+
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.
 
@@ -221,6 +230,14 @@ class StepState:
             self._memory.add(unsaved)
             self._locations |= begun.modules.find_locations({s._cdata for t in unsaved for s in storages_of(t)})
         return unsaved
+
+
+@torch.no_grad()
+def _put_value_back(memory: torch.Tensor, value: torch.Tensor) -> None:
+    storage = memory.untyped_storage()
+    if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
+        storage.resize_(value.nbytes)
+    memory.copy_(value)
 
 
 def _is_own(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch.state.containers import are_same, put_entries_back
-from autobatch.storages import place_of
+from autobatch.storages import place_of, storages_of
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
 
@@ -54,6 +54,10 @@ class TensorHeaders:
         """
         counts = zip(self.tensors, self._versions, self._aliases, self._classes, strict=True)
         return [alias for t, version, alias, cls in counts if t._version != version >= 0 and cls not in _LAZY]
+
+    def storages(self) -> set[int]:
+        """The storages (``_cdata``) that they referred to, and those that they refer to now."""
+        return {s._cdata for tensor in (*self._aliases, *self.tensors) for s in storages_of(tensor)}
 
     def are_current(self) -> bool:
         """Whether all refer to the same memory in the same way, and have the same flags."""

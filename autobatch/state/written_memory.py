@@ -17,12 +17,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode
 
 from autobatch.dispatch import DispatchMode
+from autobatch.state.storage_copy import StorageCopies
 from autobatch.storages import storages_of
 
-__all__ = ["Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
+__all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
 
 Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By storage: all of its bytes as a view, and a copy of them."""
@@ -64,28 +65,15 @@ def save_storage(storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Ten
     return view, view.clone()
 
 
-class WriteRecorder(DispatchMode):
-    """While active, copies each storage that was there before into the rewind points, before an operator writes to it.
-
-    Attributes:
-        written: Storages (``_cdata``) that were written into and not known before.
-    """
+class _WriteMode(DispatchMode):
+    """While active, calls ``_save`` before an operator writes into memory that was there when this was entered."""
 
     # Such as flex_attention run eagerly: they are called as they are, and what they call is recorded.
     supports_higher_order_operators = True
 
-    def __init__(self, points: Sequence[Saved], known: WrittenMemory, apart: Iterable[torch.Tensor]) -> None:
-        """Prepare for one micro-batch.
-
-        Args:
-            points: Where copies go.
-            known: Is added to.
-            apart: Tensors that are not copied: gradients, and sums of them.
-        """
+    def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._points, self._known = points, known
-        self.written: set[int] = set()
-        # Those made inside the micro-batch as well: they were not there before.
+        # Those made while this is active as well: they were not there before.
         self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
 
     def __torch_dispatch__(
@@ -110,6 +98,29 @@ class WriteRecorder(DispatchMode):
         if _get_current_dispatch_mode() is self:
             _pop_mode()
 
+    def _save(self, tensor: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class WriteRecorder(_WriteMode):
+    """While active, copies each storage that was there before into the rewind points, before an operator writes to it.
+
+    Attributes:
+        written: Storages (``_cdata``) that were written into and not known before.
+    """
+
+    def __init__(self, points: Sequence[Saved], known: WrittenMemory, apart: Iterable[torch.Tensor]) -> None:
+        """Prepare for one micro-batch.
+
+        Args:
+            points: Where copies go.
+            known: Is added to.
+            apart: Tensors that are not copied: gradients, and sums of them.
+        """
+        super().__init__(apart)
+        self._points, self._known = points, known
+        self.written: set[int] = set()
+
     @torch.no_grad()
     def _save(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
@@ -121,6 +132,28 @@ class WriteRecorder(DispatchMode):
             for point in self._points:
                 point.setdefault(key, saved)
             self._known.add([tensor])
+
+
+class HostRecorder(_WriteMode):
+    """While active, copies each storage that was there before into host memory, before an operator writes to it.
+
+    The copies are no part of a measurement: no other mode counts them, nor lets memory end in them.
+    """
+
+    def __init__(self, copies: StorageCopies) -> None:
+        """Prepare.
+
+        Args:
+            copies: Is added to; of what it has already, no second copy is made.
+        """
+        super().__init__()
+        self._copies = copies
+
+    @torch.no_grad()
+    def _save(self, tensor: torch.Tensor) -> None:
+        if any(storage._cdata not in self._apart for storage in storages_of(tensor)):
+            with _disable_current_modes():
+                self._copies.add(tensor)
 
 
 _WRITTEN: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
