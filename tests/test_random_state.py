@@ -32,7 +32,7 @@ def test_after_a_restore_the_same_numbers_come():
     """From torch, Python and NumPy, as often as it is restored."""
     random.gauss(0, 1)  # in the middle of a pair
     np.random.randn()
-    state = RandomState.capture(CPU)
+    state = RandomState(CPU)
     first = draw()
     assert draw() != first
     state.restore()
@@ -43,7 +43,7 @@ def test_after_a_restore_the_same_numbers_come():
 
 def test_drawing_does_not_change_what_is_remembered():
     """The states are values, not references to the generators."""
-    state = RandomState.capture(CPU)
+    state = RandomState(CPU)
     before = state.cpu.clone()
     draw()
     assert torch.equal(state.cpu, before)
@@ -51,17 +51,17 @@ def test_drawing_does_not_change_what_is_remembered():
 
 def test_capturing_draws_nothing():
     """To remember is not to move on."""
-    state = RandomState.capture(CPU)
+    state = RandomState(CPU)
     first = draw()
     state.restore()
-    RandomState.capture(CPU)
+    RandomState(CPU)
     assert draw() == first
 
 
 def test_numpy_is_not_imported_for_this(monkeypatch):
     """A step that never imported NumPy cannot draw from it."""
     monkeypatch.delitem(sys.modules, "numpy.random")
-    state = RandomState.capture(CPU)
+    state = RandomState(CPU)
     assert state.host.numpy is None
     state.restore()
     assert "numpy.random" not in sys.modules
@@ -88,7 +88,7 @@ def test_the_device_s_own_generator_is_put_back(monkeypatch, device, names_devic
     """A dropout on another device draws from that device's generator."""
     generator, module = make_backend(names_device)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    state = RandomState.capture(torch.device(device))
+    state = RandomState(torch.device(device))
     first = torch.rand(3, generator=generator)
     state.restore()
     assert torch.equal(torch.rand(3, generator=generator), first)
@@ -98,7 +98,7 @@ def test_the_device_s_own_generator_is_put_back(monkeypatch, device, names_devic
 def test_a_cuda_dropout_is_repeated():
     """The same mask after a restore."""
     device = torch.device("cuda", torch.cuda.current_device())
-    state = RandomState.capture(device)
+    state = RandomState(device)
     first = torch.rand(100, device=device)
     state.restore()
     assert torch.equal(torch.rand(100, device=device), first)

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,9 @@ from autobatch.batch.layout import Layout
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.state.containers import are_same
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
+from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
 from autobatch.step.compilation import is_compiled
@@ -40,7 +43,7 @@ TakesGradient = Callable[[Callable[[], None]], None]
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("autobatch")
-_VERSION = attrgetter("_version")
+_PARAMS = itemgetter("params")
 
 
 class Transaction:
@@ -53,13 +56,20 @@ class Transaction:
         aside: Gradients from before the step.
     """
 
-    def __init__(self, state: StepState, start: RewindPoint, workload: Workload, sums: Float32Sums) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        start: RewindPoint,
+        workload: Workload,
+        parameters: Sequence[torch.Tensor],
+        sums: Float32Sums,
+    ) -> None:
         """Nothing is moved yet."""
         self._state, self._workload, self._sums = state, workload, sums
-        self.parameters = workload.parameters()
+        self.parameters = parameters
         self.start = self.here = start
-        self.aside = GradientsAside(self.parameters)
-        self.stamps = GradientStamps(self.parameters, sums)
+        self.aside = GradientsAside(parameters)
+        self.stamps = GradientStamps(parameters, sums)
 
     def __enter__(self) -> Transaction:
         """All is as it was when this was made."""
@@ -71,6 +81,11 @@ class Transaction:
         if self._state.moves_modules:  # a forward pass may make parameters
             self.stamps.parameters = self._workload.parameters()
         self.stamps.renew()
+
+    def end_pieces(self) -> None:
+        """All have run: let go of what only the last one needed, such as its activations in attributes."""
+        self.here = self.start
+        self.stamps.forget()
 
     def begin_update(self) -> None:
         """From here on nothing is put back, and no gradient of this step is left at the end."""
@@ -153,6 +168,9 @@ class Accumulation:
     had_gradients: bool = False
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
+    _parameters: Sequence[torch.Tensor] = ()
+    _seen_modules: ModuleState | None = None
+    _seen_held: Sequence[torch.Tensor] = ()
 
     def __post_init__(self) -> None:
         """Know nothing of what steps change, if nothing is known."""
@@ -184,7 +202,8 @@ class Accumulation:
                 last backward pass. Whatever ``shrink`` and ``update`` raise comes out too.
         """
         start = self._try_twice("for a copy of what the step changes, such as buffers", self._state.begin)
-        with Transaction(self._state, start, self.workload, self._sums) as transaction:
+        parameters = self._find_parameters(start.modules)
+        with Transaction(self._state, start, self.workload, parameters, self._sums) as transaction:
             transaction.aside.take()
             self.had_gradients = transaction.aside.are_there
             progress = self._begin(batches, largest)
@@ -195,7 +214,7 @@ class Accumulation:
                 transaction.rewind(progress, reason, can_divide_rest=can_divide_rest)
                 self.device.reclaim()
                 self._divide_anew(progress, reason)
-            transaction.stamps.forget()
+            transaction.end_pieces()
             self._state.learn(start)
             self._state.stop_recording()
             reason = None if progress.loss is None else self._complete(progress, transaction, update)
@@ -206,6 +225,15 @@ class Accumulation:
             f"memory ended after the last backward pass, before the update ({reason}); everything is as before the "
             f"step: free memory or give fit() more headroom="
         )
+
+    def _find_parameters(self, modules: ModuleState) -> Sequence[torch.Tensor]:
+        """The workload's, which are listed again where modules or the optimizer hold other ones."""
+        groups = self.workload.optimizer.param_groups if self.workload.optimizer is not None else ()
+        held = [*chain.from_iterable(map(_PARAMS, groups))]
+        if modules is not self._seen_modules or not are_same(held, self._seen_held):
+            self._parameters = self.workload.parameters()
+            self._seen_modules, self._seen_held = modules, held
+        return self._parameters
 
     def _run_pieces(self, progress: Progress, transaction: Transaction) -> str | None:
         """Run all micro-batches that are left; returns None, or why memory ended. Nothing of the error stays."""
@@ -289,7 +317,7 @@ class Accumulation:
         factor = progress.correct()
         if factor != 1:
             self._sums.multiply(factor)
-            for parameter in self.workload.parameters():
+            for parameter in self.workload.parameters():  # a forward pass may have made some
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
         if self._sums.are_there:

@@ -15,14 +15,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-__all__ = ["Contents", "Found", "are_same", "children_of", "find_contents", "put_entries_back", "remember"]
+__all__ = ["Contents", "Found", "Watch", "are_same", "children_of", "find_contents", "put_entries_back", "remember"]
 
 _PLAIN, _CONTAINER, _TUPLE, _FIELDS, _VALUE, _TENSOR, _MODULE, _OPAQUE = range(8)
 
@@ -34,6 +35,8 @@ _HOLD_NOTHING = frozenset(
     )
 )
 """Types of which most attributes are. A function may hold a tensor as well, but is rarely made anew in each step."""
+
+_VALUES_OF = methodcaller("values")
 
 _MOST_ENTRIES = 1000
 """A larger container is remembered itself, but what its entries hold is not looked at: a vocabulary, a replay buffer.
@@ -158,23 +161,68 @@ def are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return len(first) == len(second) and all(map(is_, first, second))
 
 
+class Watch:
+    """Whether many dicts, and what lies below them, still hold what they held.
+
+    A model has some thousand entries, and this is asked in every step: all are compared by functions in C.
+    """
+
+    def __init__(self, dicts: Iterable[dict[str, Any]], found: Iterable[Found] = ()) -> None:
+        """Note what they hold now.
+
+        Args:
+            dicts: Such as ``vars(module)``.
+            found: What lies below them.
+        """
+        self._dicts: list[dict[Any, Any]] = [*dicts]
+        self._rows: list[Any] = []
+        self._empty: list[Any] = []
+        self._others: list[Contents] = []
+        for below in found:
+            self._empty += below.empty
+            for content in below.contents:
+                self._add(content)
+        self._lengths = [*map(len, self._dicts), *map(len, self._rows)]
+        self._held = [*chain.from_iterable(map(_VALUES_OF, self._dicts)), *chain.from_iterable(self._rows)]
+        self._keys = [*chain.from_iterable(self._dicts)]
+
+    def _add(self, content: Contents) -> None:
+        if not isinstance(content, _Entries):
+            self._others.append(content)
+        elif isinstance(content.container, dict):
+            self._dicts.append(content.container)
+        else:
+            self._rows.append(content.container)
+
+    def is_current(self) -> bool:
+        """Whether they do; values of tensors are not compared."""
+        dicts, rows = self._dicts, self._rows
+        return (
+            not any(self._empty)
+            and [*map(len, dicts), *map(len, rows)] == self._lengths
+            and all(map(is_, chain(chain.from_iterable(map(_VALUES_OF, dicts)), *rows), self._held))
+            and all(map(is_, chain.from_iterable(dicts), self._keys))
+            and (not self._others or all(content.is_current() for content in self._others))
+        )
+
+
 class _Entries:
     """What a container holds, by identity. One that has not changed is not touched: whoever watches it sees nothing."""
 
-    __slots__ = ("_container", "_keys", "_values")
+    __slots__ = ("_keys", "_values", "container")
 
     def __init__(self, container: Any) -> None:
-        self._container = container
+        self.container = container
         self._keys, self._values = _entries_of(container)
 
     def is_current(self) -> bool:
-        keys, values = _entries_of(self._container)
+        keys, values = _entries_of(self.container)
         return are_same(keys, self._keys) and are_same(values, self._values)
 
     def put_back(self) -> None:
         if self.is_current():
             return
-        container = self._container
+        container = self.container
         container.clear()
         if isinstance(container, dict):
             # One by one: transformers' ModelOutput refuses update(), and dict.update() breaks an OrderedDict.

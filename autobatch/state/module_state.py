@@ -14,8 +14,8 @@ from operator import is_
 import torch
 from torch import nn
 
-from autobatch.state.containers import find_contents, put_entries_back
-from autobatch.state.tensor_header import TensorHeaders
+from autobatch.state.containers import Watch, find_contents, put_entries_back
+from autobatch.state.tensor_header import TensorHeaders, is_uninitialized
 from autobatch.storages import storages_of
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
@@ -42,6 +42,8 @@ class ModuleState:
     Attributes:
         modules: Those that were given, and those hidden below them.
         headers: Of each tensor in their tables, attributes and containers.
+        buffers: The modules' buffers, each once, but those of which no copy can be made.
+        is_complete: Whether nothing was let go of.
     """
 
     def __init__(self, modules: Sequence[nn.Module], earlier: ModuleState | None = None) -> None:
@@ -59,6 +61,12 @@ class ModuleState:
         self.modules = [attributes.module for attributes in self._attributes.values()]
         tensors = {id(tensor): tensor for found in self._attributes.values() for tensor in found.tensors}
         self.headers = TensorHeaders([*tensors.values()])
+        buffers = {id(b): b for module in self.modules for b in module._buffers.values() if b is not None}
+        self.buffers = [b for b in buffers.values() if not is_uninitialized(b) and _is_own(b)]
+        self._watch = Watch(map(vars, self.modules), [held.found for held in self._attributes.values()])
+        self._classes = [*map(type, self.modules)]
+        self._may_hold_activations = any(held.may_hold_activations for held in self._attributes.values())
+        self.is_complete = True
 
     def _look_at(self, modules: Iterable[nn.Module], known: dict[int, _Attributes]) -> Iterable[nn.Module]:
         """Add what these modules hold; the hidden ones among that come back."""
@@ -72,17 +80,36 @@ class ModuleState:
         held = [module for attributes in self._attributes.values() for module in attributes.modules]
         return [module for module in held if id(module) not in self._attributes]
 
+    def renew(self) -> bool:
+        """Look at the tensors again, where all else is as it was; costs little where it is.
+
+        Returns:
+            Whether it is. If not, this is good as ``earlier`` only.
+        """
+        if not self.is_complete or not self.attributes_are_current():
+            return False
+        self.headers.renew()
+        return True
+
     def forget(self) -> None:
         """Keep no activation alive that a module has held, so that it is freed when the module lets go of it.
 
-        From here on this is only good as ``earlier``. What is taken over then holds parameters, buffers and numbers.
+        What is still known holds parameters, buffers and numbers. From here on nothing can be put back.
         """
-        self._attributes = {key: held for key, held in self._attributes.items() if not held.may_hold_activations()}
-        self.modules, self.headers = [], TensorHeaders([])
+        self.headers.forget()
+        if self._may_hold_activations:
+            attributes = self._attributes.items()
+            self._attributes = {key: held for key, held in attributes if not held.may_hold_activations}
+            self._may_hold_activations = self.is_complete = False
+            self.modules, self.buffers, self.headers, self._watch = [], [], TensorHeaders([]), Watch(())
+
+    def attributes_are_current(self) -> bool:
+        """Whether classes, attributes and containers are as they were; tensors are not looked at."""
+        return all(map(is_, map(type, self.modules), self._classes)) and self._watch.is_current()
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
-        return all(held.are_current() for held in self._attributes.values()) and self.headers.are_current()
+        return self.attributes_are_current() and self.headers.are_current()
 
     def find_changed(self) -> list[nn.Module]:
         """The modules whose class, attributes or containers are not as they were; tensors are not looked at."""
@@ -106,14 +133,15 @@ class ModuleState:
 class _Attributes:
     """The class and the attributes of one module, and what the containers among them held."""
 
-    __slots__ = ("_class", "_found", "_held", "_names", "_values", "module", "modules", "tensors")
+    __slots__ = ("_class", "_held", "_names", "_values", "found", "may_hold_activations", "module", "modules", "tensors")
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._class = module, type(module)
         self._held = vars(module).copy()
         self._names, self._values = [*self._held], [*self._held.values()]
-        self._found = find_contents(self._values)
-        self.modules, self.tensors = self._found.modules, self._found.tensors
+        self.found = find_contents(self._values)
+        self.modules, self.tensors = self.found.modules, self.found.tensors
+        self.may_hold_activations = self._holds_loose_tensors()
 
     def are_current(self) -> bool:
         held = vars(self.module)
@@ -122,12 +150,12 @@ class _Attributes:
             and len(held) == len(self._values)
             and all(map(is_, held.values(), self._values))
             and [*held] == self._names
-            and self._found.are_current()
+            and self.found.are_current()
         )
 
-    def may_hold_activations(self) -> bool:
+    def _holds_loose_tensors(self) -> bool:
         """Whether it holds a tensor that is in no table, or an object that may hold one."""
-        if self._found.may_hold_more:
+        if self.found.may_hold_more:
             return True
         tables = [*self._held.get("_parameters", {}).values(), *self._held.get("_buffers", {}).values()]
         known = {id(tensor) for tensor in tables}
@@ -145,4 +173,11 @@ class _Attributes:
         if type(self.module) is not self._class:  # a lazy module has become an ordinary one
             self.module.__class__ = self._class
         put_entries_back(vars(self.module), self._held)
-        self._found.put_back()
+        self.found.put_back()
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """Whether each of its elements has memory of its own; torch refuses to write into others (``expand``)."""
+    if tensor.layout is not torch.strided:
+        return True
+    return not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

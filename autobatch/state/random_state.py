@@ -44,36 +44,42 @@ class HostRandomState:
             sys.modules["numpy.random"].set_state(self.numpy)
 
 
-@dataclass(frozen=True)
 class RandomState:
-    """The generators' states at one moment, by value."""
+    """The generators' states at one moment, by value.
 
-    cpu: torch.Tensor
-    device: torch.device
-    device_state: torch.Tensor | None
-    host: HostRandomState
+    Attributes:
+        cpu: torch's, of the CPU.
+        host: Python's and NumPy's.
+    """
 
-    @classmethod
-    def capture(cls, device: torch.device, host: HostRandomState | None = None) -> RandomState:
+    __slots__ = ("_device", "_device_state", "cpu", "host")
+
+    def __init__(self, device: torch.device, host: HostRandomState | None = None) -> None:
         """Remember all generators as they are now.
 
         Args:
             device: Whose own generator is meant.
             host: Stands for Python's and NumPy's, where somebody remembered them before.
         """
-        return cls(torch.get_rng_state(), device, _read(device), host or HostRandomState.capture())
+        self.cpu, self._device = torch.default_generator.get_state(), device
+        self._device_state = None if device.type == "cpu" else _read(device)
+        self.host = host or HostRandomState.capture()
+
+    def is_current(self) -> bool:
+        """Whether nothing has been drawn from any of them since."""
+        state = None if self._device_state is None else _read(self._device)
+        same = state is None or (self._device_state is not None and torch.equal(state, self._device_state))
+        return same and torch.equal(torch.default_generator.get_state(), self.cpu) and self.host.is_current()
 
     def restore(self) -> None:
         """Put all generators back, bit for bit."""
         torch.set_rng_state(self.cpu)
-        if self.device_state is not None:
-            torch.get_device_module(self.device).set_rng_state(self.device_state, *_which(self.device))
+        if self._device_state is not None:
+            torch.get_device_module(self._device).set_rng_state(self._device_state, *_which(self._device))
         self.host.restore()
 
 
-def _read(device: torch.device) -> torch.Tensor | None:
-    if device.type == "cpu":
-        return None
+def _read(device: torch.device) -> torch.Tensor:
     state: torch.Tensor = torch.get_device_module(device).get_rng_state(*_which(device))
     return state
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from autobatch.state.module_state import Location, ModuleState, tensors_at
 from autobatch.state.random_state import RandomState
-from autobatch.state.tensor_header import is_uninitialized
 from autobatch.state.user_objects import UserObjects, expand_objects
 from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory, is_recorded
 from autobatch.storages import storages_of
@@ -58,18 +57,17 @@ class RewindPoint:
             memory: What steps are known to write into.
             objects: What the user has named.
         """
-        self.random: RandomState = RandomState.capture(device, None if random is None else random.host)
+        self.random = RandomState(device, None if random is None else random.host)
         self.modules: ModuleState = state or ModuleState(modules)
-        # By value: running statistics are written without a change of ``_version``. A buffer whose elements overlap
-        # (``expand``) is not copied: torch refuses to write into it.
-        buffers = {id(b): b for module in self.modules.modules for b in module._buffers.values() if b is not None}
-        self._buffers = [(b, b.detach().clone()) for b in buffers.values() if not is_uninitialized(b) and _is_own(b)]
+        # By value: running statistics are written without a change of ``_version``.
+        self._buffers = self.modules.buffers
+        self._values = [*map(torch.clone, map(torch.Tensor.detach, self._buffers))]
         self.memory: Saved = {} if memory is None else memory.save()
         self._objects = UserObjects(objects) if objects else _NO_OBJECTS
 
     def buffers(self) -> list[torch.Tensor]:
         """The buffers of which this has copies."""
-        return [buffer for buffer, _ in self._buffers]
+        return self._buffers
 
     def record(self, apart: Iterable[torch.Tensor]) -> WriteRecorder:
         """While active, copies all that is written into, so that ``restore`` puts it back.
@@ -82,7 +80,8 @@ class RewindPoint:
     def find_moved(self) -> list[nn.Module]:
         """The modules whose attributes, or whose tensors' values, are not as they were."""
         changed = {id(module) for module in self.modules.find_changed()}
-        buffers = {id(buffer) for buffer, value in self._buffers if not torch.equal(buffer, value)}
+        values = zip(self._buffers, self._values, strict=True)
+        buffers = {id(buffer) for buffer, value in values if not torch.equal(buffer, value)}
         written = {key for key, (memory, value) in self.memory.items() if not torch.equal(memory, value)}
 
         def holds_moved(module: nn.Module) -> bool:
@@ -108,7 +107,7 @@ class RewindPoint:
 
     @torch.no_grad()
     def _put_values_back(self) -> None:
-        for buffer, value in self._buffers:
+        for buffer, value in zip(self._buffers, self._values, strict=True):
             with torch.inference_mode(mode=buffer.is_inference()):  # torch writes into such a one nowhere else
                 buffer.copy_(value)
         for memory, value in self.memory.values():
@@ -124,7 +123,7 @@ class RewindPoint:
         """Let go of the copies, and of what modules held; from here on nothing can be put back."""
         self.memory.clear()  # a recorder holds it too
         self.modules.forget()
-        self._buffers, self._objects = [], _NO_OBJECTS
+        self._buffers, self._values, self._objects = [], [], _NO_OBJECTS
 
 
 class StepState:
@@ -134,6 +133,7 @@ class StepState:
         records: Whether writes may be recorded.
         moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
         is_recording: Whether the step that began last is one of those in which writes are recorded.
+        is_looked_over: Whether it is one of those in which each micro-batch is looked at for what it moves.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Sequence[Any] = (), *, records: bool) -> None:
@@ -154,30 +154,37 @@ class StepState:
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
         self._locations: set[Location] = set()
-        self.moves_modules = self._draws_on_host = self.is_recording = False
+        self.moves_modules = self._draws = self._draws_on_host = False
+        self.is_recording = self.is_looked_over = False
 
     def begin(self) -> RewindPoint:
         """Remember everything, before a step."""
-        self.is_recording = self.records and is_recorded(self._begun)
+        self.is_looked_over = is_recorded(self._begun)
+        self.is_recording = self.records and self.is_looked_over
         self._begun += 1
         if self.is_recording:
             self._memory = WrittenMemory()  # learnt anew: what was written once may never be again
-        modules = [*self._model.modules(), *self._modules]
-        self._latest = ModuleState(modules, self._latest)
+        if self._latest is None or not self._latest.renew():
+            modules = [*self._model.modules(), *self._modules]
+            self._latest = ModuleState(modules, self._latest)
         return self._make_point(self._latest)
 
     def _make_point(self, state: ModuleState, random: RandomState | None = None) -> RewindPoint:
-        # By location too: a tensor that is replaced in each step and written into is never the same one.
-        self._memory.add(tensors_at(self._locations, state.modules))
-        self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
+        if self._locations:  # a tensor that is replaced in each step and written into is never the same one
+            self._memory.add(tensors_at(self._locations, state.modules))
+        if self._modules:
+            self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
+        memory = self._memory if self._memory.is_known else None
         return RewindPoint(
-            state.modules, self._device, random=random, state=state, memory=self._memory, objects=self._objects
+            state.modules, self._device, random=random, state=state, memory=memory, objects=self._objects
         )
 
     def begin_piece(self, begun: RewindPoint) -> RewindPoint:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
-        if is_recorded(self._begun - 1):  # also where none may be recorded, since the modules have to be looked at
+        if self.is_looked_over:
             self.returns_to(begun, begun)
+        if not (self._draws or self.moves_modules or begun.memory or begun.buffers() or self._objects):
+            return begun
         state = begun.modules
         if self.moves_modules:
             state = ModuleState(state.modules, state)
@@ -211,11 +218,14 @@ class StepState:
 
         What has moved is remembered before each micro-batch from then on.
         """
-        draws = here.random.host is begun.random.host and not begun.random.host.is_current()
-        moves = here.modules is begun.modules and not begun.modules.is_current()
-        self._draws_on_host |= draws
+        relies = here is begun
+        draws_on_host = (relies or here.random.host is begun.random.host) and not begun.random.host.is_current()
+        draws = relies and (draws_on_host or not begun.random.is_current())
+        moves = (relies or here.modules is begun.modules) and not begun.modules.is_current()
+        self._draws_on_host |= draws_on_host
+        self._draws |= draws
         self.moves_modules |= moves
-        return here is begun or not (draws or moves)
+        return not (draws or draws_on_host or moves)
 
     def learn(self, begun: RewindPoint) -> list[torch.Tensor]:
         """Learn what torch has counted as written since a step began, in case the step is not recorded.
@@ -223,6 +233,8 @@ class StepState:
         Returns:
             Tensors that cannot be put back: there is no copy of what they held. In later steps there will be.
         """
+        if not begun.modules.headers.any_written():
+            return []
         copied = {s._cdata for buffer in begun.buffers() for s in storages_of(buffer)} | begun.memory.keys()
         written = begun.modules.headers.find_written()
         unsaved = [alias for alias in written if any(s._cdata not in copied for s in storages_of(alias))]
@@ -238,10 +250,3 @@ def _put_value_back(memory: torch.Tensor, value: torch.Tensor) -> None:
     if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
         storage.resize_(value.nbytes)
     memory.copy_(value)
-
-
-def _is_own(tensor: torch.Tensor) -> bool:
-    """Whether each of its elements has memory of its own."""
-    if tensor.layout is not torch.strided:
-        return True
-    return not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -8,7 +8,9 @@ that it was made part of in place, and gradient hooks. Does not cover ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from itertools import repeat
+from operator import attrgetter
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -18,6 +20,13 @@ from autobatch.state.containers import are_same, put_entries_back
 from autobatch.storages import place_of, storages_of
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
+
+# Read by functions in C: a generator costs a Python call for each tensor, in every step.
+_MAKE_ALIAS = torch.Tensor._make_subclass  # noqa: SLF001 - as nn.Parameter does; see ``_alias``
+_VERSION = attrgetter("_version")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_IS_LEAF = attrgetter("is_leaf")
+_HOOKS = attrgetter("_backward_hooks")
 
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 
@@ -37,14 +46,36 @@ class TensorHeaders:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Look at all of them, each given once."""
         self.tensors = tensors
-        self._classes = [type(tensor) for tensor in tensors]
+        self._attributes = [*map(vars, tensors)]
         with self._undisturbed():
-            self._aliases = [_alias(tensor) for tensor in tensors]
-            self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-            self._held = [vars(tensor).copy() for tensor in tensors]
-            self._requires_grad = [tensor.requires_grad for tensor in tensors]
-            self._are_leaves = [tensor.is_leaf for tensor in tensors]
-            self._are_hooked = [t._backward_hooks is not None for t in tensors]  # noqa: SLF001 - no public way
+            self._is_usual = not any(is_traceable_wrapper_subclass(t) or t.is_inference() for t in tensors)
+        self.renew()
+
+    def renew(self) -> None:
+        """Look at them again: where they refer to now is where ``put_back`` leads."""
+        tensors = self.tensors
+        self._classes = [*map(type, tensors)]
+        with self._undisturbed():
+            if self._is_usual:
+                self._aliases = [*map(_MAKE_ALIAS, repeat(torch.Tensor), tensors)]
+                self._versions = [*map(_VERSION, tensors)]
+            else:
+                self._aliases = [_alias(tensor) for tensor in tensors]
+                self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+            self._requires_grad = [*map(_REQUIRES_GRAD, tensors)]
+            self._are_leaves = [*map(_IS_LEAF, tensors)]
+            self._hooks = [*map(_HOOKS, tensors)]
+        self._held = [{}] * len(tensors) if not any(self._attributes) else [held.copy() for held in self._attributes]
+
+    def forget(self) -> None:
+        """Let go of the memory that they refer to; they can be looked at again."""
+        self._aliases = []
+
+    def any_written(self) -> bool:
+        """Whether torch has counted a write into any of them."""
+        if self._is_usual:
+            return [*map(_VERSION, self.tensors)] != self._versions
+        return bool(self.find_written())
 
     def find_written(self) -> list[torch.Tensor]:
         """Aliases of tensors into which torch has counted a write. Those through ``.data`` are not counted.
@@ -70,7 +101,7 @@ class TensorHeaders:
             )
             and [t.requires_grad for t in tensors] == self._requires_grad
             and [t.is_leaf for t in tensors] == self._are_leaves
-            and not any(t._backward_hooks for t in self._unhooked())  # noqa: SLF001 - no public way
+            and not any(map(_HOOKS, self._unhooked()))
         )
 
     def put_back(self) -> None:
@@ -91,13 +122,11 @@ class TensorHeaders:
                 (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
 
     def _undisturbed(self) -> AbstractContextManager[object]:
-        """Around questions to tensors that have no shape yet, and refuse them otherwise."""
-        if _LAZY.isdisjoint(self._classes):
-            return nullcontext()
+        """Around questions to tensors that have no shape yet, and refuse them otherwise; costs nothing where none is."""
         return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - no public way
 
     def _unhooked(self) -> list[torch.Tensor]:
-        return [t for t, hooked in zip(self.tensors, self._are_hooked, strict=True) if not hooked]
+        return [tensor for tensor, hooks in zip(self.tensors, self._hooks, strict=True) if hooks is None]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ class TrainingState:
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
             self._gradients = [_Gradient(tensor) for tensor in tensors]
             self._values = StorageCopies(owned, host_bytes=host_bytes)
-        self._random = RandomState.capture(device)
+        self._random = RandomState(device)
         self._optimizer = optimizer
         _silence_step_hooks(optimizer)
 

@@ -45,6 +45,11 @@ class WrittenMemory:
         """None is known at first."""
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any is."""
+        return bool(self._known)
+
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the storages of these tensors be known."""
         for tensor in tensors:

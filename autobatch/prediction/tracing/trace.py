@@ -153,7 +153,7 @@ def explain_loss(workload: Workload, layout: Layout) -> str:
 def _on_twins(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
     """While this lasts, the model is its twin on the fake device; what goes wrong says why."""
     _check(workload.model)
-    random_state = RandomState.capture(torch.device("cpu"))
+    random_state = RandomState(torch.device("cpu"))
     try:
         with torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(_collected_between_steps())
