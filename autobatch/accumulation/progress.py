@@ -112,6 +112,7 @@ class Progress:
                 )
             else:
                 # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
+                # Not in place: whoever retries the last micro-batch needs the sum without it.
                 self.loss = self.loss + loss.detach()
             self.counted += count
         # Last: where memory ends in the addition, the piece is not done, and comes again.

@@ -339,7 +339,6 @@ class Accumulation:
     def _begin(self, batches: Sequence[Layout], largest: int) -> Progress:
         tensors = [tensor for layout in batches for tensor in layout.tensors()]
         refuse_graphs(tensors)
-        self.device.watch(tensors)
         ranges = [(layout, 0, layout.count) for layout in batches]
         pieces = self._cut(ranges, largest)
         weighed = self.workload.weigh is not None

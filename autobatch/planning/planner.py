@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 from autobatch.errors import InvalidArgument
@@ -44,6 +45,7 @@ def spread(total: int, parts: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (parts - larger)
 
 
+@lru_cache(maxsize=256)
 def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     """The fewest parts of at most ``largest`` samples that sum to ``total``, as equal as can be, larger first.
 
@@ -70,6 +72,7 @@ def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     return spread(total, steps) if total else ()
 
 
+@lru_cache(maxsize=256)
 def least_size(total: int, smallest: int) -> int:
     """The least size that allows a division into parts of at least ``smallest`` samples each.
 

@@ -8,9 +8,12 @@ momentum, which is a copy of the first gradient and so made by the step itself; 
 from __future__ import annotations
 
 import inspect
+from operator import itemgetter
 from typing import Any
 
 import torch
+
+_PARAMS = itemgetter("params")
 
 __all__ = ["count_state", "forget_state", "is_making_state", "make_state"]
 
@@ -27,6 +30,8 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     if not f"{type(optimizer).__module__}.".startswith("torch.optim.") or not hasattr(optimizer, "_init_group"):
         return []
     state = optimizer.state
+    if len(state) == sum(map(len, map(_PARAMS, optimizer.param_groups))):  # each parameter has its entry: nearly always
+        return []
     new = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in state]
     if not new:
         return []

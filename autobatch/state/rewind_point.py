@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autobatch.state.module_state import Location, ModuleState, tensors_at
-from autobatch.state.random_state import RandomState
+from autobatch.state.random_state import HostRandomState, RandomState
 from autobatch.state.user_objects import UserObjects, expand_objects
 from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory, is_recorded
 from autobatch.storages import storages_of
@@ -42,7 +42,7 @@ class RewindPoint:
         modules: Sequence[nn.Module],
         device: torch.device,
         *,
-        random: RandomState | None = None,
+        host: HostRandomState | None = None,
         state: ModuleState | None = None,
         memory: WrittenMemory | None = None,
         objects: Sequence[Any] = (),
@@ -52,12 +52,12 @@ class RewindPoint:
         Args:
             modules: ``[*model.modules()]``, walked once for many points.
             device: Whose own generator is meant.
-            random: An earlier point's, which stands for Python's and NumPy's generators.
+            host: Python's and NumPy's generators, where somebody has looked at them.
             state: An earlier point's, which stands for what the modules hold.
             memory: What steps are known to write into.
             objects: What the user has named.
         """
-        self.random = RandomState(device, None if random is None else random.host)
+        self.random = RandomState(device, host)
         self.modules: ModuleState = state or ModuleState(modules)
         # By value: running statistics are written without a change of ``_version``.
         self._buffers = self.modules.buffers
@@ -154,6 +154,7 @@ class StepState:
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
         self._locations: set[Location] = set()
+        self._host: HostRandomState | None = None
         self.moves_modules = self._draws = self._draws_on_host = False
         self.is_recording = self.is_looked_over = False
 
@@ -167,16 +168,19 @@ class StepState:
         if self._latest is None or not self._latest.renew():
             modules = [*self._model.modules(), *self._modules]
             self._latest = ModuleState(modules, self._latest)
-        return self._make_point(self._latest)
+        self._host = HostRandomState.capture(self._host)
+        return self._make_point(self._latest, self._host)
 
-    def _make_point(self, state: ModuleState, random: RandomState | None = None) -> RewindPoint:
+    def _make_point(self, state: ModuleState, host: HostRandomState) -> RewindPoint:
+        memory = None
         if self._locations:  # a tensor that is replaced in each step and written into is never the same one
             self._memory.add(tensors_at(self._locations, state.modules))
         if self._modules:
             self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
-        memory = self._memory if self._memory.is_known else None
+        if self._memory.is_known:
+            memory = self._memory
         return RewindPoint(
-            state.modules, self._device, random=random, state=state, memory=memory, objects=self._objects
+            state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects
         )
 
     def begin_piece(self, begun: RewindPoint) -> RewindPoint:
@@ -188,7 +192,7 @@ class StepState:
         state = begun.modules
         if self.moves_modules:
             state = ModuleState(state.modules, state)
-        return self._make_point(state, None if self._draws_on_host else begun.random)
+        return self._make_point(state, HostRandomState.capture() if self._draws_on_host else begun.random.host)
 
     def record(self, points: Sequence[RewindPoint], apart: Iterable[torch.Tensor]) -> WriteRecorder:
         """Around a micro-batch of a step that is recorded: copies what it writes into.
