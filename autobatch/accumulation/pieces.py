@@ -30,14 +30,17 @@ class Piece:
         size: Samples in it.
         weights: What they count for, by term; the name ``""`` stands for every term.
         counts: Whether any term is a mean over something in it.
+        leaves: The leaves of the batch's spec, if it has one, cut to these samples.
     """
 
-    __slots__ = ("counts", "layout", "size", "start", "stop", "weights")
+    __slots__ = ("counts", "layout", "leaves", "size", "start", "stop", "weights")
 
-    def __init__(self, layout: Layout, start: int, stop: int, weights: Mapping[str, float]) -> None:
-        self.layout, self.start, self.stop, self.weights = layout, start, stop, weights
+    def __init__(
+        self, layout: Layout, start: int, stop: int, weights: Mapping[str, float], leaves: Sequence[Any] = ()
+    ) -> None:
+        self.layout, self.start, self.stop, self.weights, self.leaves = layout, start, stop, weights, leaves
         self.size = stop - start
-        self.counts = max(weights.values()) > 0
+        self.counts = weights.get("", 0) > 0 or max(weights.values()) > 0
 
 
 def cut(
@@ -59,11 +62,12 @@ def cut(
     for layout, start, stop in ranges:
         total, first = stop - start, start
         most = max(largest or layout.count, least_size(total, smallest))
-        for size in balance(total, most, min(total, smallest)):
+        sizes = balance(total, most, min(total, smallest))
+        for size, leaves in zip(sizes, layout.split_leaves(start, sizes), strict=True):
             # Taken only for somebody to count in it.
             weighed = workload.weigh is not None
             weights = workload.weights_of(layout.take(first, first + size), size) if weighed else {"": float(size)}
-            pieces.append(Piece(layout, first, first + size, weights))
+            pieces.append(Piece(layout, first, first + size, weights, leaves))
             first += size
     return pieces
 

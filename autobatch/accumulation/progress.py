@@ -110,9 +110,10 @@ class Progress:
                 raise InvalidStep(
                     "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
                 )
-            else:
+            elif self.loss.dtype == loss.dtype:
                 # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
-                # Not in place: whoever retries the last micro-batch needs the sum without it.
+                self.loss.add_(loss.detach())
+            else:
                 self.loss = self.loss + loss.detach()
             self.counted += count
         # Last: where memory ends in the addition, the piece is not done, and comes again.

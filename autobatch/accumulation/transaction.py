@@ -260,7 +260,7 @@ class Accumulation:
 
     def _begin_piece(self, progress: Progress, transaction: Transaction) -> None:
         here = transaction.start
-        if progress.done:
+        if progress.done and not self._state.is_still:
             purpose = "for a copy of what the step changes, such as buffers"
             here = self._try_twice(purpose, self._state.begin_piece, here)
         transaction.begin_piece(here)
@@ -274,7 +274,8 @@ class Accumulation:
         return self._state.record([transaction.start, transaction.here], apart)
 
     def _run_piece(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
-        samples = piece.layout.micro_batch(piece.start, piece.stop, self.device.place_tensor, self.device.torch_device)
+        place, home = self.device.place_tensor, self.device.torch_device
+        samples = piece.layout.micro_batch(piece.start, piece.stop, piece.leaves, place, home)
         output = self.workload.run(samples)
         if not stamps.unchanged():
             stamps.refuse_change()

@@ -10,9 +10,9 @@ are split. So do not count micro-batches, their sizes are known; or describe the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Layout:
         lists: What each list holds, by path.
         spec: How it is built, where it is built of plain containers; a batch of the same spec is described at once.
         leaves: What is at the leaves of the spec, in order.
+        home: The device on which all tensors of the spec are, if it is one, and none of them requires a gradient.
     """
 
     batch: Any
@@ -67,6 +68,7 @@ class Layout:
     lists: Mapping[str, ListReading]
     spec: TreeSpec | None = None
     leaves: Sequence[Any] = field(default=(), repr=False)
+    home: torch.device | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of the batch, in order."""
@@ -83,28 +85,47 @@ class Layout:
         """How batches of this kind are read, without holding this one."""
         return Layout(None, 0, self.lists, self.spec)
 
+    def split_leaves(self, start: int, sizes: Sequence[int]) -> Iterable[Sequence[Any]]:
+        """The leaves of its spec, cut into parts of these sizes from a sample on: views that carry no graph."""
+        if self.spec is None:
+            return [()] * len(sizes)
+        stop = start + sum(sizes)
+        columns: list[Iterable[Any]] = []
+        for leaf in self.leaves:
+            if not isinstance(leaf, torch.Tensor):
+                columns.append(repeat(leaf, len(sizes)))
+                continue
+            if not leaf.ndim:
+                columns.append([leaf.detach() for _ in sizes])
+                continue
+            rows = leaf.detach()
+            if stop - start != self.count:
+                rows = rows.narrow(0, start, stop - start)
+            columns.append(torch.split_with_sizes(rows, sizes))
+        return zip(*columns, strict=True)
+
     def micro_batch(
-        self, start: int, stop: int, place: Callable[[torch.Tensor], torch.Tensor], home: torch.device
+        self,
+        start: int,
+        stop: int,
+        leaves: Sequence[Any],
+        place: Callable[[torch.Tensor], torch.Tensor],
+        home: torch.device,
     ) -> Any:
         """Samples ``start`` to ``stop`` in containers of their own, each tensor a leaf on the device.
 
         Args:
             start: The first sample.
             stop: The one after the last.
+            leaves: These samples as ``split_leaves`` gives them.
             place: Brings a tensor to the device.
             home: The device: what is there already need not be brought.
         """
         if self.spec is None:
             return with_fresh_containers(map_tensors(self.take(start, stop), lambda t: _place_leaf(t, place)))
-        cut = []
-        for leaf in self.leaves:
-            if isinstance(leaf, torch.Tensor):
-                part = leaf.detach() if stop - start == self.count or not leaf.ndim else leaf.detach()[start:stop]
-                part = part if part.device == home else place(part)
-                cut.append(part.requires_grad_() if leaf.requires_grad else part)
-            else:
-                cut.append(leaf)
-        return self.spec.unflatten(iter(cut))
+        if self.home != home:
+            leaves = [_place_like(leaf, part, place) for leaf, part in zip(self.leaves, leaves, strict=True)]
+        return self.spec.unflatten(leaves)
 
     def take(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop`` (exclusive), as views: no tensor or array is copied. All are the batch itself.
@@ -195,13 +216,15 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
     """
     if like is not None and like.spec is not None:
         leaves: list[Any] = []
-        if like.spec.flatten(batch, leaves) and (count := _count_alike(leaves)):
-            return Layout(batch, count, like.lists, like.spec, leaves)
+        if like.spec.flatten(batch, leaves):
+            count, home = _count_alike(leaves)
+            if count:
+                return Layout(batch, count, like.lists, like.spec, leaves, home)
     count, lists = read(batch, like.lists if like is not None else {}, samples)
     spec, leaves = None if {"samples", "unclear"} & {*lists.values()} else TreeSpec.of(batch), []
     if spec is not None:
         spec.flatten(batch, leaves)
-    return Layout(batch, count, lists, spec, leaves)
+    return Layout(batch, count, lists, spec, leaves, _count_alike(leaves)[1])
 
 
 def count_samples(batch: Any) -> int:
@@ -231,19 +254,24 @@ def grow(batch: Any, n: int) -> Any:
     return describe(batch).grow(n)
 
 
-def _count_alike(leaves: Sequence[Any]) -> int:
-    """Rows of all tensors with dimensions, where they are dense and agree; else 0."""
-    count = 0
+def _count_alike(leaves: Sequence[Any]) -> tuple[int, torch.device | None]:
+    """Rows of all tensors with dimensions, where they are dense and agree, else 0; and ``Layout.home``."""
+    count, homes = 0, set()
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             if leaf.is_nested or leaf.layout is not torch.strided:
-                return 0
+                return 0, None
+            homes.add(None if leaf.requires_grad else leaf.device)
             if leaf.ndim:
                 rows = leaf.shape[0]
                 if count not in (0, rows):
-                    return 0
+                    return 0, None
                 count = rows
-    return count
+    return count, homes.pop() if len(homes) == 1 else None
+
+
+def _place_like(leaf: Any, part: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return place(part).requires_grad_(leaf.requires_grad) if isinstance(part, torch.Tensor) else part
 
 
 def _place_leaf(tensor: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes))
 class TreeSpec:
     """The containers of a batch and what is at their leaves, without the values."""
 
-    __slots__ = ("_children", "_keys", "_type")
+    __slots__ = ("_children", "_is_flat", "_keys", "_type")
 
     def __init__(self, batch: Any) -> None:
         """Look at a batch.
@@ -33,6 +33,7 @@ class TreeSpec:
             raise TypeError(self._type.__name__)
         values = batch.values() if self._type is dict else batch
         self._children = [None if _is_leaf(value) else TreeSpec(value) for value in values]
+        self._is_flat = self._type is tuple and not any(self._children)  # as inputs and labels are: built at once
 
     @classmethod
     def of(cls, batch: Any) -> TreeSpec | None:
@@ -65,11 +66,14 @@ class TreeSpec:
                 return False
         return True
 
-    def unflatten(self, leaves: Iterator[Any]) -> Any:
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
         """A batch in containers of its own with these leaves."""
-        if len(self._children) == 2 and self._children == [None, None] and self._type is tuple:
+        if self._is_flat:
             return tuple(leaves)
-        values = [next(leaves) if child is None else child.unflatten(leaves) for child in self._children]
+        return self._unflatten(iter(leaves))
+
+    def _unflatten(self, leaves: Iterator[Any]) -> Any:
+        values = [next(leaves) if child is None else child._unflatten(leaves) for child in self._children]
         if self._keys is not None:
             return dict(zip(self._keys, values, strict=True))
         return values if self._type is list else tuple(values)

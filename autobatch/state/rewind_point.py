@@ -69,6 +69,11 @@ class RewindPoint:
         """The buffers of which this has copies."""
         return self._buffers
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether there are any."""
+        return bool(self._buffers)
+
     def record(self, apart: Iterable[torch.Tensor]) -> WriteRecorder:
         """While active, copies all that is written into, so that ``restore`` puts it back.
 
@@ -133,6 +138,7 @@ class StepState:
         records: Whether writes may be recorded.
         moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
         is_recording: Whether the step that began last is one of those in which writes are recorded.
+        is_still: Whether nothing has to be remembered before its other micro-batches.
         is_looked_over: Whether it is one of those in which each micro-batch is looked at for what it moves.
     """
 
@@ -156,13 +162,13 @@ class StepState:
         self._locations: set[Location] = set()
         self._host: HostRandomState | None = None
         self.moves_modules = self._draws = self._draws_on_host = False
-        self.is_recording = self.is_looked_over = False
+        self.is_recording = self.is_looked_over = self.is_still = False
 
     def begin(self) -> RewindPoint:
         """Remember everything, before a step."""
         self.is_looked_over = is_recorded(self._begun)
         self.is_recording = self.records and self.is_looked_over
-        self._begun += 1
+        self._begun, self.is_still = self._begun + 1, False
         if self.is_recording:
             self._memory = WrittenMemory()  # learnt anew: what was written once may never be again
         if self._latest is None or not self._latest.renew():
@@ -187,7 +193,8 @@ class StepState:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if self.is_looked_over:
             self.returns_to(begun, begun)
-        if not (self._draws or self.moves_modules or begun.memory or begun.buffers() or self._objects):
+        if not (self._draws or self.moves_modules or begun.memory or begun.has_copies or self._objects):
+            self.is_still = not self.is_looked_over
             return begun
         state = begun.modules
         if self.moves_modules:
