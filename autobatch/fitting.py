@@ -17,6 +17,7 @@ from torch import nn
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
+from autobatch.exactness.full_size import FullSize
 from autobatch.exactness.verification import check_split
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.container import read_host_memory
@@ -141,7 +142,8 @@ def fit(
         if check is not None and target_batch > 1:
             # Rewound after the last trial: the modules are in the user's modes.
             with memory.limit(allowance.limit_bytes):
-                verdict = check_split(workload, found.example, memory, found.size)
+                full_size = FullSize(target_batch, found.size, found.most_at_once(wanted), found.smallest)
+                verdict = check_split(workload, found.example, memory, found.size, full_size)
     memory.reclaim()
     told = _judge(found, verdict, target_batch, strict=check == "raise")
     plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)

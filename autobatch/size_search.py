@@ -88,6 +88,14 @@ class Found:
             return self.confirmed.failing_size
         return min((trial.micro_batch_size for trial in self.trials if trial.outcome != "fits"), default=0)
 
+    def most_at_once(self, wanted: Wanted) -> int:
+        """How many samples of the target should fit in one micro-batch, tried or not; at least the chosen size."""
+        curve = self.curve if wanted.limit_bytes else None
+        if curve is None:
+            return self.size
+        failing = self.failing_size or wanted.target_batch + 1
+        return max(self.size, min(curve.largest(wanted.limit_bytes), failing - 1, wanted.target_batch))
+
 
 @dataclass
 class SizeSearch:

@@ -86,6 +86,16 @@ class Layout:
         """
         if not 1 <= n <= self.count:
             raise InvalidArgument(f"{n} samples of a batch of {self.count}: no such part")
+        return self.stretched(n)
+
+    def stretched(self, n: int) -> Layout:
+        """As ``spread``, for any ``n``: beyond its count each sample comes several times in a row.
+
+        So consecutive parts have different samples, which those of ``grow`` need not have.
+
+        Raises:
+            InvalidBatch: A list can be read both as samples and as fields.
+        """
         rows = [index * self.count // n for index in range(n)]
         return Layout(self._replace(self.batch, ROOT, lambda part: _pick_entries(part, rows)), n, self.lists)
 

@@ -37,14 +37,28 @@ _COUPLED = (
     "their own: return a dict of losses, and a dict of their counts by the same names from weigh="
 )
 
+_SIZED = (
+    "splitting {few} samples is exact and splitting {many} is not, so the step depends on how many samples its "
+    "micro-batch has (the k hardest of them, a least number, a quantile, a branch on the size), which no weighing makes "
+    "exact: choose within fixed groups of samples, or choose the target so that a micro-batch is the unit you want"
+)
 
-def find_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
+
+def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: int = 0) -> tuple[str, ...]:
     """Every cause that was found, in the order in which they were taken out of the way; at least one.
 
     Args:
         measured: What is known of the whole and its divisions, with their numbers.
         partitions: Divisions, of which at least one is inexact.
+        exact_at: Fewer samples of the same batch, whose split is exact; 0 where that is not known.
     """
+    causes = _find_all(measured, partitions)
+    if not exact_at or causes[-1] != _COUPLED:
+        return causes
+    return (*causes[:-1], _SIZED.format(few=exact_at, many=measured.layout.count))
+
+
+def _find_all(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
     with fixed_statistics(measured) as (names, fixed):
         causes = (blame_batch_norms(names),) if names else ()
         if names and max(fixed.errors(partitions)) <= TOLERANCE:
