@@ -1,4 +1,4 @@
-"""Steps that depend on their micro-batch only where it has more rows than the first comparison: the check at full size."""
+"""The check at full size: steps that depend on their micro-batch only where it has more than a few samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, full_batch_gradient, gradients_of, make_batch, mean_step, relative_error
 
 import autobatch
-from autobatch.errors import InexactSplit
 from autobatch.batch.layout import describe
+from autobatch.errors import InexactSplit
 from autobatch.exactness.check import Check
 from autobatch.exactness.divisions import divide_at_full_size, halvings, wholes_of
 from autobatch.exactness.full_size import FullSize

@@ -18,7 +18,7 @@ from autobatch.exactness.divisions import Sizes
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.numbering import Order
 from autobatch.exactness.rounding import TOLERANCE
-from autobatch.exactness.weighing import explain_weighing, is_explained_by, is_near
+from autobatch.exactness.weighing import NO_MEAN, explain_weighing, is_explained_by, is_near
 from autobatch.state.random_state import HostRandomState
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms
 
@@ -32,15 +32,16 @@ _SHUFFLED = (
     "choose partners when the batch is made"
 )
 _COUPLED = (
-    "the loss of a sample depends on the others in its micro-batch (in-batch negatives, a statistic over the batch, "
-    "in-batch shuffling), which no weighing makes exact; or it has several terms with counts of "
-    "their own: return a dict of losses, and a dict of their counts by the same names from weigh="
+    "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
+    "negatives, the hardest of them, a statistic over the batch, in-batch shuffling), which no weighing makes exact; "
+    "or it has several terms with counts of their own: return a dict of losses, and a dict of their counts by the "
+    "same names from weigh="
 )
-
 _SIZED = (
     "splitting {few} samples is exact and splitting {many} is not, so the step depends on how many samples its "
-    "micro-batch has (the k hardest of them, a least number, a quantile, a branch on the size), which no weighing makes "
-    "exact: choose within fixed groups of samples, or choose the target so that a micro-batch is the unit you want"
+    "micro-batch has (the k hardest of them, a least number, a quantile, a branch on the size), which no weighing "
+    "makes exact: choose within fixed groups of samples, or choose the target so that a micro-batch is the unit you "
+    "want"
 )
 
 
@@ -53,7 +54,7 @@ def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: in
         exact_at: Fewer samples of the same batch, whose split is exact; 0 where that is not known.
     """
     causes = _find_all(measured, partitions)
-    if not exact_at or causes[-1] != _COUPLED:
+    if not exact_at or causes[-1] not in (_COUPLED, NO_MEAN):
         return causes
     return (*causes[:-1], _SIZED.format(few=exact_at, many=measured.layout.count))
 

@@ -74,7 +74,8 @@ def halvings(samples: int, smallest: int) -> Sizes:
 
     One division shows it for all sizes at the cost of one pass. Empty where there are no two parts.
     """
-    sizes, rest = [], samples
+    rest = samples
+    sizes: list[int] = []
     while rest >= 2 * smallest and (rest > _SMALLEST_HALVED or not sizes):
         sizes.append(rest - rest // 2)
         rest //= 2

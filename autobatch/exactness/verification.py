@@ -46,9 +46,9 @@ def verify(
 
     At most 16 samples are run whole and in several divisions, in float32 or wider, with dropout and random draws held
     still. Where that is exact, all of the batch is run whole and in one division: at most 4096 samples, and fewer where
-    memory ends, which ``not_compared`` says. Exactness is checked with each module in the mode, train or eval, in which you left it, here and in ``fit``
-    (whose sizes are tried in train mode): a BatchNorm layer in eval mode splits exactly. Afterwards everything is bit
-    for bit as before.
+    memory ends, which ``not_compared`` says. Exactness is checked with each module in the mode, train or eval, in which
+    you left it, here and in ``fit`` (whose sizes are tried in train mode): a BatchNorm layer in eval mode splits
+    exactly. Afterwards everything is bit for bit as before.
 
     Args:
         model: The model, on its device, in the mode in which it is trained.
