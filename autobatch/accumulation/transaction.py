@@ -22,6 +22,8 @@ from torch import nn
 
 from autobatch.accumulation.pieces import Piece, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
+from autobatch.accumulation.shares import Share
+from autobatch.accumulation.watched_batch import WatchedBatch
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidStep
@@ -58,6 +60,7 @@ class Accumulation:
         stands_for: How many micro-batches a step has of which the first two are run here, in a trial: sparse gradients
             are given the rows that those may have. 0: all are run.
         keep: Objects of the user that the step changes; see ``state.user_objects``.
+        owns_batches: Whether the batches are copies that no user sees.
     """
 
     workload: Workload
@@ -70,6 +73,7 @@ class Accumulation:
     known_state: StepState | None = None
     stands_for: int = 0
     keep: Sequence[Any] = ()
+    owns_batches: bool = False
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
 
@@ -211,18 +215,25 @@ class Accumulation:
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         try:
             apart = [*stamps.tensors(), *tensors_of(piece.layout.batch)]
-            with self.device.micro_batch(piece.size), self._state.record([before, here], apart):
-                self._backward(piece, progress, stamps)
+            with (
+                self.device.micro_batch(piece.size),
+                self._watch(piece) as watched,
+                self._state.record([before, here], apart, watched.save),
+            ):
+                share, aux = self._backward(piece, watched.samples, progress, stamps)
+            progress.finish(piece, share, aux)
         except Exception as error:
-            if not is_oom(error, handled=handled):
+            if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
             return describe_error(error, handled=handled)
         return None
 
-    def _backward(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
-        samples = piece.take()
-        tensors = [tensor for tensor in tensors_of(samples) if not tensor.is_inference()]
-        versions = [tensor._version for tensor in tensors]
+    def _watch(self, piece: Piece) -> WatchedBatch:
+        return WatchedBatch(piece.take(), copies_arrays=self._state.is_recorded_step, is_copy=self.owns_batches)
+
+    def _backward(
+        self, piece: Piece, samples: Any, progress: Progress, stamps: GradientStamps
+    ) -> tuple[Share | None, Any]:
         output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
         stamps.refuse_change()
         share = progress.totals.share(piece, output.terms, progress.unit)
@@ -231,16 +242,11 @@ class Accumulation:
                 self.workload.check_leaves(share.loss)
                 self.leaves_are_known = True  # once: going through the graph takes as long as a small forward pass
             (share.loss if self.scale is None else self.scale(share.loss)).backward()
-        if [tensor._version for tensor in tensors] != versions:  # a view counts with its base
-            raise InvalidStep(
-                "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a "
-                "copy"
-            )
         if self.stands_for and not progress.done:
             widen_gradients(stamps.parameters, self.stands_for)
             self._sums.widen(self.stands_for)
         coalesce_gradients(stamps.parameters)
-        progress.finish(piece, share, output.aux)
+        return share, output.aux
 
     def _correct(self, progress: Progress) -> None:
         """Divide by the true total, where it was not known before; then round what was summed in float32."""

@@ -204,8 +204,7 @@ class Check:
             yield draws
 
     def _measure(self, samples: int, dtype: torch.dtype, draws: Numbering, *, diagnoses: bool = False) -> Measurement:
-        chosen = self.layout if samples == self.layout.count else self.layout.spread(samples)
-        batch = map_tensors(chosen.batch, lambda tensor: widen(tensor, dtype))
+        batch = map_tensors(self.layout.stretched(samples).batch, lambda tensor: widen(tensor, dtype))
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
         return Measurement(self.workload, self.device, layout, checkpoint, draws, diagnoses=diagnoses)

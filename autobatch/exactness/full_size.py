@@ -78,8 +78,7 @@ class FullSize:
         """The verdict; where there is none because memory ended ``None``, and else why there is none."""
         handled = sys.exc_info()[1]
         try:
-            layout = check.layout.stretched(sum(sizes))
-            return replace(check, layout=layout).compare(layout.count, (sizes,)), ""
+            return check.compare(sum(sizes), (sizes,)), ""
         except (DoesNotFit, NoMemoryError):
             return None, ""
         except Exception as error:

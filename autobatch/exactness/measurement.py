@@ -213,7 +213,7 @@ class Measurement:
         workload = replace(self.workload, step=self._make_step(iter(run)))
         scale = None if factor == 1 else lambda loss: loss * factor
         state = StepState(self.workload.model, self.device.torch_device, records=False)
-        accumulation = Accumulation(workload, self.device, _end, scale, known_state=state)
+        accumulation = Accumulation(workload, self.device, _end, scale, known_state=state, owns_batches=True)
         with self.checkpoint.record(tensors_of(self.layout.batch)):
             done = accumulation.run(parts, self.layout.count)
         self.draws.end()

@@ -21,8 +21,8 @@ __all__ = ["NO_MEAN", "explain_weighing", "is_explained_by", "is_near"]
 
 NO_MEAN = (
     "the loss is not a mean over samples: what each counts for depends on the losses themselves (a maximum, logsumexp, "
-    "a root or another function of a mean), which no weighing makes exact: return the mean of each sample's own loss, or "
-    "choose the target so that a micro-batch is the unit you want"
+    "a root or another function of a mean), which no weighing makes exact: return the mean of each sample's own loss, "
+    "or choose the target so that a micro-batch is the unit you want"
 )
 
 _EXPLAINS = 1e-3

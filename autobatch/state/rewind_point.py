@@ -10,7 +10,7 @@ is remembered once a step, until a failure shows that it moves (``StepState``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -177,17 +177,30 @@ class StepState:
             state = ModuleState(state.modules, state)
         return self._make_point(state, None if self._draws_on_host else begun.random)
 
-    def record(self, points: Sequence[RewindPoint], apart: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    @property
+    def is_recorded_step(self) -> bool:
+        """Whether the step that has begun is one of those in which more is looked at than in others."""
+        return is_recorded(self._begun - 1)
+
+    def record(
+        self,
+        points: Sequence[RewindPoint],
+        apart: Iterable[torch.Tensor],
+        before_write: Callable[[int], bool] | None = None,
+    ) -> AbstractContextManager[Any]:
         """Around a micro-batch: copies what it writes into, in the first steps and ever more rarely later.
 
         Args:
             points: The step's and the micro-batch's.
             apart: Tensors of which there are no copies: gradients, the batch.
+            before_write: As in ``WriteRecorder``.
         """
-        if not (self.records and is_recorded(self._begun - 1)):
+        if not (self.records and self.is_recorded_step):
             return nullcontext()
         buffers = [buffer for point in points for buffer in point.buffers()]
-        self._recorder = WriteRecorder([point.memory for point in points], self._memory, [*apart, *buffers])
+        self._recorder = WriteRecorder(
+            [point.memory for point in points], self._memory, [*apart, *buffers], before_write
+        )
         return self._recorder
 
     def stop_recording(self) -> None:

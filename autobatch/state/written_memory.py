@@ -13,7 +13,7 @@ counts of writes (``Tensor._version``), which miss those through ``.data``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -74,16 +74,24 @@ class WriteRecorder(DispatchMode):
     # Such as flex_attention run eagerly: they are called as they are, and what they call is recorded.
     supports_higher_order_operators = True
 
-    def __init__(self, points: Sequence[Saved], known: WrittenMemory, apart: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        points: Sequence[Saved],
+        known: WrittenMemory,
+        apart: Iterable[torch.Tensor],
+        before_write: Callable[[int], bool] | None = None,
+    ) -> None:
         """Prepare for one micro-batch.
 
         Args:
             points: Where copies go.
             known: Is added to.
             apart: Tensors that are not copied: gradients, and sums of them.
+            before_write: Called with each storage (``_cdata``) that is about to be written; true where it is somebody
+                else's, who puts it back.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._points, self._known = points, known
+        self._points, self._known, self._before_write = points, known, before_write
         self.written: set[int] = set()
         # Those made inside the micro-batch as well: they were not there before.
         self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
@@ -114,6 +122,8 @@ class WriteRecorder(DispatchMode):
     def _save(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
             key = storage._cdata
+            if self._before_write is not None and self._before_write(key):
+                continue
             if key in self._apart or all(key in point for point in self._points):
                 continue
             saved = save_storage(storage)

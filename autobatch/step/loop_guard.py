@@ -1,4 +1,4 @@
-"""Refuses a step that does the training loop's work: ``backward``, the optimizer's or the scheduler's ``step``.
+"""Refuses a step that does the training loop's work: ``backward``, ``zero_grad``, ``step`` of optimizer or scheduler.
 
 Covers calls from inside the user's step, in whatever form: each is refused by name when it is made, before a parameter
 or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
@@ -34,6 +34,7 @@ _BACKWARD = (
     "torch.autograd.grad)"
 )
 _OPTIMIZER = "step() calls optimizer.step(); return the loss, the Runner does the rest"
+_ZERO_GRAD = "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
 _SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler= to the Runner"
 
 
@@ -60,19 +61,22 @@ class LoopGuard:
             InvalidStep: The step did it. Also where it caught the error, or went on into another.
         """
         refused: list[str] = []
+        zeroed: list[str] = []
         watched = self._begin(step, optimizer, parameters)
         with ExitStack() as stack:
             _watch_gradients(stack, watched, refused)
             for owner, message in self._owners:
                 _watch_step(stack, owner, message, refused)
+                if message is _OPTIMIZER:
+                    _watch_zero_grad(stack, owner, zeroed)
             try:
                 yield
             except Exception as error:
                 if refused and not isinstance(error, InvalidStep):
                     raise InvalidStep(refused[0]) from error
                 raise
-        if refused:
-            raise InvalidStep(refused[0])
+        if refused or zeroed:
+            raise InvalidStep([*refused, *zeroed][0])
 
     def _begin(
         self, step: Callable[..., Any], optimizer: Any | None, parameters: Callable[[], Sequence[torch.Tensor]]
@@ -117,16 +121,33 @@ def _watch_step(stack: ExitStack, owner: Any, message: str, refused: list[str]) 
         refused.append(message)
         raise InvalidStep(message)
 
-    attributes = vars(owner)
     # Wrappers that derive from Optimizer without its __init__ (accelerate's, Lightning's) never call the hooks.
-    if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes:
+    if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(owner):
         stack.callback(owner.register_step_pre_hook(refuse).remove)
         return
-    if "step" in attributes:
-        stack.callback(attributes.__setitem__, "step", attributes["step"])
+    _put_in_front(stack, owner, "step", refuse)
+
+
+def _watch_zero_grad(stack: ExitStack, owner: Any, zeroed: list[str]) -> None:
+    """Do nothing instead, and note it: a backward pass that follows says better what is wrong.
+
+    Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
+    """
+
+    def note(*_args: Any, **_options: Any) -> None:
+        zeroed.append(_ZERO_GRAD)
+
+    if callable(getattr(type(owner), "zero_grad", None)):
+        _put_in_front(stack, owner, "zero_grad", note)
+
+
+def _put_in_front(stack: ExitStack, owner: Any, name: str, function: Callable[..., None]) -> None:
+    attributes = vars(owner)
+    if name in attributes:
+        stack.callback(attributes.__setitem__, name, attributes[name])
     else:
-        stack.callback(attributes.pop, "step", None)
-    attributes["step"] = refuse
+        stack.callback(attributes.pop, name, None)
+    attributes[name] = function
 
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:
