@@ -240,6 +240,48 @@ def test_weights_of_the_data_are_not_taken_for_weights_of_the_losses(seed):
         assert "is not a mean" not in cause
 
 
+class Grows(nn.Module):
+    """Makes its head in its first forward pass, in torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small()
+
+    def forward(self, inputs):
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(4, 4)
+        return self.head(self.body(inputs))
+
+
+class GrowsAmplified(Grows):
+    """Whose last bits become visible, so that float64 has to decide."""
+
+    def forward(self, inputs):
+        return torch.sin(1e6 * super().forward(inputs))
+
+
+@pytest.mark.parametrize("samples", [8, 40])
+@pytest.mark.parametrize(
+    ("make_model", "step", "cause"),
+    [
+        (Grows, mean_step, ""),
+        (GrowsAmplified, mean_step, ""),
+        (Grows, sum_loss, "autobatch.Sum(loss, count)"),
+        (Grows, info_nce, "depends on the others"),
+    ],
+    ids=["exact", "amplified rounding", "a sum", "in-batch negatives"],
+)
+def test_a_module_that_the_step_makes_is_judged_in_float64_too(make_model, step, cause, samples, caplog):
+    """It is made anew in each comparison, in that comparison's dtype, and does not stay."""
+    caplog.set_level("INFO", "autobatch")
+    model = make_model()
+    verdict = verify(model, make_batch(samples), step)
+    assert verdict.exact == (not cause), str(verdict)
+    assert [cause in found for found in verdict.causes] == ([True] if cause else [])
+    assert "not repeated in float64" not in caplog.text
+    assert not hasattr(model, "head")
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()

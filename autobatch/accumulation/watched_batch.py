@@ -46,7 +46,7 @@ class WatchedBatch:
         self._versions = [_version_of(tensor) for tensor in self._tensors]
         arrays = [leaf for leaf in leaves_of(samples) if _can_be_watched(leaf)] if copies_arrays else []
         self._arrays = [(array, array.copy()) for array in arrays]
-        self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._copies: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         self._by_storage: dict[int, list[torch.Tensor]] | None = None
 
     def save(self, storage: int) -> bool:
@@ -58,7 +58,8 @@ class WatchedBatch:
                     self._by_storage.setdefault(held._cdata, []).append(tensor)
         here = self._by_storage.get(storage, [])
         if here and storage not in self._copies:
-            self._copies[storage] = [(tensor, tensor.detach().clone()) for tensor in here]
+            parts = [(tensor, part) for tensor in here for part in _parts_of(tensor)]
+            self._copies[storage] = [(tensor, part, part.clone()) for tensor, part in parts]
         return bool(here)
 
     def __enter__(self) -> WatchedBatch:
@@ -79,10 +80,10 @@ class WatchedBatch:
 
     def _is_written(self) -> bool:
         counted = [_version_of(tensor) for tensor in self._tensors] != self._versions  # a view counts with its base
-        pairs = [pair for copies in self._copies.values() for pair in copies]
+        pairs = [(part, copy) for copies in self._copies.values() for _, part, copy in copies]
         return (
             counted
-            or any(not torch.equal(_bytes_of(tensor), _bytes_of(copy)) for tensor, copy in pairs)
+            or any(not torch.equal(_bytes_of(part), _bytes_of(copy)) for part, copy in pairs)
             or any(array.tobytes() != copy.tobytes() for array, copy in self._arrays)
         )
 
@@ -91,9 +92,9 @@ class WatchedBatch:
         """Whether all that was written is as it was."""
         restored = set()
         for copies in self._copies.values():
-            for tensor, copy in copies:
+            for tensor, part, copy in copies:
                 with torch.inference_mode(mode=tensor.is_inference()):
-                    tensor.detach().copy_(copy)
+                    part.copy_(copy)
                 restored.add(id(tensor))
         for array, copy in self._arrays:
             array[...] = copy
@@ -105,9 +106,14 @@ def _version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    plain = tensor.detach()
+    return plain.unbind() if plain.is_nested else (plain,)  # whose rows have no common shape
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     # Bits, not values: nan equals itself.
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _can_be_watched(leaf: Any) -> bool:

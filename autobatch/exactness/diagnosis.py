@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.exactness.divisions import Sizes
+from autobatch.exactness.divisions import Sizes, ranges_of
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.numbering import Order
 from autobatch.exactness.rounding import TOLERANCE
@@ -83,12 +83,20 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> 
         return (*causes, unsteady)
     if _is_shuffled(measured, partitions):
         return (*causes, _SHUFFLED)
+    _settle(measured, partitions)
     explain: Callable[[Measurement, Sequence[Sizes]], str | None]
     for explain in (_explain_sum, _explain_term_per_step, explain_weighing):
         explanation = explain(measured, partitions)
         if explanation is not None:
             return (*causes, explanation)
     return (*causes, _COUPLED)
+
+
+def _settle(measured: Measurement, partitions: Sequence[Sizes]) -> None:
+    """Run each part by itself: one may show draws to be of another kind, which makes all void that was run before."""
+    for sizes in partitions:
+        for start, stop in ranges_of(sizes):
+            measured.alone(start, stop)
 
 
 def find_unruly_generators(measured: Measurement) -> str | None:
