@@ -197,13 +197,6 @@ MUTANTS = (
         VERIFICATION_TESTS,
     ),
     Mutant(
-        "parameters stay changed after weights were looked at",
-        EXACTNESS + "weighing.py",
-        "    finally:\n        _flip(parameters)\n",
-        "    finally:\n        pass\n",
-        VERIFICATION_TESTS,
-    ),
-    Mutant(
         "a module that the step has made stays for the next comparison",
         EXACTNESS + "check.py",
         "            measured.checkpoint.restore()  #",

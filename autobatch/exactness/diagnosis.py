@@ -37,12 +37,6 @@ _COUPLED = (
     "or it has several terms with counts of their own: return a dict of losses, and a dict of their counts by the "
     "same names from weigh="
 )
-_SIZED = (
-    "splitting {few} samples is exact and splitting {many} is not, so the step depends on how many samples its "
-    "micro-batch has (the k hardest of them, a least number, a quantile, a branch on the size), which no weighing "
-    "makes exact: choose within fixed groups of samples, or choose the target so that a micro-batch is the unit you "
-    "want"
-)
 
 
 def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: int = 0) -> tuple[str, ...]:
@@ -56,7 +50,16 @@ def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: in
     causes = _find_all(measured, partitions)
     if not exact_at or causes[-1] not in (_COUPLED, NO_MEAN):
         return causes
-    return (*causes[:-1], _SIZED.format(few=exact_at, many=measured.layout.count))
+    return (*causes[:-1], _blame_size(exact_at, measured.layout.count))
+
+
+def _blame_size(few: int, many: int) -> str:
+    return (
+        f"splitting {few} samples is exact and splitting {many} is not, so the step depends on how many samples its "
+        f"micro-batch has (the k hardest of them, a least number, a quantile, a branch on the size), which no weighing "
+        f"makes exact: choose within fixed groups of samples, or choose the target so that a micro-batch is the unit "
+        f"you want"
+    )
 
 
 def _find_all(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
