@@ -30,6 +30,7 @@ from autobatch.request import (
     check_choice,
     check_count,
     check_micro_batches,
+    check_switch,
     check_target,
     find_allowance,
     find_device,
@@ -117,6 +118,12 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
+    for name, switch in (
+        ("accumulate_in_float32", accumulate_in_float32),
+        ("reuse", reuse),
+        ("progress", progress),
+    ):
+        check_switch(name, switch)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)

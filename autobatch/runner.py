@@ -39,7 +39,7 @@ from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.telling import Telling, check_hooks
 from autobatch.update import Update, check_options
-from autobatch.wording import format_bytes
+from autobatch.wording import format_bytes, name_type
 from autobatch.wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 
 __all__ = ["Runner"]
@@ -320,6 +320,6 @@ def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
 
 def _check_plan(plan: Any, weigh: Any) -> None:
     if not isinstance(plan, Plan):
-        raise InvalidArgument(f"plan is a {type(plan).__name__}: pass what fit() returned, or Plan.load(path)")
+        raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
     if plan.weighed and weigh is None:
         raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.example import find_example
+from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
 from autobatch.batch.list_rules import ListReading
 from autobatch.errors import DoesNotFit
@@ -121,6 +121,7 @@ class SizeSearch:
         """
         model, target = self.workload.model, self.wanted.target_batch
         example = find_example(model, batch, target)
+        check_values(example.layout.batch)
         warnings = [*self.allowance.warnings, *example.warnings]
         batch_norms = tuple(batch_norms_in_train_mode(model))
         if not model.training:

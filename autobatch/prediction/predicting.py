@@ -6,6 +6,7 @@ is traced (``trace``), what the allocator makes of it (``estimate``), nor what e
 
 from __future__ import annotations
 
+import numbers
 import time
 from dataclasses import replace
 from typing import Any
@@ -32,12 +33,13 @@ from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.check import check_timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
 from autobatch.records import DeviceInfo, Trial
-from autobatch.request import check_micro_batches, check_target
+from autobatch.request import check_micro_batches, check_switch, check_target
 from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
 from autobatch.step.default_step import default_step
 from autobatch.step.identity import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
+from autobatch.wording import show_value
 from autobatch.wrappers import unwrap_model, unwrap_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
@@ -99,15 +101,17 @@ def predict(
     """
     started = time.perf_counter()
     target_batch = check_target(target_batch)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
-        raise InvalidArgument(f"margin={margin!r} must be a fraction from 0 to less than 1, such as 0.1")
+    if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not 0 <= margin < 1:
+        raise InvalidArgument(f"margin={show_value(margin)} must be a fraction from 0 to less than 1, such as 0.1")
+    for name, switch in (("expandable_segments", expandable_segments), ("scaler", scaler), ("what_if", what_if)):
+        check_switch(name, switch)
     card = _find_local() if gpu is None else find_gpu(gpu)
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, target_batch)
     layout, circumstances = example.layout, Circumstances(scaler=scaler)
     timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
-    sizing, proof = _prove(Sizing(estimate, card, target_batch, margin), workload, layout, circumstances)
+    sizing, proof = _prove(Sizing(estimate, card, target_batch, float(margin)), workload, layout, circumstances)
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:

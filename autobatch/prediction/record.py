@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from autobatch.bounds import LISTED, MOST_SAMPLES, Bytes, Count, Samples, Seconds, Text, Whole
+from autobatch.bounds import LISTED, Bytes, Count, Flag, Samples, Seconds, Target, Text, Whole
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve
 from autobatch.prediction.gpu_table import Gpu
@@ -51,7 +51,7 @@ class CardFit(Record):
     micro_batch_size: Count
     accumulation_steps: Count
     peak_bytes: Bytes
-    measured: bool
+    measured: Flag
 
 
 class Reach(Record):
@@ -127,7 +127,7 @@ class PredictionRecord(Record):
     """
 
     gpu: Gpu
-    target_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    target_batch: Target
     curve: MemoryCurve
     points: Annotated[tuple[Point, ...], LISTED]
     plan: Plan | None
@@ -143,7 +143,7 @@ class PredictionRecord(Record):
     margin: Annotated[float, Field(ge=0, lt=1)]
     margin_reason: Text
     cards: Annotated[tuple[CardFit, ...], LISTED]
-    interpolated: bool = False
+    interpolated: Flag = False
     proven_at: Count = 0
     doubt: Text = ""
     warnings: Annotated[tuple[Text, ...], LISTED] = ()

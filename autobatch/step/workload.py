@@ -16,10 +16,12 @@ from torch import nn
 
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.objects import is_instance_with, takes_none
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.storages import bytes_of
+from autobatch.wording import show_value
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
 
@@ -191,18 +193,21 @@ def _read_weight(value: Any, what: str, samples: int) -> float:
 
 def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
+        raise InvalidArgument(f"model={show_value(model)} is no torch.nn.Module")
     if not callable(step):
-        raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
+        raise InvalidArgument(f"step={show_value(step)} cannot be called; pass step(model, micro_batch) -> loss")
     if weigh is not None and not callable(weigh):
-        raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
-    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise InvalidArgument(f"weigh={show_value(weigh)} cannot be called; pass weigh(micro_batch) -> number")
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
-            f"optimizer={_show(optimizer)} is no optimizer; with several, use Runner(..., optimizer=None).accumulate() "
-            f"and step them yourself"
+            f"optimizer={show_value(optimizer)} is no optimizer; with several, use Runner(..., "
+            f"optimizer=None).accumulate() and step them yourself"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidArgument("LBFGS calls a closure several times a step, which cannot be split exactly; use another")
+    if isinstance(optimizer, torch.optim.LBFGS) or (optimizer is not None and not takes_none(optimizer.step)):
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} calls a closure several times a step, which cannot be split exactly; use "
+            f"another"
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -227,7 +232,3 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
             f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
         )
-
-
-def _show(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
