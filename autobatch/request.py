@@ -206,8 +206,8 @@ def check_target(value: Any) -> int:
     target = check_count("target_batch", value)
     if target > MOST_SAMPLES:
         raise InvalidArgument(
-            f"target_batch={show_value(value)} is more than the {MOST_SAMPLES} samples that one optimizer step may have: "
-            f"count what dimension 0 counts, such as images or texts, not tokens or bytes"
+            f"target_batch={show_value(value)} is more than the {MOST_SAMPLES} samples that one optimizer step may "
+            f"have: count what dimension 0 counts, such as images or texts, not tokens or bytes"
         )
     return target
 

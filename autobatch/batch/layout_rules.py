@@ -211,8 +211,8 @@ def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, List
         name = type(node).__name__
         raise InvalidBatch(
             f"{path} is {with_article(name)}, no container that autobatch knows, and a tensor in it has {count} rows, "
-            f"as the batch has samples: pass a dict of what it holds, or call autobatch.batches.register({name}, count=..., "
-            f"take=...) once"
+            f"as the batch has samples: pass a dict of what it holds, or call autobatch.batches.register({name}, "
+            f"count=..., take=...) once"
         )
 
 

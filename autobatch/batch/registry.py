@@ -100,8 +100,8 @@ class BatchType:
         """The same batch with ``function(tensor)`` for each tensor; the given one is not changed.
 
         Raises:
-            InvalidBatch: The user's ``map`` returned another type, or changed the batch in place; or the batch cannot be
-                copied and has no ``map``.
+            InvalidBatch: The user's ``map`` returned another type, or changed the batch in place; or the batch cannot
+                be copied and has no ``map``.
         """
         changed: list[bool] = []
 

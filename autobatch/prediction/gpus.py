@@ -105,8 +105,8 @@ def _read_size(value: Any) -> int | None:
 def _make_generic(gpu: Any, size: int) -> Gpu:
     if size < _LEAST_BYTES:
         raise InvalidArgument(
-            f"gpu={show_value(gpu)} is {format_bytes(size)}, less than CUDA may take for itself; pass all of the card's "
-            f"memory, in bytes or as a text such as '24GiB'"
+            f"gpu={show_value(gpu)} is {format_bytes(size)}, less than CUDA may take for itself; pass all of the "
+            f"card's memory, in bytes or as a text such as '24GiB'"
         )
     return make_gpu(f"{format_bytes(size)} card", size, source="given by the user", measured=False)
 

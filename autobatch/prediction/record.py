@@ -103,7 +103,8 @@ class PredictionRecord(Record):
         largest_judged: No size above this was judged: the target, or the largest size that was traced where the step
             ran different operators at different sizes.
         reach: How far the card goes, up to ``largest_judged``.
-        judged_size: The size that the next six are of: the plan's, or 1 where there is none.
+        judged_size: The size that the next six are of: the plan's, or the least that can be run where there is
+            none.
         peak_bytes: Of the whole process at that size, without the margin: the sum of ``breakdown`` and
             ``context_bytes``.
         breakdown: What the allocator holds at the peak: tensors by kind and the workspaces of cuBLAS and cuDNN, the
