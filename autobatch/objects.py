@@ -7,7 +7,6 @@ do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 __all__ = ["is_instance_with", "takes_none"]
@@ -18,12 +17,18 @@ def is_instance_with(value: Any, *methods: str) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
 
-def takes_none(function: Callable[..., Any]) -> bool:
-    """Whether it can be called without an argument; ``True`` where it shows no signature, as builtins do."""
+def takes_none(value: Any, method: str) -> bool:
+    """Whether a method can be called without an argument, as its class declares it; ``True`` where that is not known.
+
+    A scheduler of torch replaces the ``step`` of its optimizer by a function that shows one argument too many
+    (``torch/optim/lr_scheduler.py``, ``patch_track_step_called``), so the instance itself is not asked.
+    """
     try:
-        inspect.signature(function).bind()
+        signature = inspect.signature(getattr(type(value), method))
+    except (AttributeError, TypeError, ValueError):
+        return True
+    try:
+        signature.bind(value)
     except TypeError:
         return False
-    except ValueError:
-        return True
     return True

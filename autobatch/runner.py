@@ -291,10 +291,11 @@ class Runner:
         for layout in batches:
             least = least_size(layout.count, smallest)
             if most is not None and least > most:
+                why = explain_smallest(self._workload.model)
                 raise InvalidBatch(
                     f"a batch of {layout.count} samples in micro-batches of at most {most} (the plan's "
-                    f"max_micro_batch) leaves one of a single sample, and {explain_smallest(self._workload.model)}: pass an even number "
-                    f"of samples, or plan with fit(max_micro_batch={least}) or more"
+                    f"max_micro_batch) leaves one of a single sample, and {why}: pass an even number of samples, or "
+                    f"plan with fit(max_micro_batch={least}) or more"
                 )
 
     def _change_pace(self, pace: Pace, step: int) -> None:
@@ -323,8 +324,8 @@ class Runner:
         reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(self._workload.model)}"
         return (
             f"step {self.steps} ran out of memory {SCENES[shortage.ended_in]} at a micro-batch of {samples}; "
-            f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; {reason}; "
-            f"everything is as before the step: free memory or give fit() a larger budget="
+            f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; "
+            f"{reason}; everything is as before the step: free memory or give fit() a larger budget="
         )
 
 

@@ -141,7 +141,7 @@ def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
         raise InvalidArgument(f"scheduler is {name_type(scheduler)} without step(): pass a scheduler, or leave it out")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")
-    if scheduler is not None and not takes_none(scheduler.step):
+    if scheduler is not None and not takes_none(scheduler, "step"):
         raise InvalidArgument(
             f"scheduler= is {name_type(scheduler)} whose step() takes arguments: leave it out and step it yourself "
             f"after runner.step()"

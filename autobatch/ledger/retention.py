@@ -46,7 +46,8 @@ def find_retention() -> Retention:
         default = Retention()
         complain_once(
             "AUTOBATCH_RETENTION_DAYS",
-            f"AUTOBATCH_RETENTION_DAYS={show_value(named)} is no positive number of days; plans are kept for {default.days:.0f}",
+            f"AUTOBATCH_RETENTION_DAYS={show_value(named)} is no positive number of days; plans are "
+            f"kept for {default.days:.0f}",
         )
         return default
     return Retention(days=days)

@@ -203,7 +203,7 @@ def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
             f"optimizer={show_value(optimizer)} is no optimizer; with several, use Runner(..., "
             f"optimizer=None).accumulate() and step them yourself"
         )
-    if isinstance(optimizer, torch.optim.LBFGS) or (optimizer is not None and not takes_none(optimizer.step)):
+    if isinstance(optimizer, torch.optim.LBFGS) or (optimizer is not None and not takes_none(optimizer, "step")):
         raise InvalidArgument(
             f"{type(optimizer).__name__} calls a closure several times a step, which cannot be split exactly; use "
             f"another"
