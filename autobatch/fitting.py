@@ -90,7 +90,7 @@ def fit(
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
             now.
         headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
-        max_micro_batch: Never try more samples than this.
+        max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
             the best rate.
         accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than

@@ -168,13 +168,14 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
     if value is None:
         value = DEFAULT_HEADROOM
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
-        if not 0 <= value < 1:
+        fraction: Any = value
+        if not 0 <= fraction < 1:
             raise InvalidArgument(
                 f"headroom={show_value(value)}: a fraction must be at least 0 and less than 1, such as 0.1; for bytes "
                 f"pass an int or '512MiB'"
             )
         # In NumPy's float32 the product would be rounded, up to the whole budget.
-        return int(budget_bytes * float(value))
+        return int(budget_bytes * float(fraction))
     is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
     size = 0 if is_zero else read_bytes(value)
     if size is None:

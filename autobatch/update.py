@@ -137,6 +137,8 @@ def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
         raise InvalidArgument(
             f"max_grad_norm={show_value(max_grad_norm)} must be a float greater than 0, or None for no clipping"
         )
+    if isinstance(scheduler, type):
+        raise InvalidArgument(f"scheduler is {name_type(scheduler)}: pass an instance of it")
     if scheduler is not None and not is_instance_with(scheduler, "step"):
         raise InvalidArgument(f"scheduler is {name_type(scheduler)} without step(): pass a scheduler, or leave it out")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

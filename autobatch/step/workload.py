@@ -21,7 +21,7 @@ from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.storages import bytes_of
-from autobatch.wording import show_value
+from autobatch.wording import name_type, show_value
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
 
@@ -193,14 +193,14 @@ def _read_weight(value: Any, what: str, samples: int) -> float:
 
 def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"model={show_value(model)} is no torch.nn.Module")
+        raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
     if not callable(step):
-        raise InvalidArgument(f"step={show_value(step)} cannot be called; pass step(model, micro_batch) -> loss")
+        raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
     if weigh is not None and not callable(weigh):
-        raise InvalidArgument(f"weigh={show_value(weigh)} cannot be called; pass weigh(micro_batch) -> number")
+        raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
     if optimizer is not None and not (hasattr(optimizer, "param_groups") and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
-            f"optimizer={show_value(optimizer)} is no optimizer; with several, use Runner(..., "
+            f"optimizer={_show(optimizer)} is no optimizer; with several, use Runner(..., "
             f"optimizer=None).accumulate() and step them yourself"
         )
     if isinstance(optimizer, torch.optim.LBFGS) or (optimizer is not None and not takes_none(optimizer, "step")):
@@ -232,3 +232,7 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
             f"parameter {name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
             f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
         )
+
+
+def _show(value: Any) -> str:
+    return show_value(value) if isinstance(value, str | int | float | None) else name_type(value)
