@@ -547,8 +547,8 @@ TABLE = [
         "DoesNotFit",
         (
             "step 0 ran out of memory in the forward pass at a micro-batch of one sample; 101 bytes of a budget of 100 "
-            "bytes were held before it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 sample in 100 "
-            "bytes; everything is as before the step: free memory or give fit() a larger budget="
+            "bytes were held before it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 "
+            "sample in 100 bytes; everything is as before the step: free memory or give fit() a larger budget="
         ),
     ),
     (
