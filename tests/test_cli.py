@@ -228,7 +228,7 @@ WRONG = {
     "no such file": (("show", "nothing.json"), "there is no file nothing.json"),
     "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
     "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
-    "no plans at all": (("plans", "--limit", "0"), "--limit 0 must be at least 1"),
+    "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is no whole number from 1 on"),
 }
 
 
