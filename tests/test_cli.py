@@ -218,7 +218,7 @@ WRONG = {
     "no dict": (("fit", "train_it:returns_a_model", "--target", "8"), "return a dict such as {'model': model"),
     "unknown key": (("fit", "train_it:misspelt", "--target", "8"), "returned 'optimiser'; known are model,"),
     "no target": (("fit", "train_it:make"), "say --target: 'train_it:make' returned no 'target_batch'"),
-    "a target of 0": (("fit", "train_it:make", "--target", "0"), "target_batch=0 must be an int of at least 1"),
+    "a target of 0": (("fit", "train_it:make", "--target", "0"), "argument --target: '0' is no whole number from 1 on"),
     "no batch": (("fit", "train_it:without_batch", "--target", "8"), "Conv2d"),
     "nothing to verify": (("verify", "train_it:without_batch"), "returned no 'batch'"),
     "no card": (("predict", "train_it:make"), "no CUDA card here: name one"),
