@@ -31,6 +31,7 @@ from autobatch.request import (
     check_choice,
     check_count,
     check_micro_batches,
+    check_switch,
     check_target,
     find_allowance,
     find_device,
@@ -90,7 +91,7 @@ def fit(
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
             now.
         headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
-        max_micro_batch: Never try more samples than this.
+        max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
             the best rate.
         accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than
@@ -118,6 +119,12 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
+    for name, switch in (
+        ("accumulate_in_float32", accumulate_in_float32),
+        ("reuse", reuse),
+        ("progress", progress),
+    ):
+        check_switch(name, switch)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
@@ -142,8 +149,7 @@ def fit(
         if check is not None and target_batch > 1:
             # Rewound after the last trial: the modules are in the user's modes.
             with memory.limit(allowance.limit_bytes):
-                full_size = FullSize(target_batch, found.size, found.most_at_once(wanted), found.smallest)
-                verdict = check_split(workload, found.example, memory, found.size, full_size)
+                verdict = check_split(workload, found.example, memory, found.size, _find_full_size(found, wanted))
     memory.reclaim()
     told = _judge(found, verdict, target_batch, strict=check == "raise")
     plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
@@ -159,6 +165,10 @@ def _watch(workload: Workload, device: torch.device | str | Device | None) -> De
     memory.watch(workload.resident_tensors())
     memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
     return memory
+
+
+def _find_full_size(found: Found, wanted: Wanted) -> FullSize:
+    return FullSize(wanted.target_batch, found.size, found.most_at_once(wanted), found.smallest)
 
 
 def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:

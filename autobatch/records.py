@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Ratio, Samples, Seconds, Text, is_one_line
+from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text, is_one_line
 from autobatch.wording import plural
 
 __all__ = [
@@ -194,7 +194,7 @@ class Verdict(Record):
         not_compared: How many samples the largest comparison had, and why not all; empty where it had all.
     """
 
-    exact: bool
+    exact: Flag
     relative_error: Ratio
     causes: Annotated[tuple[Text, ...], LISTED] = ()
     samples: Count = 0
