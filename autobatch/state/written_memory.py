@@ -88,7 +88,9 @@ class _WriteMode(DispatchMode):
         for tensor in _written_by(func, args, kwargs):
             self._save(tensor)
         result = func(*args, **kwargs)
-        given = {storage._cdata for tensor in _tensors_in((args, kwargs)) for storage in storages_of(tensor)}
+        # ``torch.tensor(0.0)`` comes here only as the argument of lift_fresh, which returns it.
+        inputs = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        given = {storage._cdata for tensor in _tensors_in(inputs) for storage in storages_of(tensor)}
         made = {storage._cdata for tensor in _tensors_in(result) for storage in storages_of(tensor)}
         self._apart |= made - given
         return result
