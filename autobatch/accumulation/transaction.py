@@ -147,8 +147,10 @@ class Accumulation:
             return None
 
         def begin() -> None:
+            lasting = before.modules.select_lasting()  # first: an interrupt after spend() leaves the step half done
             aside.spend(self.workload.parameters())
-            before.forget()  # the trials' optimizer steps had no such copy beside them
+            before.forget()  # the trials' optimizer steps had no such copy beside them, nor earlier activations
+            before.modules.forget(lasting)
 
         handled = sys.exc_info()[1]
         try:

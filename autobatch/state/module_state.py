@@ -20,6 +20,8 @@ from autobatch.storages import storages_of
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
 
+_NO_TENSORS = TensorHeaders([])
+
 Location = tuple[int, str, str]
 """The ``id`` of a module, one of its attributes, and, in its table of parameters, a name."""
 
@@ -72,13 +74,17 @@ class ModuleState:
         held = [module for attributes in self._attributes.values() for module in attributes.modules]
         return [module for module in held if id(module) not in self._attributes]
 
-    def forget(self) -> None:
+    def select_lasting(self) -> dict[int, _Attributes]:
+        """For ``forget``: of the modules that hold parameters, buffers and numbers, and no activations."""
+        return {key: held for key, held in self._attributes.items() if not held.may_hold_activations()}
+
+    def forget(self, lasting: dict[int, _Attributes]) -> None:
         """Keep no activation alive that a module has held, so that it is freed when the module lets go of it.
 
-        From here on this is only good as ``earlier``. What is taken over then holds parameters, buffers and numbers.
+        Args:
+            lasting: From ``select_lasting``. From here on this is only good as ``earlier``, for these.
         """
-        self._attributes = {key: held for key, held in self._attributes.items() if not held.may_hold_activations()}
-        self.modules, self.headers = [], TensorHeaders([])
+        self._attributes, self.modules, self.headers = lasting, [], _NO_TENSORS
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""

@@ -121,9 +121,8 @@ class RewindPoint:
             _put_value_back(*self.memory[key])
 
     def forget(self) -> None:
-        """Let go of the copies, and of what modules held; from here on nothing can be put back."""
+        """Let go of the copies; from here on ``restore`` puts back no values."""
         self.memory.clear()  # a recorder holds it too
-        self.modules.forget()
         self._buffers, self._objects = [], _NO_OBJECTS
 
 
@@ -204,7 +203,7 @@ class StepState:
     def end(self) -> None:
         """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""
         if self._latest is not None:
-            self._latest.forget()
+            self._latest.forget(self._latest.select_lasting())
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.
