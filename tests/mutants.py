@@ -741,6 +741,27 @@ MUTANTS = (
         "",
         ("tests/test_outside_tensors.py",),
     ),
+    Mutant(
+        "activations of the step before are held between steps",
+        TRANSACTION,
+        "                self._state.end()  # last: it only",
+        "                #",
+        ("tests/test_held_activations.py",),
+    ),
+    Mutant(
+        "a trial begins without what the step before holds",
+        "autobatch/probe.py",
+        "        if self._holds_activations:\n",
+        "        if False:\n",
+        ("tests/test_held_activations.py",),
+    ),
+    Mutant(
+        "what only an earlier micro-batch writes into is not learnt",
+        REWIND_POINT,
+        "            written = self._written | self._recorder.written\n",
+        "            written = self._recorder.written\n",
+        ("tests/test_state_corners.py",),
+    ),
 )
 
 

@@ -224,6 +224,5 @@ def test_what_the_step_makes_itself_is_not_copied():
     with TrainingState(model, None, torch.device("cpu"), host_bytes=2**30) as state:
         before = len(state._values._copies)
         with state.record():
-            for make in (lambda: torch.tensor(0.0), lambda: torch.zeros(2), lambda: torch.ones(4)[1:].detach()):
-                made.append(make().add_(1))
+            made.extend([torch.tensor(0.0).add_(1), torch.zeros(2).add_(1), torch.ones(4)[1:].detach().add_(1)])
         assert len(state._values._copies) == before

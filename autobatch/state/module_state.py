@@ -16,7 +16,6 @@ from torch import nn
 
 from autobatch.state.containers import find_contents, put_entries_back
 from autobatch.state.tensor_header import TensorHeaders
-from autobatch.storages import storages_of
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
 
@@ -96,7 +95,8 @@ class ModuleState:
 
     def find_locations(self, storages: AbstractSet[int]) -> set[Location]:
         """Where modules held tensors with these storages (``_cdata``)."""
-        return {location for held in self._attributes.values() for location in held.find_locations(storages)}
+        tensors = self.headers.find_referring(storages)
+        return {location for held in self._attributes.values() for location in held.find_locations(tensors)}
 
     def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
         """The tensors that one of the modules held itself."""
@@ -139,12 +139,11 @@ class _Attributes:
         known = {id(tensor) for tensor in tables}
         return any(id(tensor) not in known for tensor in self.tensors)
 
-    def find_locations(self, storages: AbstractSet[int]) -> Iterator[Location]:
+    def find_locations(self, tensors: AbstractSet[int]) -> Iterator[Location]:
         for attribute, value in self._held.items():
             entries = value.items() if attribute == "_parameters" else [("", value)]
             for name, entry in entries:
-                tensors = find_contents([entry]).tensors
-                if any(s._cdata in storages for tensor in tensors for s in storages_of(tensor)):
+                if any(id(tensor) in tensors for tensor in find_contents([entry]).tensors):
                     yield id(self.module), attribute, name
 
     def put_back(self) -> None:

@@ -151,6 +151,7 @@ class StepState:
         self._memory = WrittenMemory()
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
+        self._written: set[int] = set()
         self._locations: set[Location] = set()
         self.moves_modules = self._draws_on_host = False
 
@@ -189,6 +190,8 @@ class StepState:
         """
         if not (self.records and is_recorded(self._begun - 1)):
             return nullcontext()
+        if self._recorder is not None:  # of an earlier micro-batch, which may have written into other memory
+            self._written |= self._recorder.written
         buffers = [buffer for point in points for buffer in point.buffers()]
         self._recorder = WriteRecorder([point.memory for point in points], self._memory, [*apart, *buffers])
         return self._recorder
@@ -197,8 +200,9 @@ class StepState:
         """At the end of a step, however it ended."""
         if self._recorder is not None:
             self._recorder.stop()
-            self._locations |= self._latest.find_locations(self._recorder.written) if self._latest else set()
-        self._recorder = None
+            written = self._written | self._recorder.written
+            self._locations |= self._latest.find_locations(written) if self._latest else set()
+        self._recorder, self._written = None, set()
 
     def end(self) -> None:
         """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""
