@@ -30,6 +30,7 @@ from autobatch.request import (
     check_choice,
     check_count,
     check_micro_batches,
+    check_switch,
     check_target,
     find_allowance,
     find_device,
@@ -89,7 +90,7 @@ def fit(
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
             now.
         headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
-        max_micro_batch: Never try more samples than this.
+        max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
             the best rate.
         accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than
@@ -117,6 +118,12 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
+    for name, switch in (
+        ("accumulate_in_float32", accumulate_in_float32),
+        ("reuse", reuse),
+        ("progress", progress),
+    ):
+        check_switch(name, switch)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Ratio, Samples, Seconds, Text, is_one_line
+from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text, is_one_line
 from autobatch.wording import plural
 
 __all__ = [
@@ -194,7 +194,7 @@ class Verdict(Record):
         modules: Which modules differ, the worst first.
     """
 
-    exact: bool
+    exact: Flag
     relative_error: Ratio
     causes: Annotated[tuple[Text, ...], LISTED] = ()
     samples: Count = 0

@@ -227,9 +227,11 @@ class Accumulation:
         samples = piece.take()
         tensors = [tensor for tensor in tensors_of(samples) if not tensor.is_inference()]
         versions = [tensor._version for tensor in tensors]
+        progress.phase = "forward"
         output = self.workload.run(with_fresh_containers(map_tensors(samples, self._place)))
         stamps.refuse_change()
         share = progress.totals.share(piece, output.terms, progress.unit)
+        progress.phase = "backward"
         if share is not None:
             if not self.leaves_are_known:
                 self.workload.check_leaves(share.loss)
@@ -305,6 +307,7 @@ class Accumulation:
         """Cut what is left into smaller micro-batches; where nothing is done yet, its total is that of the new ones."""
         failed, todo = progress.failed_size, progress.todo
         kept, redone = sum(progress.sizes), sum(piece.size for piece in todo)
-        smaller = self._cut(join(todo), self.shrink(Shortage(failed, kept, redone, reason, self._least_size(todo))))
+        shortage = Shortage(failed, kept, redone, reason, self._least_size(todo), progress.phase)
+        smaller = self._cut(join(todo), self.shrink(shortage))
         check_additive(todo, smaller)
         progress.retry_with(smaller)

@@ -10,7 +10,7 @@ are split. So do not count micro-batches, their sizes are known; or describe the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -163,7 +163,7 @@ def is_one_batch(batches: Any) -> bool:
 
     So is an object of a registered type. Several come in a list or from a loader.
     """
-    if find_type(batches) is not None:
+    if find_type(batches) is not None or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
         return True
     if isinstance(batches, tuple):
         return bool(batches) and all(isinstance(part, torch.Tensor) for part in batches)

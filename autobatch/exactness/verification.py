@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.batch.example import find_example
+from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
 from autobatch.exactness.check import Check
 from autobatch.memory.container import read_host_memory
@@ -63,6 +63,7 @@ def verify(
     workload = Workload(model, step or default_step, weigh)
     memory = find_device(workload.parameters(), type(model).__name__, device)
     layout = find_example(model, batch, _MOST_SAMPLES).layout
+    check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
     with (
         one_at_a_time(),

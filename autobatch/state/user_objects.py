@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.errors import InvalidArgument
 from autobatch.state.containers import Found, children_of, find_contents
+from autobatch.wording import name_type, show_value
 
 __all__ = ["UserObjects", "check_objects", "expand_objects"]
 
@@ -28,11 +29,11 @@ def check_objects(objects: Any) -> tuple[Any, ...]:
         InvalidArgument: It is no sequence of objects, or one of them cannot be remembered.
     """
     if not isinstance(objects, list | tuple):
-        raise InvalidArgument(f"keep={type(objects).__name__}: pass a list of objects, keep=[...]")
+        raise InvalidArgument(f"keep={show_value(objects)}: pass a list of objects, keep=[...]")
     for index, item in enumerate(objects):
         if not _can_be_put_back(item):
             raise InvalidArgument(
-                f"keep[{index}] is a {type(item).__name__}, which cannot be put back: give it state_dict() and "
+                f"keep[{index}] is {name_type(item)}, which cannot be put back: give it state_dict() and "
                 f"load_state_dict(state), or take() and put(taken)"
             )
     return tuple(objects)
@@ -81,7 +82,8 @@ class UserObjects:
 
 
 def _can_be_put_back(item: Any) -> bool:
-    return isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)
+    is_known = isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)
+    return is_known and not isinstance(item, type)
 
 
 def _takes(item: Any) -> bool:

@@ -128,6 +128,8 @@ def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], c
             f"{what} returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed; "
             f"what is no loss goes beside it, as (loss, aux)"
         )
+    if loss.is_complex():
+        raise InvalidStep(f"{what} returned a complex loss; a real one is needed, such as its abs() or its real part")
     if not loss.requires_grad and count != 0:
         raise InvalidStep(
             f"{what} returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
@@ -154,8 +156,12 @@ def read_number(value: Any) -> float | None:
     """A number, or a tensor of one, as a Python number; ``None`` where it is neither. The device's errors come out."""
     if isinstance(value, torch.Tensor):
         return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, str | bytes):  # of which float() reads some
+        return None
     try:
         return float(value)
+    except OverflowError:
+        return math.inf
     except (TypeError, ValueError):
         return None
 
