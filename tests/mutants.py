@@ -762,6 +762,13 @@ MUTANTS = (
         "            written = self._recorder.written\n",
         ("tests/test_state_corners.py",),
     ),
+    Mutant(
+        "a put() that raises leaves the other named objects out",
+        "autobatch/state/user_objects.py",
+        "                parts.callback(item.put, taken)\n",
+        "                item.put(taken)\n",
+        ("tests/test_state_corners.py",),
+    ),
 )
 
 

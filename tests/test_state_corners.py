@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -236,11 +235,18 @@ def test_named_objects_inside_lists_and_dicts_are_put_back():
 
 def test_a_put_that_raises_leaves_out_nothing_else():
     """Its error comes out with the step's own in its context, and all else is put back."""
-    broken, other = Counter(broken=True), torch.zeros(())
-    model, runner = run_with([broken, other], lambda: other.add_(1), fails=True)
+    broken, counter, other = Counter(broken=True), Counter(), torch.zeros(())
+
+    def change():
+        counter.count += 1
+        other.add_(1)
+
+    named = [broken, counter, Counter(broken=True), other]
+    model, runner = run_with(named, change, fails=True)
     generator = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="put is broken"):
         runner.step(make_batch(8))
+    assert (counter.count, other.item()) == (0, 0)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -259,13 +265,23 @@ def test_a_recorder_is_released_after_its_step():
 
 
 def test_hooks_that_the_step_registers_survive_it():
-    """Only what is undone loses them."""
-    model, calls = nn.Linear(6, 4), []
-    hook = lambda *_: calls.append(1)  # noqa: E731
-    _, runner = run_with([], lambda: calls or model.register_forward_hook(hook), fails=False)
-    runner._workload.__dict__["model"] = model
+    """A committed step changes nothing of them; one that is undone loses those that it has added."""
+    calls = []
+
+    def add_hook(model):
+        model.frozen.register_forward_hook(lambda *_: calls.append(1))
+
+    model = Changes(lambda model: None, add_hook)
+    runner, _ = make_runner(model)
+    assert not model.frozen._forward_hooks
     runner.step(make_batch(8))
-    assert len(model._forward_hooks) >= 1
+    assert len(model.frozen._forward_hooks) == 2  # one a micro-batch
+    object.__setattr__(model, "change", lambda model: (add_hook(model), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        runner.step(make_batch(8))
+    assert len(model.frozen._forward_hooks) == 2
+    model.frozen(torch.zeros(1, 4))
+    assert calls == [1, 1]
 
 
 def test_known_storages_are_learnt_anew_in_recorded_steps():
@@ -284,4 +300,3 @@ def test_known_storages_are_learnt_anew_in_recorded_steps():
         found.append(key in runner._accumulation._state._memory._known)
     assert found[0]
     assert not found[-1]
-    assert weakref.ref(bank)() is bank
