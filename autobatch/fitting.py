@@ -134,7 +134,12 @@ def fit(
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
     host_bytes = read_host_memory().available_bytes // 2
-    with one_at_a_time(), TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes) as state:
+    with (
+        one_at_a_time(),
+        TrainingState(
+            model, optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
+        ) as state,
+    ):
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
         wanted = Wanted(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -41,11 +41,16 @@ _WARM_SIZE = 2
 """Samples of the first step, whose batch is a copy: at a trial's own size that would need more than training does."""
 
 
+_LITTLE = 0.001
+"""Of what a step adds: if less of that outlives the step, such as a loss in an attribute, no trial is run for it."""
+
+
 @dataclass
 class _Readings:
     """What one trial has measured so far."""
 
     resident: int = 0
+    held: int = 0
     state: int = 0
     retries_before: int = 0
     seconds: float = 0.0
@@ -84,11 +89,13 @@ class Probe:
     _phase: Phase = "forward"
     _passes_left: int = 0
     _ended_in_pass: bool = False
+    _holds_activations: bool = False
 
     def __post_init__(self) -> None:
         """Begin to learn what the steps change: in the first one, so that no trial's time has that in it."""
         model, device = self.workload.model, self.device.torch_device
-        self._learnt = StepState(model, device, records=not is_compiled(model, self.workload.step))
+        self._is_compiled = is_compiled(model, self.workload.step)
+        self._learnt = StepState(model, device, records=not self._is_compiled)
 
     def run(self, size: int) -> Trial:
         """Try one size. Only an out-of-memory error becomes an outcome; all others come out unchanged.
@@ -104,18 +111,37 @@ class Probe:
         readings, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
         if not self._warm:
             readings.state = self._resumed_state_bytes(usage)
-            reason = self._attempt(self._warm_up, min(size, _WARM_SIZE), readings)
-            self._warm = reason is None
-            self._learnt.records = self._learnt.records and not self._warm
-            if not self._warm:
-                self.state.reset_optimizer()
-                self.device.reclaim()
+            reason = self._run_first_step(min(size, _WARM_SIZE), readings)
         if reason is None:
-            reason = self._attempt(self._measure, size, readings)
+            reason = self._measure_as_in_training(size, readings)
         if reason is not None:
             self.reasons[size] = reason
         phase = None if reason is None else self._judge_phase(readings)
         return _summarise(size, readings, self.device.usage().alloc_retries, phase)
+
+    def _measure_as_in_training(self, size: int, readings: _Readings) -> str | None:
+        """The trial; once more where it is the first one to show that activations outlive their step."""
+        was_known = self._holds_activations
+        reason = self._attempt(self._measure, size, readings)
+        if self._holds_activations and not was_known:
+            return self._attempt(self._measure, size, readings)
+        return reason
+
+    def _run_first_step(self, size: int, readings: _Readings) -> str | None:
+        """The step before the first trial; returns None, or why memory ended in it.
+
+        What it writes into, outside the model too, is copied before that. A compiled model, or step, runs as it was
+        written meanwhile, so it has a second such step, which compiles it.
+        """
+        reason = self._attempt(self._warm_up, size, readings, records=True)
+        if reason is None and self._is_compiled:
+            reason = self._attempt(self._warm_up, size, readings)
+        self._warm = reason is None
+        self._learnt.records = self._learnt.records and not self._warm
+        if not self._warm:
+            self.state.reset_optimizer()
+            self.device.reclaim()
+        return reason
 
     def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
         """What an earlier run's state takes of the device: not what lies elsewhere, or is only a formula's."""
@@ -137,7 +163,7 @@ class Probe:
         """
         handled = sys.exc_info()[1]
         try:
-            self._attempt(self._run_one_sample, 1, _Readings())
+            self._attempt(self._run_one_sample, 1, _Readings(), records=True)
         except Exception as error:
             if is_oom(error, handled=handled):
                 raise
@@ -155,15 +181,24 @@ class Probe:
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.device.place_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
-    def _attempt(self, action: Callable[[int, _Readings], None], size: int, readings: _Readings) -> str | None:
-        """Run one part of a trial from the user's own state; returns None, or why memory ended."""
+    def _attempt(
+        self, action: Callable[[int, _Readings], None], size: int, readings: _Readings, *, records: bool = False
+    ) -> str | None:
+        """Run one part of a trial from the user's own state; returns None, or why memory ended.
+
+        Args:
+            action: The part, called with ``size`` and ``readings``.
+            size: Samples.
+            readings: Where it puts what it measures.
+            records: Whether to find what the step writes into outside the model; takes time, so not where it counts.
+        """
         # Outside the limit: putting values back must not count, nor may a copy of them.
         self.state.rewind()
         if not self.workload.model.training:  # what was put back; a model in train mode may have layers that are not
             self.workload.model.train()
         reason, handled = None, sys.exc_info()[1]
         try:
-            with self.device.limit(self.limit_bytes):
+            with self.device.limit(self.limit_bytes), self.state.record() if records else nullcontext():
                 action(size, readings)
         except DoesNotFit as ended:
             reason = str(ended)
@@ -194,6 +229,12 @@ class Probe:
         made = min(self.workload.state_bytes() - readings.state, seen)
         self.state_bytes = max(self.state_bytes, readings.state + max(made, 0))
         readings.resident, readings.retries_before = before.allocated, before.alloc_retries
+        if self._holds_activations:
+            with self._read(readings, "backward"):
+                self._run_step_before(batch, size)
+            begun = self.device.usage().allocated
+            readings.resident = min(before.allocated, begun)  # an earlier trial's may have been there before it
+            readings.held = begun - readings.resident
         started = time.perf_counter()
         with self._read(readings, "backward"):
             accumulated = self._accumulate([batch, batch], size)
@@ -201,6 +242,19 @@ class Probe:
             self._step_optimizer()
         del accumulated  # its loss stands beside the optimizer's step, as it does in training
         readings.seconds = time.perf_counter() - started
+        self._drop_gradients()
+        left, grown = self.device.usage().allocated - before.allocated, readings.backward.peak_allocated
+        self._holds_activations = self._holds_activations or left > _LITTLE * (grown - before.allocated)
+
+    def _run_step_before(self, batch: Layout, size: int) -> None:
+        """A micro-batch of the step before, of which activations are still there in the one that is measured."""
+        self._learnt.moves_modules = True  # as a Runner learns in its first step: it holds those of each micro-batch
+        self._accumulate([batch], size)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.workload.parameters():
+            parameter.grad = None
 
     def _make_batch(self, size: int) -> Layout:
         batch = self.example.grown(size)
@@ -288,5 +342,6 @@ def _summarise(size: int, readings: _Readings, alloc_retries: int, phase: Phase 
         backward_allocated=backward.peak_allocated,
         backward_reserved=backward.peak_reserved,
         resident_bytes=readings.resident,
+        held_bytes=readings.held,
         ended_in=phase,
     )

@@ -119,6 +119,8 @@ class Trial(Record):
             size.
         backward_reserved: ``peak_reserved`` up to the end of the backward passes.
         resident_bytes: Bytes in tensors before the first micro-batch: parameters, buffers, optimizer state, batch.
+        held_bytes: Bytes of activations of the step before, which the model holds in attributes, or a hook in a list.
+            Not in ``resident_bytes``, but there during the step, and so in the peaks.
         ended_in: Where memory ended, if it did. ``"gradients"``: in a backward pass, where the gradients alone are more
             than the limit beside what was there before it. ``"optimizer state"``: where the optimizer made it, which
             some do in the course of their first step.
@@ -134,6 +136,7 @@ class Trial(Record):
     backward_allocated: Bytes | None = None
     backward_reserved: Bytes | None = None
     resident_bytes: Bytes = 0
+    held_bytes: Bytes = 0
     ended_in: Phase | None = None
 
     @property

@@ -6,11 +6,13 @@ has left. Does not cover what is done about it (``runner``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
+from autobatch.records import Trial
 from autobatch.step.workload import Workload
 from autobatch.storages import bytes_of
 from autobatch.wording import format_bytes
@@ -36,7 +38,7 @@ class Room:
         """What a step could reach at most: as ``left``, and the headroom."""
         if not self.device.measures or not self.plan.trials:
             return None
-        return max(self._budget() - self._newcomers(), 0)
+        return max(self._budget() - self._newcomers(1), 0)
 
     def check_update(self) -> None:
         """Before the update, while the step can still be undone: is there room for what the optimizer's step took?
@@ -47,9 +49,9 @@ class Room:
         need = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
         if not need or not self.device.measures or not self.device.needs_limit(need, self.plan.budget_bytes):
             return
-        if need + self._newcomers() > self._budget():
+        if need + self._newcomers(2) > self._budget():
             self.device.reclaim()
-        newcomers, budget = self._newcomers(), self._budget()
+        newcomers, budget = self._newcomers(2), self._budget()
         if need + newcomers > budget:
             raise DoesNotFit(
                 f"there is no room for the update: the optimizer's step took {format_bytes(need)} in the trials, "
@@ -60,10 +62,20 @@ class Room:
     def _budget(self) -> int:
         return min(self.plan.budget_bytes, self.device.available_bytes())
 
-    def _newcomers(self) -> int:
-        """Bytes in tensors that were not there in the trials."""
+    def _newcomers(self, steps: int) -> int:
+        """Bytes in tensors that were not there in the trials.
+
+        Args:
+            steps: Of how many the model may hold activations: in the update of its own, and those of the step before,
+                which would have to be put back.
+        """
         to_be_made = 0 if self._state_is_made else max(self.plan.state_bytes - self.workload.state_bytes(), 0)
         self._state_is_made = to_be_made == 0  # from the first update on; reading it is the dearest part
-        resident = max(trial.resident_bytes for trial in self.plan.trials) - to_be_made
+        there = max(trial.resident_bytes + steps * trial.held_bytes for trial in self._trials()) - to_be_made
         gradients = sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
-        return max(self.device.usage().allocated - resident - gradients, 0)
+        return max(self.device.usage().allocated - there - gradients, 0)
+
+    def _trials(self) -> Sequence[Trial]:
+        """Those of the plan's size and less: of a larger one more activations were held."""
+        size = self.plan.micro_batch_size
+        return [trial for trial in self.plan.trials if trial.micro_batch_size <= size] or self.plan.trials

@@ -323,8 +323,8 @@ MUTANTS = (
     Mutant(
         "copies of written memory are not put back",
         REWIND_POINT,
-        "            memory.copy_(value)\n",
-        "            pass\n",
+        "    memory.copy_(value)\n",
+        "",
         MOVING_TESTS,
     ),
     Mutant(
@@ -463,7 +463,7 @@ MUTANTS = (
     Mutant(
         "half an optimizer's state is left to the next trial",
         "autobatch/probe.py",
-        "                self.state.reset_optimizer()\n",
+        "            self.state.reset_optimizer()\n",
         "",
         ("tests/test_fitting.py",),
     ),
@@ -748,8 +748,8 @@ MUTANTS = (
     Mutant(
         "two fits measure at once",
         "autobatch/fitting.py",
-        "    with one_at_a_time(), TrainingState(",
-        "    with TrainingState(",
+        "    with (\n        one_at_a_time(),\n",
+        "    with (\n",
         ("tests/test_threads.py",),
     ),
     Mutant(
@@ -800,6 +800,55 @@ MUTANTS = (
         "max(self.state_bytes, readings.state + max(made, 0))",
         "max(self.state_bytes, max(made, 0))",
         ("tests/test_phases.py",),
+    ),
+    Mutant(
+        "what a trial writes into outside the model is not copied",
+        "autobatch/probe.py",
+        "self.state.record() if records else nullcontext()",
+        "nullcontext()",
+        ("tests/test_outside_tensors.py",),
+    ),
+    Mutant(
+        "a check leaves a teacher as its last run had it",
+        EXACTNESS + "measurement.py",
+        "            self.checkpoint.restore_outside()\n",
+        "",
+        ("tests/test_outside_tensors.py",),
+    ),
+    Mutant(
+        "a check leaves a teacher's data where its last run had assigned it",
+        EXACTNESS + "measurement.py",
+        "            self.outside.put_back()\n",
+        "",
+        ("tests/test_outside_tensors.py",),
+    ),
+    Mutant(
+        "activations of the step before are held between steps",
+        TRANSACTION,
+        "                self._state.end()  # last: it only",
+        "                #",
+        ("tests/test_held_activations.py",),
+    ),
+    Mutant(
+        "a trial begins without what the step before holds",
+        "autobatch/probe.py",
+        "        if self._holds_activations:\n",
+        "        if False:\n",
+        ("tests/test_held_activations.py",),
+    ),
+    Mutant(
+        "what only an earlier micro-batch writes into is not learnt",
+        REWIND_POINT,
+        "            written = self._written | self._recorder.written\n",
+        "            written = self._recorder.written\n",
+        ("tests/test_state_corners.py",),
+    ),
+    Mutant(
+        "a put() that raises leaves the other named objects out",
+        "autobatch/state/user_objects.py",
+        "                parts.callback(item.put, taken)\n",
+        "                item.put(taken)\n",
+        ("tests/test_state_corners.py",),
     ),
 )
 

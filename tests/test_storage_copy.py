@@ -186,7 +186,7 @@ def test_a_full_disk_is_said_before_anything_is_written(folder, monkeypatch):
 def test_nothing_stays_in_memory():
     """The copies go with the block; the tensors were never copied on their device."""
     with StorageCopies([torch.ones(9)], host_bytes=IN_MEMORY) as copies:
-        references = [weakref.ref(part) for pair in copies._copies for part in pair]
+        references = [weakref.ref(part) for pair in copies._copies.values() for part in pair]
     gc.collect()
     assert [reference() for reference in references] == [None, None]
 

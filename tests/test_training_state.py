@@ -546,7 +546,7 @@ def test_nothing_stays_in_memory_or_on_disk(tmp_path, monkeypatch):
             made = [value for entry in optimizer.state.values() for value in entry.values()]
             made += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             references = [weakref.ref(tensor.untyped_storage()) for tensor in made]
-            references += [weakref.ref(copy) for _, copy in state._values._copies]
+            references += [weakref.ref(copy) for _, copy in state._values._copies.values()]
             del made
         assert len(references) > 20
         assert not any(reference() for reference in references)

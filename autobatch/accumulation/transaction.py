@@ -113,6 +113,7 @@ class Accumulation:
             progress = self._begin(batches, largest)
             self._advance(progress, before, parameters)
             self._state.learn(before)
+            self._state.stop_recording()
             reason = self._complete(progress, before, aside, update)
         finally:
             try:
@@ -122,6 +123,7 @@ class Accumulation:
             finally:
                 aside.end()
                 self._sums.end()
+                self._state.end()  # last: it only frees memory, and an interrupt may come in the middle of it
         if reason is None:
             return progress.sum_up()
         self.device.reclaim()
@@ -149,8 +151,10 @@ class Accumulation:
             return None
 
         def begin() -> None:
+            lasting = before.modules.select_lasting()  # first: an interrupt after spend() leaves the step half done
             aside.spend(self.workload.parameters())
-            before.forget()  # the trials' optimizer steps had no such copy beside them
+            before.forget()  # the trials' optimizer steps had no such copy beside them, nor earlier activations
+            before.modules.forget(lasting)
 
         handled = sys.exc_info()[1]
         try:

@@ -37,6 +37,7 @@ from autobatch.exactness.stillness import still, widen
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
+from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
 
@@ -207,14 +208,16 @@ class Check:
         batch = map_tensors(self.layout.stretched(samples).batch, lambda tensor: widen(tensor, dtype))
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        return Measurement(self.workload, self.device, layout, checkpoint, draws, diagnoses=diagnoses)
+        outside = ModuleState(self.workload.outside_modules())
+        return Measurement(self.workload, self.device, layout, checkpoint, outside, draws, diagnoses=diagnoses)
 
     def _run_as_it_is(self, samples: int) -> None:
         """Let what the step raises out, where it raises without being held still as well."""
         batch = self.layout.spread(samples).batch
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        Measurement(self.workload, self.device, layout, checkpoint, Numbering()).whole()
+        outside = ModuleState(self.workload.outside_modules())
+        Measurement(self.workload, self.device, layout, checkpoint, outside, Numbering()).whole()
 
 
 def _differ(layout: Layout) -> bool:

@@ -22,6 +22,7 @@ from autobatch.exactness.gradients import Gradients, distances, norms, take_grad
 from autobatch.exactness.numbering import Numbering
 from autobatch.exactness.rounding import TOLERANCE, Scales, bound_noise
 from autobatch.memory.device import Device
+from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import Mean, Sum
 from autobatch.step.workload import Step, Workload
@@ -49,6 +50,7 @@ class Measurement:
         device: Where.
         layout: The samples.
         checkpoint: Buffers and generators at the start of each run.
+        outside: What modules held that the step can reach outside the model, such as a teacher.
         draws: Has to know which samples are run.
         before: What there was of each parameter's gradient in a measurement with more rounding.
         diagnoses: Whether numbers of each division are kept, to be looked at.
@@ -60,6 +62,7 @@ class Measurement:
     device: Device
     layout: Layout
     checkpoint: RewindPoint
+    outside: ModuleState
     draws: Numbering
     before: tuple[float, ...] = ()
     diagnoses: bool = False
@@ -214,9 +217,16 @@ class Measurement:
         scale = None if factor == 1 else lambda loss: loss * factor
         state = StepState(self.workload.model, self.device.torch_device, records=False)
         accumulation = Accumulation(workload, self.device, _end, scale, known_state=state, owns_batches=True)
-        with self.checkpoint.record(tensors_of(self.layout.batch)):
-            done = accumulation.run(parts, self.layout.count)
-        self.draws.end()
+        recorder = self.checkpoint.record(tensors_of(self.layout.batch))
+        try:
+            with recorder:
+                done = accumulation.run(parts, self.layout.count)
+            self.draws.end()
+        finally:
+            recorder.stop()
+            # After each run, as another checkpoint may follow, or nothing. The model stays: a diagnosis looks at it.
+            self.checkpoint.restore_outside()
+            self.outside.put_back()
         if done is None:
             return Gradients((None,) * len(parameters))
         return take_gradients(parameters)

@@ -72,7 +72,10 @@ def verify(
     host_bytes = read_host_memory().available_bytes // 2
     check = Check(workload, layout, memory, _MOST_SAMPLES)
     at_once = min(layout.count, _MOST_AT_ONCE)
-    with one_at_a_time(), TrainingState(model, None, memory.torch_device, host_bytes=host_bytes):
+    with (
+        one_at_a_time(),
+        TrainingState(model, None, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()),
+    ):
         verdict = check.run()
         if verdict.exact and at_once > verdict.samples:
             memory.watch(workload.resident_tensors())

@@ -13,8 +13,10 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
+from enum import Enum
+from functools import partial
 from operator import is_
-from types import SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +24,16 @@ from torch import nn
 
 __all__ = ["Contents", "Found", "are_same", "children_of", "find_contents", "put_entries_back", "remember"]
 
-_PLAIN, _CONTAINER, _TUPLE, _FIELDS, _VALUE, _TENSOR, _MODULE = range(7)
+_PLAIN, _CONTAINER, _TUPLE, _FIELDS, _VALUE, _TENSOR, _MODULE, _OPAQUE = range(8)
+
+_HOLD_NOTHING = frozenset(
+    (
+        *(int, float, bool, complex, str, bytes, type(None), type(...), frozenset, range, ModuleType),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+        *(FunctionType, BuiltinFunctionType, MethodType, partial),
+    )
+)
+"""Types of which most attributes are. A function may hold a tensor as well, but is rarely made anew in each step."""
 
 _MOST_ENTRIES = 1000
 """A larger container is remembered itself, but what its entries hold is not looked at: a vocabulary, a replay buffer.
@@ -44,7 +55,7 @@ class Contents(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Found:
     """What lies below some objects.
 
@@ -53,12 +64,14 @@ class Found:
         empty: Containers that held nothing.
         tensors: The tensors in attributes and containers, each once.
         modules: The modules that were reached, each once.
+        may_hold_more: Whether some object was not looked into that may hold tensors.
     """
 
     contents: list[Contents]
     empty: list[Any]
     tensors: list[torch.Tensor]
     modules: list[nn.Module]
+    may_hold_more: bool = False
 
     def are_current(self) -> bool:
         """Whether all of them still hold the same; values of tensors are not compared."""
@@ -99,7 +112,10 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
                 found.modules.append(value)
             elif kind == _CONTAINER and not value:
                 found.empty.append(value)  # most of a module's tables are: no entry is made for each
+            elif kind == _OPAQUE:
+                found.may_hold_more = True
             else:
+                found.may_hold_more |= kind == _CONTAINER and len(value) > _MOST_ENTRIES
                 content = remember(value)
                 found.contents.extend([] if content is None else [content])
                 waiting += children_of(value)
@@ -241,19 +257,24 @@ class _Kinds(dict[type, int]):
 _KINDS = _Kinds()
 
 
+_KINDS_OF_BASES = (
+    (torch.Tensor, _TENSOR),
+    (nn.Module, _MODULE),
+    ((dict, list, set, deque, bytearray), _CONTAINER),
+    (tuple, _TUPLE),
+)
+
+
 def _kind_of(found: type) -> int:
-    if issubclass(found, torch.Tensor):
-        return _TENSOR
-    if issubclass(found, nn.Module):
-        return _MODULE
-    if issubclass(found, dict | list | set | deque | bytearray):
-        return _CONTAINER
-    if issubclass(found, tuple):
-        return _TUPLE
+    for base, kind in _KINDS_OF_BASES:
+        if issubclass(found, base):
+            return kind
     if issubclass(found, torch.Generator | random.Random) or _is_numpy_state(found):
         return _VALUE
+    if found in _HOLD_NOTHING or issubclass(found, (type, Enum)):
+        return _PLAIN
     has_fields = dataclasses.is_dataclass(found) or issubclass(found, SimpleNamespace)
-    return _FIELDS if has_fields and found.__dictoffset__ else _PLAIN  # one with slots has no dict to look into
+    return _FIELDS if has_fields and found.__dictoffset__ else _OPAQUE  # one with slots has no dict to look into
 
 
 def _is_fixed(value: Any) -> bool:

@@ -16,9 +16,10 @@ from torch import nn
 
 from autobatch.state.containers import find_contents, put_entries_back
 from autobatch.state.tensor_header import TensorHeaders
-from autobatch.storages import storages_of
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
+
+_NO_TENSORS = TensorHeaders([])
 
 Location = tuple[int, str, str]
 """The ``id`` of a module, one of its attributes, and, in its table of parameters, a name."""
@@ -72,6 +73,18 @@ class ModuleState:
         held = [module for attributes in self._attributes.values() for module in attributes.modules]
         return [module for module in held if id(module) not in self._attributes]
 
+    def select_lasting(self) -> dict[int, _Attributes]:
+        """For ``forget``: of the modules that hold parameters, buffers and numbers, and no activations."""
+        return {key: held for key, held in self._attributes.items() if not held.may_hold_activations()}
+
+    def forget(self, lasting: dict[int, _Attributes]) -> None:
+        """Keep no activation alive that a module has held, so that it is freed when the module lets go of it.
+
+        Args:
+            lasting: From ``select_lasting``. From here on this is only good as ``earlier``, for these.
+        """
+        self._attributes, self.modules, self.headers = lasting, [], _NO_TENSORS
+
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
         return all(held.are_current() for held in self._attributes.values()) and self.headers.are_current()
@@ -82,7 +95,8 @@ class ModuleState:
 
     def find_locations(self, storages: AbstractSet[int]) -> set[Location]:
         """Where modules held tensors with these storages (``_cdata``)."""
-        return {location for held in self._attributes.values() for location in held.find_locations(storages)}
+        tensors = self.headers.find_referring(storages)
+        return {location for held in self._attributes.values() for location in held.find_locations(tensors)}
 
     def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
         """The tensors that one of the modules held itself."""
@@ -117,12 +131,19 @@ class _Attributes:
             and self._found.are_current()
         )
 
-    def find_locations(self, storages: AbstractSet[int]) -> Iterator[Location]:
+    def may_hold_activations(self) -> bool:
+        """Whether it holds a tensor that is in no table, or an object that may hold one."""
+        if self._found.may_hold_more:
+            return True
+        tables = [*self._held.get("_parameters", {}).values(), *self._held.get("_buffers", {}).values()]
+        known = {id(tensor) for tensor in tables}
+        return any(id(tensor) not in known for tensor in self.tensors)
+
+    def find_locations(self, tensors: AbstractSet[int]) -> Iterator[Location]:
         for attribute, value in self._held.items():
             entries = value.items() if attribute == "_parameters" else [("", value)]
             for name, entry in entries:
-                tensors = find_contents([entry]).tensors
-                if any(s._cdata in storages for tensor in tensors for s in storages_of(tensor)):
+                if any(id(tensor) in tensors for tensor in find_contents([entry]).tensors):
                     yield id(self.module), attribute, name
 
     def put_back(self) -> None:

@@ -112,10 +112,13 @@ class RewindPoint:
             with torch.inference_mode(mode=buffer.is_inference()):  # torch writes into such a one nowhere else
                 buffer.copy_(value)
         for memory, value in self.memory.values():
-            storage = memory.untyped_storage()
-            if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
-                storage.resize_(value.nbytes)
-            memory.copy_(value)
+            _put_value_back(memory, value)
+
+    def restore_outside(self) -> None:
+        """Put back the values that a recorder has copied of memory to which no module that this knows refers."""
+        own = self.modules.headers.storages()
+        for key in self.memory.keys() - own:
+            _put_value_back(*self.memory[key])
 
     def forget(self) -> None:
         """Let go of the copies; from here on ``restore`` puts back no values."""
@@ -148,6 +151,7 @@ class StepState:
         self._memory = WrittenMemory()
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
+        self._written: set[int] = set()
         self._locations: set[Location] = set()
         self.moves_modules = self._draws_on_host = False
 
@@ -197,6 +201,8 @@ class StepState:
         """
         if not (self.records and self.is_recorded_step):
             return nullcontext()
+        if self._recorder is not None:  # of an earlier micro-batch, which may have written into other memory
+            self._written |= self._recorder.written
         buffers = [buffer for point in points for buffer in point.buffers()]
         self._recorder = WriteRecorder(
             [point.memory for point in points], self._memory, [*apart, *buffers], before_write
@@ -207,8 +213,14 @@ class StepState:
         """At the end of a step, however it ended."""
         if self._recorder is not None:
             self._recorder.stop()
-            self._locations |= self._latest.find_locations(self._recorder.written) if self._latest else set()
-        self._recorder = None
+            written = self._written | self._recorder.written
+            self._locations |= self._latest.find_locations(written) if self._latest else set()
+        self._recorder, self._written = None, set()
+
+    def end(self) -> None:
+        """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""
+        if self._latest is not None:
+            self._latest.forget(self._latest.select_lasting())
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.
@@ -234,6 +246,14 @@ class StepState:
             self._memory.add(unsaved)
             self._locations |= begun.modules.find_locations({s._cdata for t in unsaved for s in storages_of(t)})
         return unsaved
+
+
+@torch.no_grad()
+def _put_value_back(memory: torch.Tensor, value: torch.Tensor) -> None:
+    storage = memory.untyped_storage()
+    if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
+        storage.resize_(value.nbytes)
+    memory.copy_(value)
 
 
 def _is_own(tensor: torch.Tensor) -> bool:

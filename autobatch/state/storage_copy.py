@@ -42,10 +42,27 @@ class StorageCopies:
         Raises:
             DoesNotFit: The disk has no room either.
         """
-        storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
-        total = sum(storage.nbytes() for storage in storages.values())
-        self._folder = _open_folder(total, host_bytes) if total > host_bytes else None
-        self._copies = [(storage, self._copy(storage, index)) for index, storage in enumerate(storages.values())]
+        self._host_bytes, self._total = host_bytes, 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._add_storages([storage for tensor in tensors for storage in storages_of(tensor)])
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Copy what this tensor refers to as it is now, unless there is a copy of it.
+
+        Raises:
+            DoesNotFit: As when this was made.
+        """
+        self._add_storages(storages_of(tensor))
+
+    def _add_storages(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        # By address: that of a storage that is copied stays its own, since it is held here.
+        new = {storage._cdata: storage for storage in storages if storage._cdata not in self._copies}
+        self._total += sum(storage.nbytes() for storage in new.values())
+        if self._folder is None and self._total > self._host_bytes:
+            self._folder = _open_folder(self._total, self._host_bytes)
+        for key, storage in new.items():
+            self._copies[key] = storage, self._copy(storage, len(self._copies))
 
     def _copy(self, storage: torch.UntypedStorage, index: int) -> torch.UntypedStorage:
         if self._folder is not None and storage.nbytes() > 0:
@@ -57,14 +74,14 @@ class StorageCopies:
 
     def restore(self) -> None:
         """Write the remembered bytes back. Can be done any number of times."""
-        for storage, copy in self._copies:
+        for storage, copy in self._copies.values():
             if storage.nbytes() != copy.nbytes():  # somebody used resize_ on it
                 storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=False)
 
     def close(self) -> None:
         """Let go of the copies, and of the file."""
-        self._copies = []
+        self._copies = {}
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -8,6 +8,7 @@ that it was made part of in place, and gradient hooks. Does not cover ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch.state.containers import are_same, put_entries_back
-from autobatch.storages import place_of
+from autobatch.storages import place_of, storages_of
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
 
@@ -53,7 +54,24 @@ class TensorHeaders:
         that of a lazy module's parameter had no size.
         """
         counts = zip(self.tensors, self._versions, self._aliases, self._classes, strict=True)
-        return [alias for t, version, alias, cls in counts if t._version != version >= 0 and cls not in _LAZY]
+        return [
+            alias
+            for tensor, version, alias, cls in counts
+            if version >= 0 and cls not in _LAZY and not tensor.is_inference() and tensor._version != version
+        ]
+
+    def find_referring(self, storages: AbstractSet[int]) -> set[int]:
+        """The ids of tensors that referred to one of these storages (``_cdata``), or do so now."""
+        pairs = zip(self.tensors, self._aliases, strict=True)
+        return {
+            id(tensor)
+            for tensor, alias in pairs
+            if any(s._cdata in storages for t in (tensor, alias) for s in storages_of(t))
+        }
+
+    def storages(self) -> set[int]:
+        """The storages (``_cdata``) that they referred to, and those that they refer to now."""
+        return {s._cdata for tensor in (*self._aliases, *self.tensors) for s in storages_of(tensor)}
 
     def are_current(self) -> bool:
         """Whether all refer to the same memory in the same way, and have the same flags."""

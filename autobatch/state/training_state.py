@@ -3,13 +3,16 @@
 Covers, for a model and its optimizer: values of parameters, gradients, buffers (non-persistent too), tensor attributes
 and optimizer state; the memory each tensor points to (``.data = ...``, ``resize_``, ``half()``); which objects stand
 where (``.grad``, optimizer state entries, hooks of modules and tensors, train/eval flags, counters and containers kept
-as attributes); ``requires_grad``; and the random generators. Does not cover what the step changes elsewhere: inside the
-user's own objects and NumPy arrays, generators the user made, files, a dataset's position.
+as attributes); ``requires_grad``; and the random generators. Of other modules and tensors that the step can reach, such
+as a teacher, the same but for values; and the values of any tensor that is written into while ``record`` is active.
+Does not cover what the step changes elsewhere: inside the user's own objects and NumPy arrays, generators the user
+made, files, a dataset's position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +22,7 @@ from autobatch.state.containers import Contents, children_of, remember
 from autobatch.state.random_state import RandomState
 from autobatch.state.storage_copy import StorageCopies
 from autobatch.state.tensor_header import TensorHeaders
+from autobatch.state.written_memory import HostRecorder
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -36,7 +40,15 @@ class TrainingState:
     is the same object as before.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any | None, device: torch.device, *, host_bytes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any | None,
+        device: torch.device,
+        *,
+        host_bytes: int,
+        outside: Iterable[nn.Module | torch.Tensor] = (),
+    ) -> None:
         """Remember all of it, and silence the optimizer's step hooks until ``restore``: they tell of training.
 
         Args:
@@ -45,6 +57,8 @@ class TrainingState:
                 covered.
             device: Whose random generator is meant.
             host_bytes: Host memory that copies of values may take before they go to a file.
+            outside: Modules and tensors in the step's reach that belong to neither. Their values are copied only when
+                they are written into while ``record`` is active: a frozen teacher may be larger than the model.
 
         Raises:
             DoesNotFit: There is neither host memory nor disk for the copies.
@@ -53,18 +67,33 @@ class TrainingState:
         # First: what a module shares with the optimizer is the optimizer's, which keeps it between trials.
         of_optimizer = list(_walk([] if optimizer is None else [vars(optimizer)], seen))
         of_model = list(_walk([vars(module) for module in model.modules()], seen))
-        found = (*of_optimizer, *of_model)
+        of_others = list(_walk(outside, seen | {id(module) for module in model.modules()}))
+        found = (*of_optimizer, *of_model, *of_others)
         tensors = [value for value in found if isinstance(value, torch.Tensor)]
+        owned = [value for value in (*of_optimizer, *of_model) if isinstance(value, torch.Tensor)]
         self._of_optimizer = [content for value in of_optimizer if (content := remember(value)) is not None]
-        self._of_model = [content for value in of_model if (content := remember(value)) is not None]
+        self._of_model = [content for value in (*of_model, *of_others) if (content := remember(value)) is not None]
         self._classes = [(module, type(module)) for module in (model, *found) if isinstance(module, nn.Module)]
         self._headers = TensorHeaders(tensors)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
             self._gradients = [_Gradient(tensor) for tensor in tensors]
-            self._values = StorageCopies(tensors, host_bytes=host_bytes)
+            self._values = StorageCopies(owned, host_bytes=host_bytes)
         self._random = RandomState.capture(device)
         self._optimizer = optimizer
         _silence_step_hooks(optimizer)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """While this lasts, copy what is written into before it is, whomever it belongs to, so that it is put back.
+
+        Takes about 10 us an operator. Meanwhile compiled code runs as it was written.
+        """
+        recorder = HostRecorder(self._values)
+        try:
+            with recorder:
+                yield
+        finally:
+            recorder.stop()
 
     def rewind(self) -> None:
         """Put back values, generators and the model; gradients are dropped, what the optimizer has made stays."""

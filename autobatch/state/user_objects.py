@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -69,16 +70,21 @@ class UserObjects:
     @torch.no_grad()
     def put_back(self) -> None:
         """Let all of them hold that again. Can be done any number of times."""
-        for item, taken in self._taken:
-            item.put(taken)
-        for item, state in self._states:
-            # A copy, since some take the very tensors that they are given. Memory may be full: it is not counted.
-            with _disable_current_modes():
-                fresh = _copy(state)
-            item.load_state_dict(fresh)
-        self._found.put_back()
-        for tensor, value in self._values:
-            tensor.detach().copy_(value)
+        with ExitStack() as parts:  # an error of one object's own code leaves none of the others out
+            for tensor, value in self._values:
+                parts.callback(tensor.detach().copy_, value)
+            parts.callback(self._found.put_back)
+            for item, state in reversed(self._states):
+                parts.callback(_load, item, state)
+            for item, taken in reversed(self._taken):
+                parts.callback(item.put, taken)
+
+
+def _load(item: Any, state: Any) -> None:
+    # A copy, since some take the very tensors that they are given. Memory may be full: it is not counted.
+    with _disable_current_modes():
+        fresh = _copy(state)
+    item.load_state_dict(fresh)
 
 
 def _can_be_put_back(item: Any) -> bool:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode
 
 from autobatch.dispatch import DispatchMode
+from autobatch.state.storage_copy import StorageCopies
 from autobatch.storages import storages_of
 
-__all__ = ["Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
+__all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
 
 Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By storage: all of its bytes as a view, and a copy of them."""
@@ -64,15 +65,51 @@ def save_storage(storage: torch.UntypedStorage) -> tuple[torch.Tensor, torch.Ten
     return view, view.clone()
 
 
-class WriteRecorder(DispatchMode):
+class _WriteMode(DispatchMode):
+    """While active, calls ``_save`` before an operator writes into memory that was there when this was entered."""
+
+    # Such as flex_attention run eagerly: they are called as they are, and what they call is recorded.
+    supports_higher_order_operators = True
+
+    def __init__(self, apart: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Those made while this is active as well: they were not there before.
+        self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Copy what the operator writes into, run it, and note what it has made."""
+        kwargs = kwargs or {}
+        for tensor in _written_by(func, args, kwargs):
+            self._save(tensor)
+        result = func(*args, **kwargs)
+        # ``torch.tensor(0.0)`` comes here only as the argument of lift_fresh, which returns it.
+        inputs = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        given = {storage._cdata for tensor in _tensors_in(inputs) for storage in storages_of(tensor)}
+        made = {storage._cdata for tensor in _tensors_in(result) for storage in storages_of(tensor)}
+        self._apart |= made - given
+        return result
+
+    def stop(self) -> None:
+        """Leave the mode if an interrupt has not let it be left: one that comes as a ``with`` block ends does that."""
+        if _get_current_dispatch_mode() is self:
+            _pop_mode()
+
+    def _save(self, tensor: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+class WriteRecorder(_WriteMode):
     """While active, copies each storage that was there before into the rewind points, before an operator writes to it.
 
     Attributes:
         written: Storages (``_cdata``) that were written into and not known before.
     """
-
-    # Such as flex_attention run eagerly: they are called as they are, and what they call is recorded.
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -90,33 +127,9 @@ class WriteRecorder(DispatchMode):
             before_write: Called with each storage (``_cdata``) that is about to be written; true where it is somebody
                 else's, who puts it back.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(apart)
         self._points, self._known, self._before_write = points, known, before_write
         self.written: set[int] = set()
-        # Those made inside the micro-batch as well: they were not there before.
-        self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Copy what the operator writes into, run it, and note what it has made."""
-        kwargs = kwargs or {}
-        for tensor in _written_by(func, args, kwargs):
-            self._save(tensor)
-        result = func(*args, **kwargs)
-        given = {storage._cdata for tensor in _tensors_in((args, kwargs)) for storage in storages_of(tensor)}
-        made = {storage._cdata for tensor in _tensors_in(result) for storage in storages_of(tensor)}
-        self._apart |= made - given
-        return result
-
-    def stop(self) -> None:
-        """Leave the mode if an interrupt has not let it be left: one that comes as a ``with`` block ends does that."""
-        if _get_current_dispatch_mode() is self:
-            _pop_mode()
 
     @torch.no_grad()
     def _save(self, tensor: torch.Tensor) -> None:
@@ -131,6 +144,28 @@ class WriteRecorder(DispatchMode):
             for point in self._points:
                 point.setdefault(key, saved)
             self._known.add([tensor])
+
+
+class HostRecorder(_WriteMode):
+    """While active, copies each storage that was there before into host memory, before an operator writes to it.
+
+    The copies are no part of a measurement: no other mode counts them, nor lets memory end in them.
+    """
+
+    def __init__(self, copies: StorageCopies) -> None:
+        """Prepare.
+
+        Args:
+            copies: Is added to; of what it has already, no second copy is made.
+        """
+        super().__init__()
+        self._copies = copies
+
+    @torch.no_grad()
+    def _save(self, tensor: torch.Tensor) -> None:
+        if any(storage._cdata not in self._apart for storage in storages_of(tensor)):
+            with _disable_current_modes():
+                self._copies.add(tensor)
 
 
 _WRITTEN: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}

@@ -20,6 +20,7 @@ from autobatch.objects import is_instance_with, takes_none
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
+from autobatch.step.outside import find_outside
 from autobatch.storages import bytes_of
 from autobatch.wording import name_type, show_value
 
@@ -77,6 +78,14 @@ class Workload:
                 yield parameter.grad
         yield from self.model.buffers()
         yield from self._state_tensors()
+
+    def outside(self) -> list[nn.Module | torch.Tensor]:
+        """Modules and tensors that the step can reach, and that belong to neither the model nor the optimizer."""
+        return find_outside(self.step, self.model)
+
+    def outside_modules(self) -> list[nn.Module]:
+        """The modules among them, with their submodules."""
+        return [part for module in self.outside() if isinstance(module, nn.Module) for part in module.modules()]
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state as it is now: none before its first step."""
