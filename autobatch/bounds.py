@@ -12,7 +12,7 @@ import math
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationInfo
+from pydantic import AfterValidator, Field, Strict, ValidationInfo
 
 __all__ = [
     "LARGEST",
@@ -24,10 +24,13 @@ __all__ = [
     "SHORTEST",
     "Bytes",
     "Count",
+    "Flag",
     "Moment",
     "Ratio",
     "Samples",
     "Seconds",
+    "Steps",
+    "Target",
     "Text",
     "Whole",
     "is_one_line",
@@ -75,15 +78,26 @@ def _check_text(text: str, info: ValidationInfo) -> str:
 Text = Annotated[str, AfterValidator(_check_text)]
 """One line of at most ``LONGEST_TEXT`` letters."""
 
-Bytes = Annotated[int, Field(ge=0, le=LARGEST)]
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Whole = Annotated[int, Field(ge=-LARGEST, le=LARGEST)]
+Bytes = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
+"""Strict, as all ints here: pydantic would take ``true``, ``3.0`` and ``"3"`` for one."""
+
+Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
+Flag = Annotated[bool, Strict()]
+"""Only ``true`` and ``false``: pydantic would take 1, ``"yes"`` and ``"off"`` too."""
+
+Steps = Annotated[int, Strict(), Field(ge=1, le=MOST_MICRO_BATCHES)]
+"""Micro-batches of one optimizer step."""
+
+Target = Annotated[int, Strict(), Field(ge=1, le=MOST_SAMPLES)]
+"""Samples of one optimizer step."""
+
+Whole = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
 """A difference of two of them."""
 
-Samples = Annotated[int, Field(ge=1, le=2**31)]
+Samples = Annotated[int, Strict(), Field(ge=1, le=2**31)]
 """In one micro-batch."""
 
-Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+Seconds = Annotated[float, Strict(), Field(ge=0, le=1e10, allow_inf_nan=False)]
 
 
 def _check_ratio(value: float) -> float:
@@ -95,7 +109,7 @@ def _check_ratio(value: float) -> float:
 Ratio = Annotated[float, AfterValidator(_check_ratio)]
 """May be infinite, where what it is relative to is 0."""
 
-Moment = Annotated[float, Field(ge=0, le=_LAST_MOMENT, allow_inf_nan=False)]
+Moment = Annotated[float, Strict(), Field(ge=0, le=_LAST_MOMENT, allow_inf_nan=False)]
 """Seconds since 1970, UTC; 0 where it was not noted."""
 
 LISTED = Field(max_length=LONGEST_LIST)

@@ -17,6 +17,7 @@ from torch import nn
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
+from autobatch.exactness.full_size import FullSize
 from autobatch.exactness.verification import check_split
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.container import read_host_memory
@@ -30,6 +31,7 @@ from autobatch.request import (
     check_choice,
     check_count,
     check_micro_batches,
+    check_switch,
     check_target,
     find_allowance,
     find_device,
@@ -89,7 +91,7 @@ def fit(
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
             now.
         headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
-        max_micro_batch: Never try more samples than this.
+        max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
             the best rate.
         accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than
@@ -117,6 +119,12 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
+    for name, switch in (
+        ("accumulate_in_float32", accumulate_in_float32),
+        ("reuse", reuse),
+        ("progress", progress),
+    ):
+        check_switch(name, switch)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
@@ -126,10 +134,11 @@ def fit(
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
     host_bytes = read_host_memory().available_bytes // 2
-    outside = workload.outside()
     with (
         one_at_a_time(),
-        TrainingState(model, optimizer, memory.torch_device, host_bytes=host_bytes, outside=outside) as state,
+        TrainingState(
+            model, optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
+        ) as state,
     ):
         # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
         allowance = find_allowance(memory, budget, headroom)
@@ -145,7 +154,7 @@ def fit(
         if check is not None and target_batch > 1:
             # Rewound after the last trial: the modules are in the user's modes.
             with memory.limit(allowance.limit_bytes):
-                verdict = check_split(workload, found.example, memory, found.size)
+                verdict = check_split(workload, found.example, memory, found.size, _find_full_size(found, wanted))
     memory.reclaim()
     told = _judge(found, verdict, target_batch, strict=check == "raise")
     plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
@@ -161,6 +170,10 @@ def _watch(workload: Workload, device: torch.device | str | Device | None) -> De
     memory.watch(workload.resident_tensors())
     memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
     return memory
+
+
+def _find_full_size(found: Found, wanted: Wanted) -> FullSize:
+    return FullSize(wanted.target_batch, found.size, found.most_at_once(wanted), found.smallest)
 
 
 def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:

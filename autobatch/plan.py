@@ -7,11 +7,11 @@ its texts are ``report``.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from autobatch.errors import InvalidArgument
+from autobatch.paths import check_path
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.settings import settings_for
 from autobatch.records import spell_invalid
@@ -66,10 +66,11 @@ class Plan(PlanRecord):
                 what is no file, such as ``/dev/null``, is written to.
 
         Raises:
+            InvalidArgument: It is no path.
             OSError: It cannot be written; the file that was there stays.
         """
         content = self.model_dump_json(indent=2) + "\n"
-        target = Path(path).resolve()
+        target = check_path("Plan.save", path).resolve()
         if target.exists() and not target.is_file():
             target.write_text(content, encoding="utf-8")
             return
@@ -87,10 +88,11 @@ class Plan(PlanRecord):
         Whatever the file holds, what comes back can be printed, explained, shown, translated and saved.
 
         Raises:
-            InvalidArgument: The file holds no plan, or one of a version that this one cannot read, or more than 64 MiB.
+            InvalidArgument: It is no path, or the file holds no plan, or one of a version that this one cannot read, or
+                more than 64 MiB.
             OSError: The file cannot be read.
         """
-        with Path(path).open("rb") as file:
+        with check_path("Plan.load", path).open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
             raise InvalidArgument(f"{path} is no plan: it is larger than {format_bytes(_LARGEST_FILE)}")

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Ratio, Samples, Seconds, Text, is_one_line
+from autobatch.bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text, is_one_line
 from autobatch.wording import plural
 
 __all__ = [
@@ -192,9 +192,12 @@ class Verdict(Record):
         seconds: Wall time of the check.
         unchecked: Why no verdict could be given; empty where one was.
         modules: Which modules differ, the worst first.
+        larger_partition: Sizes of the parts of one more division that is exact, of more samples: all of the target or
+            batch, or as many as fit at once. Empty where ``samples`` were all of them, or no more fit.
+        not_compared: How many samples the largest comparison had, and why not all; empty where it had all.
     """
 
-    exact: bool
+    exact: Flag
     relative_error: Ratio
     causes: Annotated[tuple[Text, ...], LISTED] = ()
     samples: Count = 0
@@ -202,6 +205,8 @@ class Verdict(Record):
     seconds: Seconds = 0.0
     unchecked: Text = ""
     modules: Annotated[tuple[ModuleError, ...], LISTED] = ()
+    larger_partition: Annotated[tuple[Samples, ...], LISTED] = ()
+    not_compared: Text = ""
 
     def __str__(self) -> str:
         """One line."""
@@ -210,8 +215,13 @@ class Verdict(Record):
         divisions = plural(len(self.partitions), "division")
         tried = f"{self.samples} samples in {divisions}, relative error {self.relative_error:.1e}"
         if self.exact:
-            return f"splitting is exact: {tried}"
+            return f"splitting is exact: {tried}{self._show_larger()}"
         return f"splitting is not exact: {tried}{self._show_modules()}: {'; '.join(self.causes)}"
+
+    def _show_larger(self) -> str:
+        sizes = self.larger_partition
+        larger = f", and {sum(sizes)} samples in {len(sizes)} parts of up to {max(sizes)}" if sizes else ""
+        return f"{larger}; {self.not_compared}" if self.not_compared else larger
 
     def _show_modules(self) -> str:
         shown = [f"{found.module}: {found.relative_error:.1e}" for found in self.modules[:_MODULES_SHOWN]]

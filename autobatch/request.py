@@ -18,7 +18,7 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import device_for
 from autobatch.quantities import read_bytes
 from autobatch.records import Record
-from autobatch.wording import format_bytes
+from autobatch.wording import format_bytes, show_value
 
 __all__ = [
     "DEFAULT_HEADROOM",
@@ -26,9 +26,11 @@ __all__ = [
     "check_choice",
     "check_count",
     "check_micro_batches",
+    "check_switch",
     "check_target",
     "find_allowance",
     "find_device",
+    "open_device",
     "parse_bytes",
     "parse_headroom",
 ]
@@ -62,7 +64,9 @@ def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> 
     asked = available if budget is None else parse_bytes("budget", budget)
     warnings: tuple[str, ...] = ()
     if 0 < available < asked:
-        warnings = (f"budget={budget!r} is more than is available now: {format_bytes(available)} are the budget",)
+        warnings = (
+            f"budget={show_value(budget)} is more than is available now: {format_bytes(available)} are the budget",
+        )
         asked = available
     kept = parse_headroom(headroom, asked)
     return Allowance(budget_bytes=asked, headroom_bytes=kept if asked else 0, warnings=warnings)
@@ -83,7 +87,7 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
     home = _find_home(parameters, model_name)
     if device is None:
         return device_for(home)
-    if isinstance(device, Device):
+    if isinstance(device, Device) and not isinstance(device, type):
         return device
     asked = _parse_device(device)
     if asked.type != home.type or asked.index not in (None, home.index or 0):
@@ -91,6 +95,26 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
             f"device={str(device)!r}, but the model is on {home}; move the model first, or leave device= out"
         )
     return device_for(home)
+
+
+def open_device(device: Any) -> Device:
+    """The memory of a device that a user names, or the ``Device`` object that stands in for it.
+
+    Raises:
+        InvalidArgument: It is none, or torch cannot use it here.
+    """
+    if isinstance(device, Device) and not isinstance(device, type):
+        return device
+    asked = _parse_device(device)
+    try:
+        torch.empty(0, device=asked)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError, NotImplementedError):  # each backend's own way to say that it is missing
+        asked = torch.device("meta")
+    if asked.type == "meta":
+        raise InvalidArgument(f"device={show_value(device)} is not here: torch has no memory of it in this process")
+    return device_for(asked)
 
 
 def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.device:
@@ -118,7 +142,8 @@ def _parse_device(device: Any) -> torch.device:
     except RuntimeError:  # torch knows no such device; its own list of them helps nobody here
         pass
     raise InvalidArgument(
-        f"device={device!r} is no device: pass a torch.device, a name such as 'cuda:0' or 'cpu', or leave it out"
+        f"device={show_value(device)} is no device: pass a torch.device, a name such as 'cuda:0' or 'cpu', or leave it "
+        f"out"
     )
 
 
@@ -130,7 +155,7 @@ def parse_bytes(name: str, value: Any) -> int:
     """
     size = read_bytes(value)
     if size is None:
-        raise InvalidArgument(f"{name}={value!r} is no size: {_SIZES}")
+        raise InvalidArgument(f"{name}={show_value(value)} is no size: {_SIZES}")
     return size
 
 
@@ -143,19 +168,22 @@ def parse_headroom(value: Any, budget_bytes: int) -> int:
     if value is None:
         value = DEFAULT_HEADROOM
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
-        fraction = float(value)  # in NumPy's float32 the product would be rounded, up to the whole budget
+        fraction: Any = value
         if not 0 <= fraction < 1:
             raise InvalidArgument(
-                f"headroom={value!r}: a fraction must be at least 0 and less than 1, such as 0.1; for bytes pass an "
-                f"int or '512MiB'"
+                f"headroom={show_value(value)}: a fraction must be at least 0 and less than 1, such as 0.1; for bytes "
+                f"pass an int or '512MiB'"
             )
-        return int(budget_bytes * fraction)
+        # In NumPy's float32 the product would be rounded, up to the whole budget.
+        return int(budget_bytes * float(fraction))
     is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
     size = 0 if is_zero else read_bytes(value)
     if size is None:
-        raise InvalidArgument(f"headroom={value!r} is no size: {_SIZES}; a fraction is a float such as 0.1")
+        raise InvalidArgument(f"headroom={show_value(value)} is no size: {_SIZES}; a fraction is a float such as 0.1")
     if budget_bytes and size >= budget_bytes:
-        raise InvalidArgument(f"headroom={value!r} leaves nothing of a budget of {format_bytes(budget_bytes)}")
+        raise InvalidArgument(
+            f"headroom={show_value(value)} leaves nothing of a budget of {format_bytes(budget_bytes)}"
+        )
     return size
 
 
@@ -166,7 +194,7 @@ def check_count(name: str, value: Any) -> int:
         InvalidArgument: It is something else.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise InvalidArgument(f"{name}={value!r} must be an int of at least 1: it counts samples")
+        raise InvalidArgument(f"{name}={show_value(value)} must be an int of at least 1: it counts samples")
     return int(value)
 
 
@@ -179,8 +207,8 @@ def check_target(value: Any) -> int:
     target = check_count("target_batch", value)
     if target > MOST_SAMPLES:
         raise InvalidArgument(
-            f"target_batch={value!r} is more than the {MOST_SAMPLES} samples that one optimizer step may have: count "
-            f"what dimension 0 counts, such as images or texts, not tokens or bytes"
+            f"target_batch={show_value(value)} is more than the {MOST_SAMPLES} samples that one optimizer step may "
+            f"have: count what dimension 0 counts, such as images or texts, not tokens or bytes"
         )
     return target
 
@@ -206,5 +234,15 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     Raises:
         InvalidArgument: It is none of them.
     """
-    if value not in choices:
-        raise InvalidArgument(f"{name}={value!r} is not known; one of {', '.join(map(repr, choices))}")
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise InvalidArgument(f"{name}={show_value(value)} is not known; one of {', '.join(map(repr, choices))}")
+
+
+def check_switch(name: str, value: Any) -> None:
+    """``True`` or ``False``: a text such as ``"no"`` would be true.
+
+    Raises:
+        InvalidArgument: It is something else.
+    """
+    if not isinstance(value, bool):
+        raise InvalidArgument(f"{name}={show_value(value)} must be True or False")

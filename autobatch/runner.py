@@ -26,7 +26,9 @@ from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.planning.ladders import compiled_ladder, eager_ladder
 from autobatch.planning.pacing import Pace
+from autobatch.planning.planner import least_size
 from autobatch.planning.setback import CLEAN_STEPS
+from autobatch.report.refusal import SCENES
 from autobatch.request import find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
@@ -37,7 +39,7 @@ from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.telling import Telling, check_hooks
 from autobatch.update import Update, check_options
-from autobatch.wording import format_bytes
+from autobatch.wording import format_bytes, name_type
 from autobatch.wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 
 __all__ = ["Runner"]
@@ -118,9 +120,7 @@ class Runner:
         self._update = (
             None
             if optimizer is None
-            else Update(
-                optimizer, self._room.check_update, self._explain_no_retry, scaler, max_grad_norm, scheduler
-            )
+            else Update(optimizer, self._room.check_update, self._explain_no_retry, scaler, max_grad_norm, scheduler)
         )
         self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
         self._layout = Layout(None, 0, plan.batch_lists)
@@ -151,6 +151,8 @@ class Runner:
 
         Raises:
             DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before.
+            InvalidBatch: It cannot be counted, or not be divided into pieces that the model can run and that are within
+                the plan's ``max_micro_batch``; nothing was run.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
         self._check_update()
@@ -244,6 +246,8 @@ class Runner:
 
     def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Accumulated | None:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
+        if self._accumulation.smallest > 1:
+            self._refuse_larger_pieces(layouts)
         try:
             return self._accumulation.run(layouts, pace_before.size, apply)
         except BaseException as error:
@@ -296,6 +300,19 @@ class Runner:
         loss = torch.full((), torch.nan, device=self._device.torch_device)
         return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
 
+    def _refuse_larger_pieces(self, batches: Sequence[Layout]) -> None:
+        """``max_micro_batch`` is the user's word: nothing is run where a batch could only be divided beyond it."""
+        most, smallest = self.plan.max_micro_batch, self._accumulation.smallest
+        for layout in batches:
+            least = least_size(layout.count, smallest)
+            if most is not None and least > most:
+                why = explain_smallest(self._workload.model)
+                raise InvalidBatch(
+                    f"a batch of {layout.count} samples in micro-batches of at most {most} (the plan's "
+                    f"max_micro_batch) leaves one of a single sample, and {why}: pass an even number of samples, or "
+                    f"plan with fit(max_micro_batch={least}) or more"
+                )
+
     def _change_pace(self, pace: Pace, step: int) -> None:
         if pace.size != self._pace.size:
             self._telling.tell_pace(step, self._pace.size, pace)
@@ -320,9 +337,9 @@ class Runner:
         samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
         reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(self._workload.model)}"
         return (
-            f"step {self.steps} ran out of memory at a micro-batch of {samples}; {format_bytes(used)} of a budget of "
-            f"{format_bytes(self.plan.budget_bytes)} were held before it; {reason}; everything is as before the step: "
-            f"free memory or give fit() a larger budget="
+            f"step {self.steps} ran out of memory {SCENES[shortage.ended_in]} at a micro-batch of {samples}; "
+            f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; "
+            f"{reason}; everything is as before the step: free memory or give fit() a larger budget="
         )
 
 
@@ -335,6 +352,6 @@ def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
 
 def _check_plan(plan: Any, weigh: Any) -> None:
     if not isinstance(plan, Plan):
-        raise InvalidArgument(f"plan is a {type(plan).__name__}: pass what fit() returned, or Plan.load(path)")
+        raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
     if plan.weighed and weigh is None:
         raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")

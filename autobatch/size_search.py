@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.example import find_example
+from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
 from autobatch.batch.list_rules import ListReading
-from autobatch.errors import DoesNotFit
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.memory.device import Device
 from autobatch.planning.curve import MemoryCurve, fit_curve
@@ -88,6 +88,14 @@ class Found:
             return self.confirmed.failing_size
         return min((trial.micro_batch_size for trial in self.trials if trial.outcome != "fits"), default=0)
 
+    def most_at_once(self, wanted: Wanted) -> int:
+        """How many samples of the target should fit in one micro-batch, tried or not; at least the chosen size."""
+        curve = self.curve if wanted.limit_bytes else None
+        if curve is None:
+            return self.size
+        failing = self.failing_size or wanted.target_batch + 1
+        return max(self.size, min(curve.largest(wanted.limit_bytes), failing - 1, wanted.target_batch))
+
 
 @dataclass
 class SizeSearch:
@@ -115,12 +123,14 @@ class SizeSearch:
         """Try sizes on this batch, or on what the model tells of one.
 
         Raises:
-            DoesNotFit: Not even one sample does; or no division of the target into micro-batches of at most
-                ``max_micro_batch`` samples is one that the model can run.
+            DoesNotFit: Not even one sample does.
+            InvalidArgument: No division of the target into micro-batches of at most ``max_micro_batch`` samples is one
+                that the model can run.
             NeedsBatch: There is no batch and the model tells of none.
         """
         model, target = self.workload.model, self.wanted.target_batch
         example = find_example(model, batch, target)
+        check_values(example.layout.batch)
         warnings = [*self.allowance.warnings, *example.warnings]
         batch_norms = tuple(batch_norms_in_train_mode(model))
         if not model.training:
@@ -207,13 +217,13 @@ class SizeSearch:
         """The useful sizes that leave no piece which the model cannot run.
 
         Raises:
-            DoesNotFit: None of them is within ``max_micro_batch``.
+            InvalidArgument: None of them is within ``max_micro_batch``.
         """
         target, bound = self.wanted.target_batch, self.wanted.max_micro_batch
         least = least_size(target, smallest)
         if bound < least:
-            raise DoesNotFit(
-                f"{target} samples in micro-batches of at most {bound} leave one of a single sample, and "
+            raise InvalidArgument(
+                f"max_micro_batch={bound} leaves a micro-batch of one sample of target_batch={target}, and "
                 f"{explain_smallest(self.workload.model)}: pass max_micro_batch={least} or more"
             )
         return tuple(size for size in useful_sizes(target, bound) if size >= least)

@@ -31,6 +31,7 @@ from autobatch.planning.identity import differences
 from autobatch.planning.pacing import Pace
 from autobatch.result import StepResult
 from autobatch.step.identity import identify_model
+from autobatch.wording import show_value
 from autobatch.wrappers import unwrap_model
 
 __all__ = ["Telling", "check_hooks"]
@@ -46,8 +47,10 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
     """
     found = (hooks,) if isinstance(hooks, str) or not isinstance(hooks, Iterable) else tuple(hooks)
     for hook in found:
-        if not callable(hook):
-            raise InvalidArgument(f"hooks has {hook!r}, which cannot be called: pass a list of hooks, each hook(event)")
+        if not callable(hook) or isinstance(hook, type):
+            raise InvalidArgument(
+                f"hooks has {show_value(hook)}, which cannot be called: pass a list of hooks, each hook(event)"
+            )
     return found
 
 

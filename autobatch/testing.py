@@ -6,6 +6,8 @@ an out-of-memory error at a chosen operation, ``tenant`` for somebody else who t
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +18,13 @@ import_torch()  # this module is often imported before torch is
 
 import torch
 
+from autobatch.bounds import LARGEST
 from autobatch.dispatch import DispatchMode
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
-from autobatch.memory.devices import device_for
 from autobatch.records import DeviceInfo, MemoryUsage, Tenant
-from autobatch.request import parse_bytes
-from autobatch.wording import format_bytes, plural
+from autobatch.request import check_count, check_switch, open_device, parse_bytes
+from autobatch.wording import format_bytes, plural, show_value
 
 __all__ = ["FakeDevice", "oom_at", "tenant"]
 
@@ -59,16 +61,17 @@ class FakeDevice:
             tenants: Other processes; what they hold is not available.
 
         Raises:
-            InvalidArgument: The curve cannot be called, or the total is no size.
+            InvalidArgument: The curve cannot be called, the total is no size, or another argument is of the wrong kind.
         """
         if not callable(curve):
-            raise InvalidArgument(f"curve={curve!r} must be a function from samples to peak bytes")
+            raise InvalidArgument(f"curve={show_value(curve)} must be a function from samples to peak bytes")
+        check_switch("measures", measures)
         self.torch_device = torch.device("cpu")
         self.measures = measures
         self.curve = curve
         self.total_bytes = parse_bytes("total_bytes", total_bytes)
-        self.thrashes_from = thrashes_from
-        self.tenants = tuple(tenants)
+        self.thrashes_from = None if thrashes_from is None else check_count("thrashes_from", thrashes_from)
+        self.tenants = _check_tenants(tenants)
         self.ran_sizes: list[int] = []
         self._budget = self.total_bytes
         self._peak = 0
@@ -105,7 +108,7 @@ class FakeDevice:
     @contextmanager
     def micro_batch(self, samples: int) -> Iterator[None]:
         """Take the memory of so many samples, or run out."""
-        need = int(self.curve(samples))
+        need = self._evaluate(samples)
         room = min(self._budget, self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants))
         self.ran_sizes.append(samples)
         if need > room:
@@ -125,17 +128,39 @@ class FakeDevice:
         """Zeros where the device does not measure."""
         if not self.measures:
             return MemoryUsage()
-        resident = int(self.curve(0))
+        resident = self._evaluate(0)
         peak = max(self._peak, resident)
         return MemoryUsage(
             allocated=resident, reserved=resident, peak_allocated=peak, peak_reserved=peak, alloc_retries=self._retries
         )
+
+    def _evaluate(self, samples: int) -> int:
+        """Bytes by the formula, which may have been replaced since.
+
+        Raises:
+            InvalidArgument: It gives no number of bytes.
+        """
+        found = self.curve(samples)
+        if isinstance(found, bool) or not isinstance(found, numbers.Real) or not 0 <= found < math.inf:
+            raise InvalidArgument(
+                f"curve({samples}) of the FakeDevice gave {show_value(found)}: it must give bytes, a finite number of "
+                f"at least 0"
+            )
+        return min(int(found), LARGEST)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def reclaim(self) -> None:
         """Nothing is held."""
+
+
+def _check_tenants(tenants: Any) -> tuple[Tenant, ...]:
+    found = tuple(tenants) if isinstance(tenants, Iterable) else (tenants,)
+    for one in found:
+        if not isinstance(one, Tenant):
+            raise InvalidArgument(f"tenants has {show_value(one)}: pass a list of autobatch.records.Tenant")
+    return found
 
 
 class _OutOfMemoryAt(DispatchMode):
@@ -184,10 +209,12 @@ def oom_at(*positions: int) -> Iterator[_OutOfMemoryAt]:
         An object with ``operations`` (how many were counted) and ``raised`` (the operators that failed).
 
     Raises:
-        InvalidArgument: A position is less than 1.
+        InvalidArgument: A position is no int of at least 1.
     """
-    if not positions or min(positions) < 1:
-        raise InvalidArgument(f"oom_at{positions}: positions are counted from 1")
+    wrong = [p for p in positions if isinstance(p, bool) or not isinstance(p, numbers.Integral) or p < 1]
+    if wrong or not positions:
+        shown = ", ".join(map(show_value, wrong[:3]))
+        raise InvalidArgument(f"oom_at({shown}): positions are ints, counted from 1")
     with _OutOfMemoryAt(positions) as planned:
         yield planned
 
@@ -201,9 +228,9 @@ def tenant(byte_count: int | str, device: Device | torch.device | str = "cpu") -
         device: Where; on a ``FakeDevice`` nothing is allocated, another process is said to hold it.
 
     Raises:
-        InvalidArgument: It is no size.
+        InvalidArgument: It is no size, or no device that is here.
     """
-    memory = device_for(torch.device(device)) if isinstance(device, (str, torch.device)) else device
+    memory = open_device(device)
     if isinstance(memory, FakeDevice):
         others = memory.tenants
         memory.tenants = (*others, Tenant(pid=0, used_bytes=parse_bytes("byte_count", byte_count), name="tenant"))

@@ -6,6 +6,8 @@ cannot: once it has begun, parameters may have moved. Does not cover the gradien
 
 from __future__ import annotations
 
+import logging
+import numbers
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +18,19 @@ from torch import nn
 
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.objects import is_instance_with, takes_none
 from autobatch.state.optimizer_state import forget_state, make_state
+from autobatch.wording import name_type, show_value
 from autobatch.wrappers import unwrap_optimizer
 
 __all__ = ["Update", "check_options"]
+
+_LOG = logging.getLogger("autobatch")
+
+_UPDATED = (
+    "scheduler.step() raised this after the optimizer had stepped: parameters have moved, so do not run this step "
+    "again; step the scheduler yourself before the next one"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +85,7 @@ class Update:
                 self.scaler.update()
             # The scale only falls when infinities made the scaler skip the step.
             if self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale):
-                self.scheduler.step()
+                self._step_scheduler(self.scheduler)
         except BaseException as error:
             if not begun:
                 forget_state(self.optimizer, made)
@@ -91,6 +102,7 @@ class Update:
             raise CannotRetry(
                 f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {self.advise()}"
             )
+
     def _prepare(self) -> float:
         """Unscale and clip; returns the scale of the losses."""
         if self.scaler is not None:
@@ -102,6 +114,16 @@ class Update:
         # Reading the scale waits for the device: only where somebody wants to know whether the optimizer stepped.
         return self.scaler.get_scale() if self.scaler is not None and self.scheduler is not None else 0.0
 
+    def _step_scheduler(self, scheduler: Any) -> None:
+        """The user's own error comes out, with a note that the update was made."""
+        try:
+            scheduler.step()
+        except Exception as error:
+            _LOG.warning("autobatch: %s: %s", type(error).__name__, _UPDATED)
+            if sys.version_info >= (3, 11):
+                error.add_note(_UPDATED)
+            raise
+
 
 def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
     """Refuse what an update cannot be made of.
@@ -109,14 +131,33 @@ def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
     Raises:
         InvalidArgument: One of them is of the wrong kind, or cannot mean anything.
     """
-    if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise InvalidArgument(f"scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, int | float) and max_grad_norm > 0):
-        raise InvalidArgument(f"max_grad_norm={max_grad_norm!r} must be greater than 0, or None for no clipping")
-    if scheduler is not None and not hasattr(scheduler, "step"):
-        raise InvalidArgument(f"scheduler is a {type(scheduler).__name__} without step()")
+    if scaler is not None and not is_instance_with(scaler, "scale", "unscale_", "step", "update", "get_scale"):
+        raise InvalidArgument(f"scaler is {name_type(scaler)}: pass a torch.amp.GradScaler")
+    if max_grad_norm is not None and not _is_norm(max_grad_norm):
+        raise InvalidArgument(
+            f"max_grad_norm={show_value(max_grad_norm)} must be a float greater than 0, or None for no clipping"
+        )
+    if isinstance(scheduler, type):
+        raise InvalidArgument(f"scheduler is {name_type(scheduler)}: pass an instance of it")
+    if scheduler is not None and not is_instance_with(scheduler, "step"):
+        raise InvalidArgument(f"scheduler is {name_type(scheduler)} without step(): pass a scheduler, or leave it out")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")
+    if scheduler is not None and not takes_none(scheduler, "step"):
+        raise InvalidArgument(
+            f"scheduler= is {name_type(scheduler)} whose step() takes arguments: leave it out and step it yourself "
+            f"after runner.step()"
+        )
+
+
+def _is_norm(value: Any) -> bool:
+    """A positive number that a float holds; infinity is one, as in ``clip_grad_norm_``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return float(value) > 0
+    except OverflowError:
+        return False
 
 
 def _read_entry(scaler: Any, optimizer: Any) -> dict[str, Any] | None:

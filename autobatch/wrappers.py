@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autobatch.errors import InvalidArgument
+from autobatch.wording import name_type
 
 __all__ = ["unwrap_for_training", "unwrap_model", "unwrap_optimizer", "unwrap_scheduler", "warn_of_wrapper"]
 
@@ -84,7 +85,7 @@ def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
     if inner is None or _is_initialised(optimizer):
         return ()
     warning = (
-        f"optimizer= is a {type(optimizer).__name__} around {type(inner).__name__}, and its own step() ran in the "
+        f"optimizer= is {name_type(optimizer)} around {type(inner).__name__}, and its own step() ran in the "
         f"trials: what that changes outside of tensors and of its own attributes, such as a trainer's count of steps, "
         f"was not put back; pass the {type(inner).__name__} itself if that matters"
     )

@@ -24,6 +24,7 @@ __all__ = ["MUTANTS", "Mutant"]
 ROOT = Path(__file__).parent.parent
 
 TRANSACTION = "autobatch/accumulation/transaction.py"
+WATCHED_BATCH = "autobatch/accumulation/watched_batch.py"
 PIECES = "autobatch/accumulation/pieces.py"
 PROGRESS = "autobatch/accumulation/progress.py"
 SHARES = "autobatch/accumulation/shares.py"
@@ -49,6 +50,9 @@ DISPATCH = "autobatch/dispatch.py"
 ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
 RUNNER_TESTS = ("tests/test_runner.py",)
 FAULT_TESTS = ("tests/test_faults.py",)
+WATCHED_TESTS = ("tests/test_watched_batch.py",)
+FULL_SIZE_TESTS = ("tests/test_full_size.py",)
+VERIFICATION_TESTS = ("tests/test_verification.py",)
 LOOP_GUARD_TESTS = ("tests/test_loop_guard.py",)
 BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
 MOVING_TESTS = ("tests/test_moving_state.py",)
@@ -125,9 +129,86 @@ MUTANTS = (
     ),
     Mutant(
         "a batch may be written into",
-        TRANSACTION,
-        "        if [tensor._version for tensor in tensors] != versions:",
-        "        if False:",
+        WATCHED_BATCH,
+        "        is_written, is_back = self._is_written(), self._put_back()\n",
+        "        is_written, is_back = False, self._put_back()\n",
+    ),
+    Mutant(
+        "a batch that was written into stays so",
+        WATCHED_BATCH,
+        "                    part.copy_(copy)\n",
+        "                    pass\n",
+        WATCHED_TESTS,
+    ),
+    Mutant(
+        "a NumPy array that was written into stays so",
+        WATCHED_BATCH,
+        "            array[...] = copy\n",
+        "            pass\n",
+        WATCHED_TESTS,
+    ),
+    Mutant(
+        "writes into NumPy arrays are not seen",
+        WATCHED_BATCH,
+        "any(array.tobytes() != copy.tobytes() for array, copy in self._arrays)",
+        "False",
+        WATCHED_TESTS,
+    ),
+    Mutant(
+        "a retry runs on what the failed attempt has written",
+        WATCHED_BATCH,
+        "(is_back or not is_oom(error))",
+        "True",
+        WATCHED_TESTS,
+    ),
+    Mutant(
+        "predict does not see a write into the batch",
+        PREDICTION + "tracing/dry_run.py",
+        "if self._is_placed and ",
+        "if False and ",
+        WATCHED_TESTS,
+    ),
+    Mutant(
+        "the split of many samples is not looked at",
+        EXACTNESS + "full_size.py",
+        "        if not verdict.exact:\n",
+        "        if True:\n",
+        FULL_SIZE_TESTS,
+    ),
+    Mutant(
+        "the whole target is compared in parts that no plan runs",
+        EXACTNESS + "divisions.py",
+        "return balance(target, size, smallest) if whole == target > size else halvings(whole, smallest)",
+        "return halvings(whole, smallest)",
+        FULL_SIZE_TESTS,
+    ),
+    Mutant(
+        "memory that ends among many samples ends the check",
+        EXACTNESS + "full_size.py",
+        '            if is_oom(error, handled=handled):\n                return None, ""\n',
+        "            if is_oom(error, handled=handled):\n                raise\n",
+        FULL_SIZE_TESTS,
+    ),
+    Mutant(
+        "weights that come from the losses are taken for class weights",
+        EXACTNESS + "weighing.py",
+        "and not _depend_on_losses(measured, partitions, found)",
+        "",
+        VERIFICATION_TESTS,
+    ),
+    Mutant(
+        "a module that the step has made stays for the next comparison",
+        EXACTNESS + "check.py",
+        "            measured.checkpoint.restore()  #",
+        "            pass  #",
+        VERIFICATION_TESTS,
+    ),
+    Mutant(
+        "zero_grad in the step is let through",
+        LOOP_GUARD,
+        "        zeroed.append(_ZERO_GRAD)\n",
+        "        pass\n",
+        LOOP_GUARD_TESTS,
     ),
     Mutant(
         "each micro-batch weighs the same",
@@ -550,7 +631,7 @@ MUTANTS = (
     Mutant(
         "a refusal that the step caught is forgotten",
         LOOP_GUARD,
-        "        if refused:\n            raise InvalidStep(refused[0])\n",
+        "        if refused or zeroed:\n            raise InvalidStep([*refused, *zeroed][0])\n",
         "",
         LOOP_GUARD_TESTS,
     ),
@@ -740,6 +821,34 @@ MUTANTS = (
         "            self.outside.put_back()\n",
         "",
         ("tests/test_outside_tensors.py",),
+    ),
+    Mutant(
+        "activations of the step before are held between steps",
+        TRANSACTION,
+        "                self._state.end()  # last: it only",
+        "                #",
+        ("tests/test_held_activations.py",),
+    ),
+    Mutant(
+        "a trial begins without what the step before holds",
+        "autobatch/probe.py",
+        "        if self._holds_activations:\n",
+        "        if False:\n",
+        ("tests/test_held_activations.py",),
+    ),
+    Mutant(
+        "what only an earlier micro-batch writes into is not learnt",
+        REWIND_POINT,
+        "            written = self._written | self._recorder.written\n",
+        "            written = self._recorder.written\n",
+        ("tests/test_state_corners.py",),
+    ),
+    Mutant(
+        "a put() that raises leaves the other named objects out",
+        "autobatch/state/user_objects.py",
+        "                parts.callback(item.put, taken)\n",
+        "                item.put(taken)\n",
+        ("tests/test_state_corners.py",),
     ),
 )
 

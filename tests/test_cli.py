@@ -218,7 +218,7 @@ WRONG = {
     "no dict": (("fit", "train_it:returns_a_model", "--target", "8"), "return a dict such as {'model': model"),
     "unknown key": (("fit", "train_it:misspelt", "--target", "8"), "returned 'optimiser'; known are model,"),
     "no target": (("fit", "train_it:make"), "say --target: 'train_it:make' returned no 'target_batch'"),
-    "a target of 0": (("fit", "train_it:make", "--target", "0"), "target_batch=0 must be an int of at least 1"),
+    "a target of 0": (("fit", "train_it:make", "--target", "0"), "argument --target: '0' is no whole number from 1 on"),
     "no batch": (("fit", "train_it:without_batch", "--target", "8"), "Conv2d"),
     "nothing to verify": (("verify", "train_it:without_batch"), "returned no 'batch'"),
     "no card": (("predict", "train_it:make"), "no CUDA card here: name one"),
@@ -228,7 +228,7 @@ WRONG = {
     "no such file": (("show", "nothing.json"), "there is no file nothing.json"),
     "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
     "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
-    "no plans at all": (("plans", "--limit", "0"), "--limit 0 must be at least 1"),
+    "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is no whole number from 1 on"),
 }
 
 

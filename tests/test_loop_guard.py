@@ -11,7 +11,6 @@ from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
 from autobatch.errors import InvalidStep
-from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.workload import Workload
 
 
@@ -428,7 +427,7 @@ def test_a_loop_that_begins_later_is_refused_too():
     runner = autobatch.Runner(make_plan(training, make_batch(8)), training.model, step, training.optimizer)
     runner.step(make_batch(8))
     before = training.bits()
-    with pytest.raises(InvalidStep, match=r"step\(\) changed \.grad: leave backward\(\) and zero_grad\(\) to the Runner"):
+    with pytest.raises(InvalidStep, match=r"step\(\) changed \.grad: leave backward\(\)"):
         runner.step(make_batch(8))
     assert differences(training.bits(), before) == []
 
@@ -485,3 +484,45 @@ def test_the_wrappers_of_frameworks_are_refused(wrap, is_passed):
     with pytest.raises(InvalidStep, match=r"calls optimizer\.step\(\)"):
         workload.run(make_batch(4))
     assert differences(training.bits(), before) == []
+
+
+@pytest.mark.parametrize("way", ["optimizer", "wrapped"])
+@pytest.mark.parametrize("asked", ["fit", "verify", "predict", "runner", "runner with one micro-batch"])
+def test_zero_grad_in_the_step_is_refused_by_all_alike(asked, way):
+    """Also where no gradient stands, or the step runs on other tensors than the optimizer's, as in predict."""
+    training, batch = Training(), make_batch(8)
+
+    def step(model, part):
+        getattr(training, way).zero_grad()
+        return mean_step(model, part)
+
+    def run(size):
+        options = {"batch": batch, "step": mean_step, "optimizer": training.optimizer, "max_micro_batch": size}
+        plan = autobatch.fit(training.model, 8, **options)
+        autobatch.Runner(plan, training.model, step, training.optimizer).step(batch)
+
+    ask = {
+        "fit": lambda: autobatch.fit(training.model, 8, batch=batch, step=step, optimizer=training.optimizer),
+        "verify": lambda: autobatch.verify(training.model, batch, step),
+        "predict": lambda: autobatch.predict(training.model, batch, step, training.optimizer, gpu="24GiB"),
+        "runner": lambda: run(4),
+        "runner with one micro-batch": lambda: run(8),
+    }[asked]
+    before = training.bits()
+    attributes = {*vars(training.optimizer)}
+    with pytest.raises(InvalidStep, match=r"leave backward\(\) and zero_grad\(\) to the Runner"):
+        ask()
+    assert differences(training.bits(), before) == []
+    assert {*vars(training.optimizer)} == attributes
+
+
+def test_another_networks_zero_grad_is_its_own():
+    """An optimizer of parameters that are not trained here is not watched."""
+    training, other = Training(), nn.Linear(6, 4)
+    others = torch.optim.SGD(other.parameters(), 0.1)
+
+    def step(model, part):
+        others.zero_grad()
+        return mean_step(model, part)
+
+    assert autobatch.verify(training.model, make_batch(8), step).exact

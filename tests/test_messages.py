@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,13 @@ def save_and_load(text, tmp_path):
     """Load a file with this text."""
     (tmp_path / "plan.json").write_text(text)
     autobatch.Plan.load(tmp_path / "plan.json")
+
+
+def run_odd_batch():
+    """A batch that needs a piece of three where two are allowed."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
+    plan = autobatch.fit(model, 8, batch=make_batch(4), step=mean_step, max_micro_batch=2, check=None)
+    autobatch.Runner(plan, model, mean_step, torch.optim.SGD(model.parameters())).step(make_batch(5))
 
 
 def divide_anew():
@@ -493,12 +501,12 @@ TABLE = [
     (
         lambda: make_runner(scaler=object()),
         "InvalidArgument",
-        "scaler is a object: pass a torch.amp.GradScaler",
+        "scaler is an object: pass a torch.amp.GradScaler",
     ),
     (
         lambda: make_runner(scheduler=object()),
         "InvalidArgument",
-        "scheduler is a object without step()",
+        "scheduler is an object without step(): pass a scheduler, or leave it out",
     ),
     (
         lambda: make_runner().step_over(make_batch(16)[0]),
@@ -516,7 +524,7 @@ TABLE = [
     (
         lambda: make_runner(max_grad_norm=0.0),
         "InvalidArgument",
-        "max_grad_norm=0.0 must be greater than 0, or None for no clipping",
+        "max_grad_norm=0.0 must be a float greater than 0, or None for no clipping",
     ),
     (
         lambda: make_runner(optimizer=False).step(make_batch(16)),
@@ -538,18 +546,93 @@ TABLE = [
         run_out_at_one,
         "DoesNotFit",
         (
-            "step 0 ran out of memory at a micro-batch of one sample; 101 bytes of a budget of 100 bytes were held "
-            "before it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 sample in 100 "
-            "bytes; everything is as before the step: free memory or give fit() a larger budget="
+            "step 0 ran out of memory in the forward pass at a micro-batch of one sample; 101 bytes of a budget of 100 "
+            "bytes were held before it; OutOfMemoryError: fake device out of memory. Tried to hold 101 bytes for 1 "
+            "sample in 100 bytes; everything is as before the step: free memory or give fit() a larger budget="
         ),
     ),
     (
         lambda: fit(model=nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), target_batch=9, max_micro_batch=2),
-        "DoesNotFit",
+        "InvalidArgument",
         (
-            "9 samples in micro-batches of at most 2 leave one of a single sample, and BatchNorm in train mode (1) "
+            "max_micro_batch=2 leaves a micro-batch of one sample of target_batch=9, and BatchNorm in train mode (1) "
             "cannot run one sample: pass max_micro_batch=3 or more"
         ),
+    ),
+    (
+        run_odd_batch,
+        "InvalidBatch",
+        (
+            "a batch of 5 samples in micro-batches of at most 2 (the plan's max_micro_batch) leaves one of a single "
+            "sample, and BatchNorm in train mode (1) cannot run one sample: pass an even number of samples, or plan "
+            "with fit(max_micro_batch=3) or more"
+        ),
+    ),
+    (lambda: fit(reuse="no"), "InvalidArgument", "reuse='no' must be True or False"),
+    (
+        lambda: fit(target_batch=10**400),
+        "InvalidArgument",
+        (
+            "target_batch=an int of about 401 digits is more than the 100000000 samples that one optimizer step may "
+            "have: count what dimension 0 counts, such as images or texts, not tokens or bytes"
+        ),
+    ),
+    (
+        lambda: fit(batch=5),
+        "InvalidBatch",
+        (
+            "the batch has no samples to count: no tensor or array with dimensions, no list of samples; pass what a "
+            "loader yields, not batch=5"
+        ),
+    ),
+    (
+        lambda: fit(batch=iter([make_batch(4)])),
+        "InvalidBatch",
+        (
+            "the batch has no samples to count: no tensor or array with dimensions, no list of samples; a "
+            "list_iterator can be read only once: pass one batch of it, such as next(iterator)"
+        ),
+    ),
+    (
+        lambda: fit(batch={"x": deque([1, 2])}),
+        "InvalidBatch",
+        (
+            "the batch has no samples to count: no tensor or array with dimensions, no list of samples; a deque is not "
+            "read as samples: pass a list"
+        ),
+    ),
+    (
+        lambda: fit(batch=torch.zeros(4, 6, device="meta")),
+        "InvalidBatch",
+        (
+            "a tensor of shape (4, 6) in the batch is on the meta device and has no values to run: pass real samples "
+            "(predict() needs no values)"
+        ),
+    ),
+    (
+        lambda: fit(step=lambda m, b: m(b[0]).mean() * 1j),
+        "InvalidStep",
+        "step() returned a complex loss; a real one is needed, such as its abs() or its real part",
+    ),
+    (
+        lambda: autobatch.batches.Samples("abc"),
+        "InvalidArgument",
+        "autobatch.batches.Samples() takes a list of entries, not a str",
+    ),
+    (
+        lambda: fit(device=FakeDevice(lambda n: -5, 100)),
+        "InvalidArgument",
+        "curve(0) of the FakeDevice gave -5: it must give bytes, a finite number of at least 0",
+    ),
+    (
+        lambda: make_runner(scheduler=torch.optim.lr_scheduler.StepLR),
+        "InvalidArgument",
+        "scheduler is the class StepLR: pass an instance of it",
+    ),
+    (
+        lambda: autobatch.Plan.load(5),
+        "InvalidArgument",
+        "Plan.load(5): pass a path, such as 'plan.json'",
     ),
     (
         lambda: fit(device=FakeDevice(lambda n: 50 + 60 * n, total_bytes=100), headroom=0),

@@ -164,10 +164,13 @@ def test_memory_that_died_is_forgotten():
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (torch.nn.Linear(2, 2), "keep=Linear: pass a list of objects, keep=[...]"),
-        ([object()], "keep[0] is a object, which cannot be put back: give it state_dict() and load_state_dict(state)"),
-        ([{}, 3], "keep[1] is a int"),
-        ("metric", "keep=str: pass a list"),
+        (
+            torch.nn.Linear(2, 2),
+            "keep=Linear(in_features=2, out_features=2, bias=True): pass a list of objects, keep=[...]",
+        ),
+        ([object()], "keep[0] is an object, which cannot be put back: give it state_dict() and load_state_dict(state)"),
+        ([{}, 3], "keep[1] is an int"),
+        ("metric", "keep='metric': pass a list"),
     ],
 )
 def test_what_cannot_be_put_back_is_refused(keep, message):

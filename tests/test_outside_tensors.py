@@ -10,6 +10,7 @@ from workloads import make_batch
 
 import autobatch
 from autobatch.errors import DoesNotFit
+from autobatch.state.training_state import TrainingState
 from autobatch.testing import oom_at
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
@@ -215,3 +216,13 @@ def test_what_is_not_written_is_not_copied():
 
     fit(nn.Linear(6, 4), step)
     assert not copied
+
+
+def test_what_the_step_makes_itself_is_not_copied():
+    """Also where no operator makes it: ``torch.tensor``, of which optimizers make their counters."""
+    model, made = nn.Linear(6, 4), []
+    with TrainingState(model, None, torch.device("cpu"), host_bytes=2**30) as state:
+        before = len(state._values._copies)
+        with state.record():
+            made.extend([torch.tensor(0.0).add_(1), torch.zeros(2).add_(1), torch.ones(4)[1:].detach().add_(1)])
+        assert len(state._values._copies) == before

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autobatch.report.scales import LinearScale, LogScale, byte_ticks, choose_scale, count_ticks
 
-positive = st.floats(1, 2**38)
+positive = st.floats(1, 2**63)  # the most bytes that a plan may name
 scales = st.builds(
     lambda values, turned: choose_scale(values, *((246, 30) if turned else (78, 424))),
     st.lists(positive, min_size=1, max_size=6),
@@ -51,7 +51,7 @@ def test_labels_of_bytes_are_round_and_say_the_value(scale):
     """A label is a multiple of 1, 2 or 5 in binary units, 0 without one, and exactly the tick's value."""
     for value, label in byte_ticks(scale):
         number, _, unit = label.partition(" ")
-        units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+        units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
         assert float(number) * units.get(unit, 0) == value
         assert re.fullmatch(r"\d+", number), label
 

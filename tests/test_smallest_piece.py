@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.plan import Plan
 from autobatch.planning.planner import balance, least_size
 from autobatch.records import DeviceInfo
@@ -40,6 +40,18 @@ class Squeezes(nn.Module):
     def forward(self, inputs):
         hidden = self.norm(self.first(inputs)[:, :, None].expand(-1, -1, 2)).mean(2)
         return hidden.squeeze().unflatten(1, (2, 4)).flatten(1)
+
+
+class Fills(nn.Module):
+    """Holds so many bytes of each sample until the backward pass."""
+
+    def __init__(self, byte_count):
+        super().__init__()
+        self.width = byte_count // 4
+
+    def forward(self, inputs):
+        rows = inputs.flatten(1).mean(1, keepdim=True)
+        return (rows.expand(-1, self.width) * 2).sin().mean(1, keepdim=True)
 
 
 def flat(norm):
@@ -156,7 +168,7 @@ def test_the_first_step_of_every_plan_runs(model, target, bound):
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_a_bound_that_leaves_one_sample_alone_is_refused(model, target, bound, least, objective):
     """The message says which bound would do."""
-    with pytest.raises(DoesNotFit, match=rf"cannot run one sample: pass max_micro_batch={least} or more"):
+    with pytest.raises(InvalidArgument, match=rf"cannot run one sample: pass max_micro_batch={least} or more"):
         fit(model(), target, max_micro_batch=bound, objective=objective)
 
 
@@ -251,10 +263,40 @@ def test_a_plan_without_trials_finds_out_and_leaves_no_damage(model, target, siz
 def test_ragged_batches_of_a_loader_are_cut_one_by_one():
     """An odd batch in ``step_over`` has no piece of one, and ``weigh`` counts the same."""
     model = REFUSING["BatchNorm1d"]()
-    plan = fit(model, 8, max_micro_batch=2)
+    plan = fit(model, 8, max_micro_batch=3)
     runner = make_runner(model, plan, weigh=lambda batch: 2.0 * len(batch))
     assert runner.step_over([samples(4), samples(5), samples(3)]).micro_batch_sizes == (2, 2, 3, 2, 3)
     assert runner.accumulate(samples(5)).micro_batch_sizes == (3, 2)
+
+
+@pytest.mark.parametrize("model", [*REFUSING.values()][:-1], ids=[*REFUSING][:-1])
+@pytest.mark.parametrize("knows", [True, False], ids=["fit", "by hand"])
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_no_piece_is_larger_than_max_micro_batch(model, knows, count):
+    """It is the user's word: an odd batch that needs a piece of three is refused, and nothing has changed."""
+    model = model()
+    by_hand = hand_made(8, 2).model_copy(update={"max_micro_batch": 2})
+    plan = fit(model, 8, max_micro_batch=2) if knows else by_hand
+    device = FakeDevice(lambda n: 10 + n, 10**6)
+    runner = make_runner(model, plan, device)
+    before = copy.deepcopy(model.state_dict())
+    for run in (runner.step, runner.accumulate, lambda odd: runner.step_over([samples(4), odd])):
+        with pytest.raises(InvalidBatch, match=rf"{count} samples in micro-batches of at most 2 .*max_micro_batch=3\)"):
+            run(samples(count))
+    assert device.ran_sizes == [] or plan.smallest_micro_batch == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert runner.step(samples(8)).micro_batch_sizes == (2, 2, 2, 2)
+
+
+@pytest.mark.parametrize("model", REFUSING.values(), ids=REFUSING)
+def test_a_prediction_finds_the_smallest_piece_as_fit_does(model):
+    """Nine samples on a card with memory for one or two at a time: no division has no piece of one, as ``fit`` says."""
+    model = nn.Sequential(model(), Fills(2**28))
+    odd, even = (autobatch.predict(model, samples(2), step, gpu="3GiB", target_batch=count) for count in (9, 8))
+    assert (odd.plan, odd.judged_size) == (None, 3)
+    assert "not even 3 samples fit" in str(odd)
+    assert even.plan.micro_batch_sizes == (2, 2, 2, 2)
+    assert even.plan.smallest_micro_batch == 2 or not isinstance(model[0], nn.Sequential)
 
 
 def test_a_compiled_model_has_no_piece_of_one():

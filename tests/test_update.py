@@ -24,7 +24,8 @@ def make(*, scaled=False, scheduled=False, check_room=lambda: None, max_grad_nor
     if scaler is not None:
         scaler.scale(torch.zeros(()))  # makes its two tensors, as a first loss does
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
-    return model, optimizer, Update(optimizer, check_room, lambda: "so load your last checkpoint", scaler, max_grad_norm, scheduler)
+    advise = lambda: "so load your last checkpoint"  # noqa: E731 - one word for one argument
+    return model, optimizer, Update(optimizer, check_room, advise, scaler, max_grad_norm, scheduler)
 
 
 def fail_with(error):

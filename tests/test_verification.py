@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +27,11 @@ def small(*, seed: int = 0) -> nn.Module:
     """Two layers."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4))
+
+
+def of_losses(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A step that does this with the losses of its samples."""
+    return lambda model, batch: function(F.cross_entropy(model(batch[0]), batch[1], reduction="none"))
 
 
 def with_batch_norm() -> nn.Module:
@@ -183,6 +190,96 @@ def test_an_inexact_split_is_caught_and_its_one_cause_named(name):
     assert len(verdict.causes) == 1
     assert cause in verdict.causes[0]
     assert cause in str(verdict)
+
+
+NO_MEANS = {
+    "maximum": torch.max,
+    "minimum": torch.amin,
+    "median": torch.median,
+    "quantile": lambda losses: losses.quantile(0.7),
+    "hardest": lambda losses: losses.topk(min(3, len(losses))).values.mean(),
+    "logsumexp": lambda losses: losses.logsumexp(0),
+    "logmeanexp": lambda losses: losses.logsumexp(0) - math.log(len(losses)),
+    "sharp logmeanexp": lambda losses: ((9 * losses).logsumexp(0) - math.log(len(losses))) / 9,
+    "root of the mean square": lambda losses: losses.square().mean().sqrt(),
+    "norm": torch.norm,
+    "logarithm of the mean": lambda losses: losses.mean().log(),
+    "geometric mean": lambda losses: losses.log().mean().exp(),
+    "product": torch.prod,
+    "weights from the losses": lambda losses: (losses * losses.detach().softmax(0)).sum(),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("samples", [16, 40])
+@pytest.mark.parametrize("name", NO_MEANS)
+def test_a_loss_that_is_no_mean_over_samples_is_called_that(name, samples, seed):
+    """Its gradient may be a sum of its parts' with weights; no weigh= can give them, so none is advised."""
+    model = small(seed=seed)
+    before = bits_of(model)
+    verdict = verify(model, make_batch(samples, seed=seed), of_losses(NO_MEANS[name]))
+    assert not verdict.exact
+    [cause] = verdict.causes
+    assert "the loss is not a mean over samples" in cause
+    assert "pass weigh=" not in cause
+    assert differences(bits_of(model), before) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_weights_of_the_data_are_not_taken_for_weights_of_the_losses(seed):
+    """A weight of its own for each sample, or class, is one that weigh= can sum, whatever the parameters are."""
+    batch = (*make_batch(16, seed=seed), torch.rand(16, generator=torch.Generator().manual_seed(seed)) + 0.05)
+
+    def weighted(model, part):
+        losses = F.cross_entropy(model(part[0]), part[1], reduction="none")
+        return (losses * part[2]).sum() / part[2].sum()
+
+    for step in (weighted, class_weighted):
+        [cause] = verify(small(seed=seed), batch, step).causes
+        assert "weigh=" in cause
+        assert "is not a mean" not in cause
+
+
+class Grows(nn.Module):
+    """Makes its head in its first forward pass, in torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small()
+
+    def forward(self, inputs):
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(4, 4)
+        return self.head(self.body(inputs))
+
+
+class GrowsAmplified(Grows):
+    """Whose last bits become visible, so that float64 has to decide."""
+
+    def forward(self, inputs):
+        return torch.sin(1e6 * super().forward(inputs))
+
+
+@pytest.mark.parametrize("samples", [8, 40])
+@pytest.mark.parametrize(
+    ("make_model", "step", "cause"),
+    [
+        (Grows, mean_step, ""),
+        (GrowsAmplified, mean_step, ""),
+        (Grows, sum_loss, "autobatch.Sum(loss, count)"),
+        (Grows, info_nce, "depends on the others"),
+    ],
+    ids=["exact", "amplified rounding", "a sum", "in-batch negatives"],
+)
+def test_a_module_that_the_step_makes_is_judged_in_float64_too(make_model, step, cause, samples, caplog):
+    """It is made anew in each comparison, in that comparison's dtype, and does not stay."""
+    caplog.set_level("INFO", "autobatch")
+    model = make_model()
+    verdict = verify(model, make_batch(samples), step)
+    assert verdict.exact == (not cause), str(verdict)
+    assert [cause in found for found in verdict.causes] == ([True] if cause else [])
+    assert "not repeated in float64" not in caplog.text
+    assert not hasattr(model, "head")
 
 
 class Encoder(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autobatch.batch.example import refuse_meta
 from autobatch.batch.layout import Layout
 from autobatch.errors import InvalidBatch
 from autobatch.planning.planner import balance, least_size
@@ -124,9 +125,12 @@ def refuse_graphs(tensors: Iterable[torch.Tensor]) -> None:
     """No micro-batch can hand its gradient back to what made the batch: each is cut off, and run when it is its turn.
 
     Raises:
-        InvalidBatch: A tensor was computed from something that wants a gradient. A view of a leaf is none.
+        InvalidBatch: A tensor was computed from something that wants a gradient (a view of a leaf is none), or has no
+            values.
     """
     for tensor in tensors:
+        if tensor.is_meta:
+            refuse_meta(tensor)
         if not tensor.requires_grad:
             continue
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - no public twin

@@ -16,6 +16,7 @@ import torch
 from autobatch.accumulation.pieces import Piece
 from autobatch.accumulation.shares import Share, Totals
 from autobatch.errors import InvalidStep
+from autobatch.records import Phase
 
 __all__ = ["Accumulated", "Progress", "Shortage"]
 
@@ -34,6 +35,7 @@ class Shortage:
         reason: The error's first line.
         least_size: The least size into which what is still to do can be divided: any piece has to be one that the
             model can run.
+        ended_in: The pass of the micro-batch in which memory ended.
     """
 
     failed_size: int
@@ -41,6 +43,7 @@ class Shortage:
     samples_redone: int
     reason: str
     least_size: int = 1
+    ended_in: Phase = "forward"
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Progress:
         unit: What shares are divided by instead of the total, until the end; ``None`` where it is the total.
         retries: How often memory ended.
         failed_size: Samples of the piece in which it last did.
+        phase: The pass in which the next piece is.
     """
 
     def __init__(self, pieces: list[Piece], batch: Sequence[torch.Tensor], *, weighed: bool) -> None:
@@ -83,6 +87,7 @@ class Progress:
         self._versions = list(map(_VERSION, self._batch))
         self.totals = Totals.of(pieces, weighed=weighed)
         self.retries = self.failed_size = 0
+        self.phase: Phase = "forward"
         self._forget()
 
     def _forget(self) -> None:

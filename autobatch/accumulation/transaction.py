@@ -24,6 +24,8 @@ import torch
 
 from autobatch.accumulation.pieces import Piece, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.accumulation.progress import Accumulated, Progress, Shortage
+from autobatch.accumulation.shares import Share
+from autobatch.accumulation.watched_batch import WatchedBatch, refuse_write
 from autobatch.batch.layout import Layout
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
@@ -153,6 +155,7 @@ class Accumulation:
             are given the rows that those may have. 0: all are run.
         keep: Objects of the user that the step changes; see ``state.user_objects``.
         had_gradients: Whether there were gradients before the last batch, which have become part of its gradient.
+        owns_batches: Whether the batches are copies that no user sees.
     """
 
     workload: Workload
@@ -166,6 +169,7 @@ class Accumulation:
     stands_for: int = 0
     keep: Sequence[Any] = ()
     had_gradients: bool = False
+    owns_batches: bool = False
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
     _parameters: Sequence[torch.Tensor] = ()
@@ -246,15 +250,12 @@ class Accumulation:
                     if not piece.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
                         progress.finish(piece, None, None)
                         continue
-                    enclosing = self.device.micro_batch(piece.size)
-                    if enclosing is None and not self._state.is_recording:
-                        self._run_piece(piece, progress, transaction.stamps)
-                        continue
-                    with enclosing or nullcontext(), self._record(piece, transaction):
-                        self._run_piece(piece, progress, transaction.stamps)
+                    progress.finish(piece, *self._run_piece(piece, progress, transaction))
         except Exception as error:
-            if not is_oom(error, handled=handled):
+            if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
+            if not self._state.is_looked_over and progress.batch_is_written():
+                refuse_write(stays=not self.owns_batches)
             return describe_error(error, handled=handled)
         return None
 
@@ -267,35 +268,57 @@ class Accumulation:
         if self.in_float32 and len(progress.todo) > 1 and (self._state.moves_modules or not progress.done):
             self._sums.begin(transaction.stamps.parameters)
 
-    def _record(self, piece: Piece, transaction: Transaction) -> AbstractContextManager[Any]:
-        if not self._state.is_recording:
-            return nullcontext()
-        apart = [*transaction.stamps.tensors(), *piece.layout.tensors()]
-        return self._state.record([transaction.start, transaction.here], apart)
-
-    def _run_piece(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> None:
+    def _run_piece(self, piece: Piece, progress: Progress, transaction: Transaction) -> tuple[Share | None, Any]:
+        """Its share of the loss, of which the gradient has been added up, and what the step returned beside it."""
         place, home = self.device.place_tensor, self.device.torch_device
         samples = piece.layout.micro_batch(piece.start, piece.stop, piece.leaves, place, home)
+        enclosing = self.device.micro_batch(piece.size)
+        if self._state.is_looked_over:
+            whole = [tensor for piece in progress.todo for tensor in piece.layout.tensors()]
+            with (
+                enclosing or nullcontext(),
+                WatchedBatch(
+                    piece.layout.take(piece.start, piece.stop), copies_arrays=True, is_copy=self.owns_batches
+                ) as watched,
+                self._record([*transaction.stamps.tensors(), *whole], transaction, watched),
+            ):
+                return self._run_step(piece, samples, progress, transaction.stamps)
+        if enclosing is None:
+            outcome = self._run_step(piece, samples, progress, transaction.stamps)
+        else:
+            with enclosing:
+                outcome = self._run_step(piece, samples, progress, transaction.stamps)
+        if progress.batch_is_written():
+            refuse_write(stays=not self.owns_batches)
+        return outcome
+
+    def _record(
+        self, apart: Sequence[torch.Tensor], transaction: Transaction, watched: WatchedBatch
+    ) -> AbstractContextManager[Any]:
+        if not self._state.is_recording:
+            return nullcontext()
+        return self._state.record([transaction.start, transaction.here], apart, watched.save)
+
+    def _run_step(
+        self, piece: Piece, samples: Any, progress: Progress, stamps: GradientStamps
+    ) -> tuple[Share | None, Any]:
+        progress.phase = "forward"
         output = self.workload.run(samples)
         if not stamps.unchanged():
             stamps.refuse_change()
         share = progress.totals.share(piece, output.terms, progress.unit)
+        progress.phase = "backward"
         if share is not None:
             loss = share[0]
             if not self.leaves_are_known:
                 self.workload.check_leaves(loss)
                 self.leaves_are_known = True  # once: going through the graph takes as long as a small forward pass
             (loss if self.scale is None else self.scale(loss)).backward()
-        if progress.batch_is_written():
-            raise InvalidStep(
-                "step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a "
-                "copy"
-            )
         if self.stands_for and not progress.done:
             widen_gradients(stamps.parameters, self.stands_for)
             self._sums.widen(self.stands_for)
         coalesce_gradients(stamps.parameters)
-        progress.finish(piece, share, output.aux)
+        return share, output.aux
 
     def _complete(self, progress: Progress, transaction: Transaction, update: TakesGradient | None) -> str | None:
         """Make ``.grad`` the whole gradient and hand it over; returns None, or why memory ended before that."""
@@ -358,6 +381,7 @@ class Accumulation:
         """Cut what is left into smaller micro-batches; where nothing is done yet, its total is that of the new ones."""
         failed, todo = progress.failed_size, progress.todo
         kept, redone = sum(progress.sizes), sum(piece.size for piece in todo)
-        smaller = self._cut(join(todo), self.shrink(Shortage(failed, kept, redone, reason, self._least_size(todo))))
+        shortage = Shortage(failed, kept, redone, reason, self._least_size(todo), progress.phase)
+        smaller = self._cut(join(todo), self.shrink(shortage))
         check_additive(todo, smaller)
         progress.retry_with(smaller)

@@ -102,7 +102,7 @@ def is_source(batch: Any) -> bool:
     A class of its own counts as a dataset if it fetches many samples at once as torch's loader asks
     (``__getitems__``), which Hugging Face's ``datasets.Dataset`` does.
     """
-    if find_type(batch) is not None:
+    if find_type(batch) is not None or isinstance(batch, type):
         return False
     return isinstance(batch, Dataset | DataLoader) or hasattr(batch, "__getitems__")
 

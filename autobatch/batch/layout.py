@@ -151,6 +151,16 @@ class Layout:
         """
         if not 1 <= n <= self.count:
             raise InvalidArgument(f"{n} samples of a batch of {self.count}: no such part")
+        return self.stretched(n)
+
+    def stretched(self, n: int) -> Layout:
+        """As ``spread``, for any ``n``: beyond its count each sample comes several times in a row.
+
+        So consecutive parts have different samples, which those of ``grow`` need not have.
+
+        Raises:
+            InvalidBatch: A list can be read both as samples and as fields.
+        """
         rows = [index * self.count // n for index in range(n)]
         return Layout(self._replace(self.batch, ROOT, lambda part: _pick_entries(part, rows)), n, self.lists)
 
@@ -237,7 +247,7 @@ def is_one_batch(batches: Any) -> bool:
 
     So is an object of a registered type. Several come in a list or from a loader.
     """
-    if find_type(batches) is not None:
+    if find_type(batches) is not None or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
         return True
     if isinstance(batches, tuple):
         return bool(batches) and all(isinstance(part, torch.Tensor) for part in batches)

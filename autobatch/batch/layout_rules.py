@@ -25,6 +25,7 @@ How a batch is read:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +38,11 @@ from autobatch.batch.registry import find_type
 from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
 from autobatch.batch.tree import fields_of, is_sequence, leaves_of
 from autobatch.errors import InvalidBatch
+from autobatch.wording import name_type, show_value, with_article
 
 __all__ = ["read"]
+
+_UNORDERED = (set, frozenset, range)
 
 
 class _Part(NamedTuple):
@@ -181,12 +185,18 @@ def _agree(parts: Sequence[_Part], batch: Any) -> int:
 
 def _explain_nothing(batch: Any) -> str:
     nothing = "the batch has no samples to count: no tensor or array with dimensions, no list of samples"
-    names = [type(leaf).__name__ for leaf in leaves_of(batch) if _is_opaque(leaf)]
-    if not names:
-        return nothing
+    opaque = next((leaf for leaf in leaves_of(batch) if _is_opaque(leaf) or isinstance(leaf, _UNORDERED)), None)
+    if opaque is None:
+        is_container = bool(fields_of(batch))
+        return nothing if is_container else f"{nothing}; pass what a loader yields, not batch={show_value(batch)}"
+    if isinstance(opaque, Iterator):
+        return f"{nothing}; {name_type(opaque)} can be read only once: pass one batch of it, such as next(iterator)"
+    if isinstance(opaque, (*_UNORDERED, deque)):
+        return f"{nothing}; {name_type(opaque)} is not read as samples: pass a list"
+    name = type(opaque).__name__
     return (
-        f"{nothing}; a {names[0]} is no container that autobatch knows: pass a dict of what it holds, or call "
-        f"autobatch.batches.register({names[0]}, count=..., take=...) once"
+        f"{nothing}; {with_article(name)} is no container that autobatch knows: pass a dict of what it holds, or call "
+        f"autobatch.batches.register({name}, count=..., take=...) once"
     )
 
 
@@ -200,9 +210,9 @@ def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, List
     if children is None and _is_opaque(node) and any(count_rows(tensor) == count for tensor in tensors_held(node)):
         name = type(node).__name__
         raise InvalidBatch(
-            f"{path} is a {name}, no container that autobatch knows, and a tensor in it has {count} rows, as the batch "
-            f"has samples: pass a dict of what it holds, or call autobatch.batches.register({name}, count=..., "
-            f"take=...) once"
+            f"{path} is {with_article(name)}, no container that autobatch knows, and a tensor in it has {count} rows, "
+            f"as the batch has samples: pass a dict of what it holds, or call autobatch.batches.register({name}, "
+            f"count=..., take=...) once"
         )
 
 

@@ -51,6 +51,7 @@ from autobatch.batch.structure import (
 )
 from autobatch.batch.tree import fields_of, is_sequence
 from autobatch.errors import InvalidBatch
+from autobatch.wording import name_type
 
 __all__ = ["ROOT", "ListReading", "OpenList", "find_only_count", "judge", "refuse_to_guess"]
 
@@ -112,7 +113,7 @@ def refuse_to_guess(unclear: Sequence[OpenList]) -> None:
         rows = sorted({*rows_beneath(entries)})
         inside = f", with tensors of {', '.join(map(str, rows[:3]))} rows," if rows else ""
         raise InvalidBatch(
-            f"{path} is a {type(entries).__name__} of {len(entries)} alike entries{inside} and may hold one entry a "
+            f"{path} is {name_type(entries)} of {len(entries)} alike entries{inside} and may hold one entry a "
             f"sample, or fields: pass autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in its "
             f"stead, or samples stacked into one tensor"
         )

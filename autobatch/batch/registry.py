@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.wording import name_type, show_value, with_article
 
 __all__ = ["BatchType", "find_type", "register"]
 
@@ -52,7 +53,8 @@ class BatchType:
             number = -1
         if number < 0:
             raise InvalidBatch(
-                f"count= of {self.type.__name__} returned {returned!r}: it must return the number of samples, an int"
+                f"count= of {self.type.__name__} returned {show_value(returned)}: it must return the number of "
+                f"samples, an int"
             )
         return number
 
@@ -65,8 +67,8 @@ class BatchType:
         part = self.take(batch, list(indices))
         if not isinstance(part, self.type):
             raise InvalidBatch(
-                f"take= of {self.type.__name__} returned a {type(part).__name__}: it must return a "
-                f"{self.type.__name__} with the samples at the given indices"
+                f"take= of {self.type.__name__} returned {name_type(part)}: it must return "
+                f"{with_article(self.type.__name__)} with the samples at the given indices"
             )
         count = self.count_samples(part)
         if count != len(indices):
@@ -76,12 +78,30 @@ class BatchType:
             )
         return part
 
+    def check_take(self, batch: Any) -> None:
+        """Whether ``take`` uses its indices, where the batch shows that its first and last sample differ.
+
+        Raises:
+            InvalidBatch: They come in the same order for ``[0, last]`` and ``[last, 0]``.
+        """
+        count = self.count_samples(batch)
+        rows = [tensor for tensor in self.tensors(batch) if _is_dense(tensor) and tensor.shape[:1] == (count,)]
+        if all(torch.equal(tensor[0], tensor[-1]) for tensor in rows):
+            return
+        last = count - 1
+        taken = [self.tensors(self.take_samples(batch, indices)) for indices in ([0, last], [last, 0])]
+        if len(taken[0]) == len(taken[1]) and all(map(_are_equal, *taken)):
+            raise InvalidBatch(
+                f"take= of {self.type.__name__} returned the same samples for the indices [0, {last}] and [{last}, 0]: "
+                f"it must return the samples at the given indices, in that order"
+            )
+
     def map_tensors(self, batch: Any, function: OnTensor) -> Any:
         """The same batch with ``function(tensor)`` for each tensor; the given one is not changed.
 
         Raises:
-            InvalidBatch: The user's ``map`` changed the batch in place; or the batch cannot be copied and has no
-                ``map``.
+            InvalidBatch: The user's ``map`` returned another type, or changed the batch in place; or the batch cannot
+                be copied and has no ``map``.
         """
         changed: list[bool] = []
 
@@ -91,6 +111,11 @@ class BatchType:
             return result
 
         mapped = self.map(batch, observe)
+        if not isinstance(mapped, self.type):
+            raise InvalidBatch(
+                f"map= of {self.type.__name__} returned {name_type(mapped)}: it must return "
+                f"{with_article(self.type.__name__)} in which each tensor is function(tensor)"
+            )
         if mapped is batch and any(changed):
             raise InvalidBatch(f"map= of {self.type.__name__} changed the batch in place: it must return a new one")
         return mapped
@@ -140,10 +165,12 @@ def register(
             others cannot be called.
     """
     if not isinstance(type, _class) or type in _BUILT_IN:
-        raise InvalidArgument(f"register() takes a class of your own, such as a batch of graphs, not {_show(type)}")
+        raise InvalidArgument(
+            f"register() takes a class of your own, such as a batch of graphs, not {_name_kind(type)}"
+        )
     for name, function in (("count", count), ("take", take), ("map", map)):
         if not callable(function) and not (name == "map" and function is None):
-            raise InvalidArgument(f"register({type.__name__}, {name}=...) needs a function, not {_show(function)}")
+            raise InvalidArgument(f"register({type.__name__}, {name}=...) needs a function, not {name_type(function)}")
     global _registered  # noqa: PLW0603 - replaced as a whole, so that readers need no lock
     with _lock:
         _registered = {**_registered, type: BatchType(type, count, take, map or _copy_with)}
@@ -179,16 +206,24 @@ class _ReplacedTensors(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _name_kind(value: Any) -> str:
+    return value.__name__ if isinstance(value, type) else name_type(value)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return not tensor.is_nested and tensor.layout is torch.strided
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _is_dense(one) and _is_dense(other) and torch.equal(one, other)
+
+
 def _copy_with(batch: Any, function: OnTensor) -> Any:
     with _ReplacedTensors(function):
         try:
             return copy.deepcopy(batch)
         except (TypeError, copy.Error) as error:
             raise InvalidBatch(
-                f"a {type(batch).__name__} cannot be copied ({error}): pass map=(batch, function) -> batch to "
+                f"{name_type(batch)} cannot be copied ({error}): pass map=(batch, function) -> batch to "
                 f"autobatch.batches.register({type(batch).__name__}, ...)"
             ) from error
-
-
-def _show(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"

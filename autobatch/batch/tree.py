@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch.batch.registry import find_type
 from autobatch.errors import InvalidBatch
 from autobatch.storages import bytes_of
+from autobatch.wording import name_type
 
 __all__ = [
     "as_leaf",
@@ -204,4 +205,4 @@ def _with_values(node: Mapping[Any, Any], values: Sequence[Any]) -> Any:
     try:
         return type(node)(replaced)  # type: ignore[call-arg]
     except TypeError as error:
-        raise InvalidBatch(f"a {type(node).__name__} cannot be made from a dict ({error}): pass a dict") from error
+        raise InvalidBatch(f"{name_type(node)} cannot be made from a dict ({error}): pass a dict") from error

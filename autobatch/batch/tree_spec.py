@@ -70,10 +70,11 @@ class TreeSpec:
         """A batch in containers of its own with these leaves."""
         if self._is_flat:
             return tuple(leaves)
-        return self._unflatten(iter(leaves))
+        return self.build(iter(leaves))
 
-    def _unflatten(self, leaves: Iterator[Any]) -> Any:
-        values = [next(leaves) if child is None else child._unflatten(leaves) for child in self._children]
+    def build(self, leaves: Iterator[Any]) -> Any:
+        """The same, taking as many leaves as it needs."""
+        values = [next(leaves) if child is None else child.build(leaves) for child in self._children]
         if self._keys is not None:
             return dict(zip(self._keys, values, strict=True))
         return values if self._type is list else tuple(values)

@@ -11,8 +11,9 @@ from itertools import chain
 from typing import Literal
 
 from autobatch.cli.surroundings import Surroundings
+from autobatch.ledger.retention import read_days
 from autobatch.records import Record
-from autobatch.wording import format_bytes, plural
+from autobatch.wording import format_bytes, plural, show_value
 
 __all__ = ["Finding", "examine"]
 
@@ -252,9 +253,16 @@ def _look_at_ledger(found: Surroundings) -> Iterator[Finding]:
         yield Finding(level="fine", what="plans are not kept: AUTOBATCH_LEDGER turns that off")
     elif found.ledger_error:
         yield Finding(
-            level="beware",
+            level="wrong" if found.settings.get("AUTOBATCH_HOME", "").strip() else "beware",
             what=f"plans cannot be kept in {found.home}: {found.ledger_error}",
             advice="look at that disk" if "is damaged" in found.ledger_error else _MOVE_LEDGER,
         )
     else:
         yield Finding(level="fine", what=f"plans are kept in {found.home}")
+    days = found.settings.get("AUTOBATCH_RETENTION_DAYS", "").strip()
+    if days and read_days(days) is None:
+        yield Finding(
+            level="wrong",
+            what=f"AUTOBATCH_RETENTION_DAYS={show_value(days)} is no positive number of days",
+            advice="set it to a number such as 400, or unset AUTOBATCH_RETENTION_DAYS",
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import Answer, check_folder, save_plan
+from autobatch.cli.answer import Answer, check_folder, read_count, save_plan
 from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.fitting import fit
@@ -20,10 +20,10 @@ def configure(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.description = "Runs a few sizes for real, inside the budget, and plans the target batch."
     add_source(command)
-    command.add_argument("--target", type=int, metavar="N", help="samples that one optimizer step should see")
+    command.add_argument("--target", type=read_count, metavar="N", help="samples that one optimizer step should see")
     command.add_argument("--budget", metavar="SIZE", help="what the process may hold, such as 8GiB; default: all free")
     command.add_argument("--headroom", metavar="SIZE", help="left free of it: a size, or a fraction such as 0.1")
-    command.add_argument("--max-micro-batch", type=int, metavar="N", help="never try more samples than this")
+    command.add_argument("--max-micro-batch", type=read_count, metavar="N", help="never try more samples than this")
     command.add_argument(
         "--objective",
         choices=("throughput", "memory"),

@@ -56,7 +56,14 @@ def find_plan(name: str) -> tuple[Plan, list[Run]]:
     """A plan and its runs, oldest first, by the beginning of its id or by the name of a file that ``Plan.save`` wrote.
 
     A file's runs are those that are kept of its plan, if a ledger is.
+
+    Raises:
+        InvalidArgument: No plan is meant, or several could be; or the file holds none.
     """
+    if not name.strip():
+        raise InvalidArgument(
+            f"{name!r} names no plan: give the beginning of a plan's id, or a file that Plan.save wrote"
+        )
     if Path(name).is_file():
         plan = Plan.load(name)
         return plan, _runs_if_kept(plan)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import time
 
-from autobatch.cli.answer import Answer
+from autobatch.cli.answer import Answer, read_count
 from autobatch.cli.kept import open_store
-from autobatch.errors import InvalidArgument
 from autobatch.history import Run
 from autobatch.plan import Plan
 from autobatch.wording import format_bytes, plural
@@ -23,13 +22,11 @@ def configure(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.add_argument("--model", metavar="TEXT", help="only those whose model's class has this in its name")
     command.add_argument("--device", metavar="TEXT", help="only those for a device with this in its name")
-    command.add_argument("--limit", type=int, default=20, metavar="N", help="at most so many (20)")
+    command.add_argument("--limit", type=read_count, default=20, metavar="N", help="at most so many (20)")
 
 
 def run(options: argparse.Namespace) -> Answer:
     """Read the ledger, the newest first."""
-    if options.limit < 1:
-        raise InvalidArgument(f"--limit {options.limit} must be at least 1")
     with open_store() as store:
         found = [(plan, store.runs_of(plan.id)) for plan in store.plans(options.model, options.device, options.limit)]
     data = [{"plan": plan, "runs": runs} for plan, runs in found]

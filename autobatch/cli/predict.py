@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import DONE, NO, Answer, check_folder, save_plan
+from autobatch.cli.answer import DONE, NO, Answer, check_folder, read_count, save_plan
 from autobatch.cli.source import KNOWN, add_source, load, take
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.predicting import predict
@@ -26,7 +26,7 @@ def configure(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.description = "Traces the step without running it. Exit code 1 where not even one sample fits."
     add_source(command, nargs="?")
-    command.add_argument("--target", type=int, metavar="N", help="samples that one optimizer step should see")
+    command.add_argument("--target", type=read_count, metavar="N", help="samples that one optimizer step should see")
     cards = command.add_mutually_exclusive_group()
     cards.add_argument(
         "--gpu", nargs="+", action="extend", metavar="NAME", help="such as L4 or 24GiB; default: the one here"

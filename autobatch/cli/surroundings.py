@@ -25,6 +25,8 @@ _SETTINGS = (
     "PYTORCH_HIP_ALLOC_CONF",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "CUDA_LAUNCH_BLOCKING",
+    "AUTOBATCH_HOME",
+    "AUTOBATCH_RETENTION_DAYS",
 )
 
 
@@ -40,7 +42,7 @@ class Surroundings(Record):
         cards: As the driver sees them.
         no_cards_because: Why there are none.
         driver_cuda: The newest CUDA that the driver runs; ``None`` without a driver.
-        settings: Variables of the environment that change how memory is taken, those that are set.
+        settings: Variables of the environment that change how memory is taken or what is kept, those that are set.
         is_wsl: Whether this Linux runs inside Windows.
         host: The host's memory.
         shared_memory_bytes: Of /dev/shm, through which loader processes hand over batches; 0 where there is none.

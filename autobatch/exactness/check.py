@@ -41,12 +41,12 @@ from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
 
-__all__ = ["Check"]
+__all__ = ["Check", "NoMemoryError"]
 
 _log = logging.getLogger("autobatch")
 
 
-class _NoRoomError(Exception):
+class NoMemoryError(Exception):
     """Memory ended before a sample was run, so fewer of them do not help."""
 
 
@@ -59,6 +59,7 @@ class Check:
         layout: Samples of which some are taken, evenly from first to last.
         device: Where.
         most: How many are taken; fewer where memory ends.
+        exact_at: Samples whose split a smaller comparison has found exact; 0 where none has.
         after_trials: Whether the step is known to run as it is: then what it raises here comes from being held still or
             divided, and is a reason for no verdict. And then it is quick: where BatchNorm explains why the first
             division is not exact, nothing else is looked for.
@@ -69,6 +70,7 @@ class Check:
     device: Device
     most: int
     after_trials: bool = False
+    exact_at: int = 0
 
     def run(self) -> Verdict:
         """The verdict, with its seconds.
@@ -100,7 +102,7 @@ class Check:
         handled = sys.exc_info()[1]
         try:
             return self._judge(samples), ""
-        except _NoRoomError as ended:
+        except NoMemoryError as ended:
             return _unchecked(str(ended)), ""
         except DoesNotFit as ended:
             return None, str(ended)
@@ -123,14 +125,24 @@ class Check:
     def _judge(self, samples: int) -> Verdict:
         if not _differ(self.layout.spread(samples)):
             return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
+        return self.compare(samples)
+
+    def compare(self, samples: int, partitions: Sequence[Sizes] = ()) -> Verdict:
+        """The verdict on these divisions of so many samples, or on those that are usually tried.
+
+        Raises:
+            DoesNotFit: Memory ended; or ``torch.OutOfMemoryError``. Whatever else the step or ``weigh`` raises comes
+                out too.
+        """
         with self._hold_still(torch.float32) as draws:
             measured = self._measure(samples, torch.float32, draws)
             obstacle = find_obstacle(measured)
-            found = self._compare(measured) if obstacle is None else _unchecked(obstacle)
+            found = self._compare(measured, partitions) if obstacle is None else _unchecked(obstacle)
+            measured.checkpoint.restore()  # the next comparison begins with the state with which this one began
         return found if isinstance(found, Verdict) else self._look_again(found)
 
-    def _compare(self, measured: Measurement) -> Verdict | Doubt:
-        partitions = divide(measured)
+    def _compare(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict | Doubt:
+        partitions = partitions or divide(measured)
         if not partitions:
             samples = measured.layout.count
             return _unchecked(
@@ -172,7 +184,7 @@ class Check:
         """The causes. That none could be found changes nothing of the verdict."""
         handled = sys.exc_info()[1]
         try:
-            return find_causes(measured, partitions)
+            return find_causes(measured, partitions, self.exact_at)
         except Exception as error:
             if is_oom(error, handled=handled) or isinstance(error, DoesNotFit):
                 raise
@@ -189,11 +201,11 @@ class Check:
                 if not is_oom(error, handled=handled):
                     raise
                 reason = describe_error(error, handled=handled)
-                raise _NoRoomError(f"there is no room for the model in float32 ({reason})") from None
+                raise NoMemoryError(f"there is no room for the model in float32 ({reason})") from None
             yield draws
 
     def _measure(self, samples: int, dtype: torch.dtype, draws: Numbering, *, diagnoses: bool = False) -> Measurement:
-        batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
+        batch = map_tensors(self.layout.stretched(samples).batch, lambda tensor: widen(tensor, dtype))
         layout = Layout(batch, samples, self.layout.lists)
         checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
         outside = ModuleState(self.workload.outside_modules())

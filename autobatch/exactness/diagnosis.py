@@ -14,11 +14,11 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.exactness.divisions import Sizes
+from autobatch.exactness.divisions import Sizes, ranges_of
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.numbering import Order
 from autobatch.exactness.rounding import TOLERANCE
-from autobatch.exactness.weighing import explain_weighing, is_explained_by, is_near
+from autobatch.exactness.weighing import NO_MEAN, explain_weighing, is_explained_by, is_near
 from autobatch.state.random_state import HostRandomState
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms
 
@@ -32,19 +32,37 @@ _SHUFFLED = (
     "choose partners when the batch is made"
 )
 _COUPLED = (
-    "the loss of a sample depends on the others in its micro-batch (in-batch negatives, a statistic over the batch, "
-    "in-batch shuffling), which no weighing makes exact; or it has several terms with counts of "
-    "their own: return a dict of losses, and a dict of their counts by the same names from weigh="
+    "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
+    "negatives, the hardest of them, a statistic over the batch, in-batch shuffling), which no weighing makes exact; "
+    "or it has several terms with counts of their own: return a dict of losses, and a dict of their counts by the "
+    "same names from weigh="
 )
 
 
-def find_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
+def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: int = 0) -> tuple[str, ...]:
     """Every cause that was found, in the order in which they were taken out of the way; at least one.
 
     Args:
         measured: What is known of the whole and its divisions, with their numbers.
         partitions: Divisions, of which at least one is inexact.
+        exact_at: Fewer samples of the same batch, whose split is exact; 0 where that is not known.
     """
+    causes = _find_all(measured, partitions)
+    if not exact_at or causes[-1] not in (_COUPLED, NO_MEAN):
+        return causes
+    return (*causes[:-1], _blame_size(exact_at, measured.layout.count))
+
+
+def _blame_size(few: int, many: int) -> str:
+    return (
+        f"splitting {few} samples is exact and splitting {many} is not, so the step depends on how many samples its "
+        f"micro-batch has (the k hardest of them, a least number, a quantile, a branch on the size), which no weighing "
+        f"makes exact: choose within fixed groups of samples, or choose the target so that a micro-batch is the unit "
+        f"you want"
+    )
+
+
+def _find_all(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
     with fixed_statistics(measured) as (names, fixed):
         causes = (blame_batch_norms(names),) if names else ()
         if names and max(fixed.errors(partitions)) <= TOLERANCE:
@@ -68,12 +86,20 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> 
         return (*causes, unsteady)
     if _is_shuffled(measured, partitions):
         return (*causes, _SHUFFLED)
+    _settle(measured, partitions)
     explain: Callable[[Measurement, Sequence[Sizes]], str | None]
     for explain in (_explain_sum, _explain_term_per_step, explain_weighing):
         explanation = explain(measured, partitions)
         if explanation is not None:
             return (*causes, explanation)
     return (*causes, _COUPLED)
+
+
+def _settle(measured: Measurement, partitions: Sequence[Sizes]) -> None:
+    """Run each part by itself: one may show draws to be of another kind, which makes all void that was run before."""
+    for sizes in partitions:
+        for start, stop in ranges_of(sizes):
+            measured.alone(start, stop)
 
 
 def find_unruly_generators(measured: Measurement) -> str | None:

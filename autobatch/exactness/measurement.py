@@ -216,7 +216,7 @@ class Measurement:
         workload = replace(self.workload, step=self._make_step(iter(run)))
         scale = None if factor == 1 else lambda loss: loss * factor
         state = StepState(self.workload.model, self.device.torch_device, records=False)
-        accumulation = Accumulation(workload, self.device, _end, scale, known_state=state)
+        accumulation = Accumulation(workload, self.device, _end, scale, known_state=state, owns_batches=True)
         recorder = self.checkpoint.record(tensors_of(self.layout.batch))
         try:
             with recorder:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.batch.example import find_example
+from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
 from autobatch.exactness.check import Check
+from autobatch.exactness.full_size import FullSize
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
 from autobatch.records import Verdict
-from autobatch.request import find_device
+from autobatch.request import find_allowance, find_device
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
@@ -28,6 +29,9 @@ __all__ = ["check_split", "verify"]
 
 _MOST_SAMPLES = 16
 """Enough for four quarters of four, which is what telling the causes apart takes; few enough to be quick."""
+
+_MOST_AT_ONCE = 4096
+"""Samples of a user's batch that are compared at once: two training steps of more take longer than anybody expects."""
 
 
 def verify(
@@ -41,9 +45,10 @@ def verify(
     """Whether splitting a step into micro-batches gives the whole batch's gradient; if not, why.
 
     At most 16 samples are run whole and in several divisions, in float32 or wider, with dropout and random draws held
-    still. Exactness is checked with each module in the mode, train or eval, in which you left it, here and in ``fit``
-    (whose sizes are tried in train mode): a BatchNorm layer in eval mode splits exactly. Afterwards everything is bit
-    for bit as before.
+    still. Where that is exact, all of the batch is run whole and in one division: at most 4096 samples, and fewer where
+    memory ends, which ``not_compared`` says. Exactness is checked with each module in the mode, train or eval, in which
+    you left it, here and in ``fit`` (whose sizes are tried in train mode): a BatchNorm layer in eval mode splits
+    exactly. Afterwards everything is bit for bit as before.
 
     Args:
         model: The model, on its device, in the mode in which it is trained.
@@ -62,18 +67,25 @@ def verify(
     """
     workload = Workload(model, step or default_step, weigh)
     memory = find_device(workload.parameters(), type(model).__name__, device)
-    layout = find_example(model, batch, _MOST_SAMPLES).layout
+    layout = find_example(model, batch, _MOST_AT_ONCE).layout
+    check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
+    check = Check(workload, layout, memory, _MOST_SAMPLES)
+    at_once = min(layout.count, _MOST_AT_ONCE)
     with (
         one_at_a_time(),
         TrainingState(model, None, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()),
     ):
-        verdict = Check(workload, layout, memory, _MOST_SAMPLES).run()
+        verdict = check.run()
+        if verdict.exact and at_once > verdict.samples:
+            memory.watch(workload.resident_tensors())
+            with memory.limit(find_allowance(memory, None, None).limit_bytes):
+                verdict = FullSize(layout.count, size=at_once, most=at_once).extend(check, verdict)
     memory.reclaim()
     return verdict
 
 
-def check_split(workload: Workload, layout: Layout, device: Device, most: int) -> Verdict:
+def check_split(workload: Workload, layout: Layout, device: Device, most: int, full_size: FullSize) -> Verdict:
     """``verify`` for ``fit``, which holds a ``TrainingState`` and puts it back: the model is changed here.
 
     Trials have run the step before, so it raises nothing: where the step cannot be held still, or is used wrongly in a
@@ -82,8 +94,10 @@ def check_split(workload: Workload, layout: Layout, device: Device, most: int) -
 
     Args:
         workload: What is run, in the mode in which its model is.
-        layout: Samples of which the first are taken; fewer where memory ends.
-        device: Where.
-        most: Samples that are known to fit; at most 16 are taken, and at least 2.
+        layout: Samples of which some are taken; fewer where memory ends.
+        device: Where, inside the limit that holds for the comparison.
+        most: Samples that are known to fit; at most 16 are taken first, and at least 2.
+        full_size: What is compared where those are exact.
     """
-    return Check(workload, layout, device, min(max(2, most), _MOST_SAMPLES), after_trials=True).run()
+    check = Check(workload, layout, device, min(max(2, most), _MOST_SAMPLES), after_trials=True)
+    return full_size.extend(check, check.run())

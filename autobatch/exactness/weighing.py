@@ -17,7 +17,13 @@ from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.rounding import relate
 from autobatch.exactness.units import Unit, units_of
 
-__all__ = ["explain_weighing", "is_explained_by", "is_near"]
+__all__ = ["NO_MEAN", "explain_weighing", "is_explained_by", "is_near"]
+
+NO_MEAN = (
+    "the loss is not a mean over samples: what each counts for depends on the losses themselves (a maximum, logsumexp, "
+    "a root or another function of a mean), which no weighing makes exact: return the mean of each sample's own loss, "
+    "or choose the target so that a micro-batch is the unit you want"
+)
 
 _EXPLAINS = 1e-3
 """A cause explains a gradient where what it predicts is this near."""
@@ -40,12 +46,7 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str 
     best = _find_best_unit(measured, partitions)
     if best is not None and best[1] <= _most(passed):
         return _advise(measured, best[0], passed, best[1])
-    if _is_some_weighing(measured, partitions):
-        return (
-            f"the loss is a mean over something else than {_counted(measured)}, such as class weights: pass weigh= "
-            f"that sums what the loss is divided by"
-        )
-    return None
+    return _explain_weights(measured, partitions)
 
 
 def _advise(measured: Measurement, unit: Unit, passed: float, reached: float) -> str:
@@ -115,17 +116,33 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return relate(float((found - expected).norm()), float(expected.norm()))
 
 
-def _is_some_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> bool:
-    """Whether weights exist that are positive, sum to 1, and give a range of samples the same in every division."""
-    whole = measured.whole_numbers()
+def _explain_weights(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
+    """One sentence where the whole is a sum of its parts' gradients with weights that no count gives."""
+    weights = [_find_weights(measured, sizes) for sizes in partitions]
+    found = [one for one in weights if one is not None]
+    if len(found) < len(weights):
+        return None
+    if _are_of_samples(partitions, found) and not _depend_on_losses(measured, partitions, found):
+        return (
+            f"the loss is a mean over something else than {_counted(measured)}, such as class weights: pass weigh= "
+            f"that sums what the loss is divided by"
+        )
+    return NO_MEAN
+
+
+def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
+    """Those whose sum of parts is nearest to the whole; ``None`` where it is not near, or they are not unique."""
+    return _solve([measured.alone(start, stop) for start, stop in ranges_of(sizes)], measured.whole_numbers())
+
+
+def _are_of_samples(partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
+    """Whether weights are positive, sum to 1, and give a range of samples the same in every division."""
     reached = {0: 0.0}
-    for sizes in partitions:
-        ranges = ranges_of(sizes)
-        weights = _solve([measured.alone(start, stop) for start, stop in ranges], whole)
-        if weights is None or abs(sum(weights) - 1) > _EXPLAINS or min(weights) < -_EXPLAINS:
+    for sizes, found in zip(partitions, weights, strict=True):
+        if abs(sum(found) - 1) > _EXPLAINS or min(found) < -_EXPLAINS:
             return False
         so_far = 0.0
-        for (_, stop), weight in zip(ranges, weights, strict=True):
+        for (_, stop), weight in zip(ranges_of(sizes), found, strict=True):
             so_far += weight
             if abs(reached.setdefault(stop, so_far) - so_far) > 2 * _EXPLAINS:
                 return False
@@ -133,8 +150,31 @@ def _is_some_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> boo
     return all(later >= earlier - _EXPLAINS for earlier, later in pairwise(ordered))
 
 
+def _depend_on_losses(measured: Measurement, partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
+    """Whether one part counts alone, or other parameters give other weights: those of classes or tokens stay."""
+    if all(max(found) > 1 - _EXPLAINS for found in weights):
+        return True  # a maximum, which may be the same sample's for other parameters too
+    parameters = measured.workload.parameters()
+    _flip(parameters)
+    try:
+        changed = measured.anew()
+        others = [_find_weights(changed, sizes) for sizes in partitions]
+    finally:
+        _flip(parameters)
+    return any(
+        other is not None and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * _EXPLAINS
+        for found, other in zip(weights, others, strict=True)
+    )
+
+
+@torch.no_grad()
+def _flip(parameters: Iterable[torch.Tensor]) -> None:
+    """Give each parameter its own numbers in the reverse order: other ones of the same scale, and undone by itself."""
+    for parameter in parameters:
+        parameter.data.copy_(parameter.data.reshape(-1).flip(0).view(parameter.shape))
+
+
 def _solve(parts: Sequence[torch.Tensor | None], whole: torch.Tensor) -> list[float] | None:
-    """The weights whose sum of parts is nearest to the whole; ``None`` where it is not near, or they are not unique."""
     usable = [index for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())]
     columns = [part for index in usable if (part := parts[index]) is not None]
     if not columns:

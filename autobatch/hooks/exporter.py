@@ -7,10 +7,13 @@ Covers the metrics themselves, in the registry of prometheus-client or in the us
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, SizeChanged, StepFailed, StepFinished
+from autobatch.objects import is_instance_with
+from autobatch.wording import show_value
 
 __all__ = ["prometheus"]
 
@@ -29,12 +32,14 @@ def prometheus(registry: Any | None = None, labels: dict[str, str] | None = None
 
     Raises:
         ImportError: prometheus-client is not installed.
-        InvalidArgument: It is no registry.
+        InvalidArgument: It is no registry, or the labels are no dict.
     """
+    if labels is not None and not isinstance(labels, Mapping):
+        raise InvalidArgument(f"prometheus(labels={show_value(labels)}): pass a dict, such as {{'run': 'baseline'}}")
     library = importlib.import_module("prometheus_client")
     registry = library.REGISTRY if registry is None else registry
-    if not hasattr(registry, "register"):
-        raise InvalidArgument(f"prometheus({registry!r}): pass a CollectorRegistry")
+    if not is_instance_with(registry, "register"):
+        raise InvalidArgument(f"prometheus({show_value(registry)}): pass a CollectorRegistry")
     labels = labels or {}
 
     def find(kind: Any, name: str, text: str) -> Any:

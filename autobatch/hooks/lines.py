@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from pathlib import Path
 
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
+from autobatch.paths import check_path
 
 __all__ = ["jsonl"]
 
@@ -26,10 +26,10 @@ def jsonl(path: str | os.PathLike[str]) -> Hook:
             and the next one begins on a line of its own.
 
     Raises:
-        InvalidArgument: It is a folder.
+        InvalidArgument: It is no path, or a folder.
         OSError: Its folder cannot be made.
     """
-    target = Path(path)
+    target = check_path("jsonl", path)
     if target.is_dir():
         raise InvalidArgument(f"jsonl({str(path)!r}) is a folder: name a file in it")
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
+from autobatch.wording import show_value
 
 __all__ = ["console"]
 
@@ -25,10 +26,10 @@ def console(level: int = logging.INFO, write: Callable[[str], object] | None = N
     Raises:
         InvalidArgument: The level is no number, or nothing can be written with ``write``.
     """
-    if not isinstance(level, int):
-        raise InvalidArgument(f"console(level={level!r}): pass a level of logging, such as logging.INFO")
+    if isinstance(level, bool) or not isinstance(level, int):
+        raise InvalidArgument(f"console(level={show_value(level)}): pass a level of logging, such as logging.INFO")
     if write is not None and not callable(write):
-        raise InvalidArgument(f"console(write={write!r}) cannot be called: pass write(line)")
+        raise InvalidArgument(f"console(write={show_value(write)}) cannot be called: pass write(line)")
 
     def tell(event: Event, /) -> None:
         if event.level >= level:

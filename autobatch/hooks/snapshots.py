@@ -12,8 +12,11 @@ import time
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, StepFailed
 from autobatch.ledger.place import find_home
+from autobatch.paths import check_path
+from autobatch.wording import show_value
 
 __all__ = ["memory_snapshot"]
 
@@ -30,8 +33,14 @@ def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int =
         folder: Where to; default: ``snapshots`` beside the ledger.
         most: Of one hook; later shortages are like the first ones, and a file takes megabytes.
         entries: How many of the last allocations are in it.
+
+    Raises:
+        InvalidArgument: The folder is no path, or a number is no int of at least 1.
     """
-    target = find_home() / "snapshots" if folder is None else Path(folder)
+    for name, value in (("most", most), ("entries", entries)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgument(f"memory_snapshot({name}={show_value(value)}): pass an int of at least 1")
+    target = find_home() / "snapshots" if folder is None else check_path("memory_snapshot", folder)
     memory = importlib.import_module("torch").cuda.memory
     recording = _start_recording(memory, entries)
     written: list[Path] = []

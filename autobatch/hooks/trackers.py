@@ -12,6 +12,8 @@ from typing import Any
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
 from autobatch.hooks.readings import read_event
+from autobatch.objects import is_instance_with
+from autobatch.wording import show_value
 
 __all__ = ["mlflow", "tensorboard", "wandb"]
 
@@ -25,8 +27,8 @@ def tensorboard(writer: Any) -> Hook:
     Raises:
         InvalidArgument: It is none.
     """
-    if not hasattr(writer, "add_scalar"):
-        raise InvalidArgument(f"tensorboard({writer!r}): pass a SummaryWriter")
+    if not is_instance_with(writer, "add_scalar"):
+        raise InvalidArgument(f"tensorboard({show_value(writer)}): pass a SummaryWriter")
 
     def write(event: Event, /) -> None:
         reading = read_event(event)
@@ -48,7 +50,10 @@ def wandb(run: Any | None = None) -> Hook:
 
     Raises:
         ImportError: No run was given and wandb is not installed.
+        InvalidArgument: It is no run.
     """
+    if run is not None and not is_instance_with(run, "log"):
+        raise InvalidArgument(f"wandb({show_value(run)}): pass what wandb.init() returned, or nothing")
     if run is None:
         importlib.import_module("wandb")  # what is missing is told now, and not at every step
 
@@ -70,7 +75,10 @@ def mlflow(run_id: str | None = None) -> Hook:
 
     Raises:
         ImportError: MLflow is not installed.
+        InvalidArgument: The id is no text.
     """
+    if run_id is not None and not isinstance(run_id, str):
+        raise InvalidArgument(f"mlflow(run_id={show_value(run_id)}): pass the run's id, a text, or nothing")
     library = importlib.import_module("mlflow")
 
     def write(event: Event, /) -> None:

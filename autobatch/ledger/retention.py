@@ -14,8 +14,9 @@ from pydantic import PositiveFloat, PositiveInt
 
 from autobatch.ledger.complaint import complain_once
 from autobatch.records import Record
+from autobatch.wording import show_value
 
-__all__ = ["DAY_S", "Retention", "find_retention", "prune"]
+__all__ = ["DAY_S", "Retention", "find_retention", "prune", "read_days"]
 
 DAY_S = 24 * 60 * 60
 _MOST_SET_ASIDE = 1000
@@ -40,18 +41,25 @@ def find_retention() -> Retention:
     named = os.environ.get("AUTOBATCH_RETENTION_DAYS", "").strip()
     if not named:
         return Retention()
-    try:
-        days = float(named)
-    except ValueError:
-        days = math.nan
-    if not (math.isfinite(days) and days > 0):
+    days = read_days(named)
+    if days is None:
         default = Retention()
         complain_once(
             "AUTOBATCH_RETENTION_DAYS",
-            f"AUTOBATCH_RETENTION_DAYS={named!r} is no positive number of days; plans are kept for {default.days:.0f}",
+            f"AUTOBATCH_RETENTION_DAYS={show_value(named)} is no positive number of days; plans are "
+            f"kept for {default.days:.0f}",
         )
         return default
     return Retention(days=days)
+
+
+def read_days(text: str) -> float | None:
+    """A positive number of days; ``None`` where the text is none."""
+    try:
+        days = float(text)
+    except ValueError:
+        return None
+    return days if math.isfinite(days) and days > 0 else None
 
 
 def prune(connection: sqlite3.Connection, retention: Retention, elapsed: float) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, Strict
 
 from autobatch.bounds import LONGEST_LIST, Bytes
 from autobatch.errors import InvalidArgument
@@ -33,7 +33,7 @@ def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
     return knots
 
 
-_Knot = tuple[Annotated[int, Field(ge=0, le=2**31)], Bytes]
+_Knot = tuple[Annotated[int, Strict(), Field(ge=0, le=2**31)], Bytes]
 Knots = Annotated[tuple[_Knot, ...], Field(min_length=2, max_length=LONGEST_LIST), AfterValidator(_check_knots)]
 """``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
 

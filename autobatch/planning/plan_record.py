@@ -10,7 +10,19 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, model_validator
 
-from autobatch.bounds import LISTED, MOST_MICRO_BATCHES, MOST_SAMPLES, Bytes, Count, Moment, Samples, Seconds, Text
+from autobatch.bounds import (
+    LISTED,
+    MOST_MICRO_BATCHES,
+    Bytes,
+    Count,
+    Flag,
+    Moment,
+    Samples,
+    Seconds,
+    Steps,
+    Target,
+    Text,
+)
 from autobatch.planning.curve import MemoryCurve
 from autobatch.records import DeviceInfo, ModelIdentity, Record, Trial, Verdict
 
@@ -52,8 +64,8 @@ class PlanRecord(Record):
         made_at: Seconds since 1970, UTC; 0 where it was not noted.
         model: The class of the model.
         objective: What ``fit`` was asked for: the fewest steps, or the least memory.
-        max_micro_batch: The most samples that a trial might have: the user's own bound, or the target; 0 where that
-            is not known.
+        max_micro_batch: The most samples that a micro-batch may have, in a trial, in the plan and in a runner: the
+            user's own bound, or the target; ``None`` where that is not known.
         failing_size: The smallest size that did not fit when sizes were searched for; 0 where each one tried did.
         searched_bytes: The limit within which they were searched for; that of a remembered plan's search, where one
             trial has confirmed it.
@@ -62,11 +74,11 @@ class PlanRecord(Record):
             plan that was written by hand without it.
     """
 
-    target_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
-    world_size: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    target_batch: Target
+    world_size: Target
     micro_batch_size: Samples
     micro_batch_sizes: Annotated[tuple[Samples, ...], Field(max_length=MOST_MICRO_BATCHES), FailFast()]
-    accumulation_steps: Annotated[int, Field(ge=1, le=MOST_MICRO_BATCHES)]
+    accumulation_steps: Steps
     budget_bytes: Bytes
     headroom_bytes: Bytes
     peak_bytes: Bytes
@@ -74,10 +86,10 @@ class PlanRecord(Record):
     trials: Annotated[tuple[Trial, ...], LISTED]
     device: DeviceInfo
     warnings: Annotated[tuple[Text, ...], LISTED] = ()
-    predicted: bool = False
+    predicted: Flag = False
     state_bytes: Bytes = 0
-    weighed: bool = False
-    accumulate_in_float32: bool = True
+    weighed: Flag = False
+    accumulate_in_float32: Flag = True
     verdict: Verdict | None = None
     batch_lists: Annotated[dict[Text, Literal["samples", "fields", "unclear"]], Field(max_length=100_000)] = Field(
         default_factory=dict
@@ -89,12 +101,16 @@ class PlanRecord(Record):
     made_at: Moment = 0.0
     model: Text = ""
     objective: Literal["throughput", "memory"] = "throughput"
-    max_micro_batch: Count = 0
+    max_micro_batch: Samples | None = None
     failing_size: Count = 0
     searched_bytes: Bytes = 0
     confirms: Text = ""
     smallest_micro_batch: Samples = 1
     identity: ModelIdentity | None = None
+
+    def __hash__(self) -> int:
+        """Of a few fields; ``batch_lists`` is a dict, which has none."""
+        return hash((self.id, self.made_at, self.target_batch, self.micro_batch_sizes, self.budget_bytes))
 
     @property
     def limit_bytes(self) -> int:
@@ -116,7 +132,7 @@ class PlanRecord(Record):
             raise ValueError(f"micro_batch_sizes sum to {sum(sizes)}, but a rank's share of the target is {expected}")
         if self.micro_batch_size != max(sizes, default=0):
             raise ValueError(f"micro_batch_size={self.micro_batch_size} is not the largest of micro_batch_sizes")
-        if 0 < self.max_micro_batch < self.micro_batch_size:
+        if self.max_micro_batch is not None and self.max_micro_batch < self.micro_batch_size:
             limit = f"max_micro_batch={self.max_micro_batch}"
             raise ValueError(f"micro_batch_size={self.micro_batch_size} is more than {limit}")
         if len(sizes) > 1 and min(sizes) < self.smallest_micro_batch:
@@ -124,6 +140,8 @@ class PlanRecord(Record):
             raise ValueError(f"micro_batch_sizes has a {min(sizes)}, less than smallest_micro_batch={smallest}")
         if self.accumulation_steps != len(sizes):
             raise ValueError(f"accumulation_steps={self.accumulation_steps}, but micro_batch_sizes has {len(sizes)}")
+        if not self.device.total_bytes and (self.peak_bytes or self.curve):
+            raise ValueError("device.total_bytes=0, but memory was measured on it: peak_bytes or curve")
         if self.headroom_bytes > self.budget_bytes:
             raise ValueError(f"headroom_bytes={self.headroom_bytes} is more than budget_bytes={self.budget_bytes}")
         return self

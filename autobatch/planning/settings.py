@@ -10,6 +10,7 @@ from __future__ import annotations
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import divide_evenly
+from autobatch.wording import show_value
 
 __all__ = ["FRAMEWORKS", "settings_for"]
 
@@ -30,8 +31,10 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
         InvalidArgument: The framework is not known, the target cannot be shared equally by the ranks, or a rank's share
             not divided into equal micro-batches that the model can run.
     """
-    if framework not in FRAMEWORKS:
-        raise InvalidArgument(f"settings({framework!r}): not known; one of {', '.join(map(repr, FRAMEWORKS))}")
+    if not isinstance(framework, str) or framework not in FRAMEWORKS:
+        raise InvalidArgument(
+            f"settings({show_value(framework)}): not known; one of {', '.join(map(repr, FRAMEWORKS))}"
+        )
     if plan.target_batch % plan.world_size:
         raise InvalidArgument(
             f"settings({framework!r}): a target batch of {plan.target_batch} cannot be shared equally by "

@@ -12,7 +12,7 @@ from typing import Any
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.gpu_table import COMMONEST, GPUS, Gpu, make_gpu
 from autobatch.quantities import read_bytes
-from autobatch.wording import format_bytes
+from autobatch.wording import format_bytes, show_value
 
 __all__ = ["explain_choice", "find_gpu"]
 
@@ -52,8 +52,10 @@ def find_gpu(gpu: Any) -> Gpu:
     if size is not None:
         return _make_generic(gpu, size)
     if isinstance(gpu, str):
-        raise InvalidArgument(f"gpu={gpu!r} {_tell_others(_simplify(gpu))}")
-    raise InvalidArgument(f"gpu={gpu!r} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'")
+        raise InvalidArgument(f"gpu={show_value(gpu)} {_tell_others(_simplify(gpu))}")
+    raise InvalidArgument(
+        f"gpu={show_value(gpu)} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'"
+    )
 
 
 def explain_choice(gpu: Any) -> tuple[str, ...]:
@@ -66,7 +68,7 @@ def explain_choice(gpu: Any) -> tuple[str, ...]:
         return ()
     chosen = _without_socket(_find_family(gpu) or _FAMILIES[simple][0])
     others = ", ".join(name for name in names if name != chosen)
-    return (f"gpu={gpu!r} is taken for the commonest of that name: {chosen}; also {others}",)
+    return (f"gpu={show_value(gpu)} is taken for the commonest of that name: {chosen}; also {others}",)
 
 
 def _find_family(gpu: str) -> Gpu | None:
@@ -103,8 +105,8 @@ def _read_size(value: Any) -> int | None:
 def _make_generic(gpu: Any, size: int) -> Gpu:
     if size < _LEAST_BYTES:
         raise InvalidArgument(
-            f"gpu={gpu!r} is {format_bytes(size)}, less than CUDA may take for itself; pass all of the card's memory, "
-            f"in bytes or as a text such as '24GiB'"
+            f"gpu={show_value(gpu)} is {format_bytes(size)}, less than CUDA may take for itself; pass all of the "
+            f"card's memory, in bytes or as a text such as '24GiB'"
         )
     return make_gpu(f"{format_bytes(size)} card", size, source="given by the user", measured=False)
 

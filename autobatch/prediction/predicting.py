@@ -6,6 +6,7 @@ is traced (``trace``), what the allocator makes of it (``estimate``), nor what e
 
 from __future__ import annotations
 
+import numbers
 import time
 from dataclasses import replace
 from typing import Any
@@ -29,15 +30,16 @@ from autobatch.prediction.proof import Proof, prove
 from autobatch.prediction.record import Part, Point
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.check import check_timeline
+from autobatch.prediction.tracing.check import check_timeline, find_smallest
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
 from autobatch.records import DeviceInfo, Trial
-from autobatch.request import check_micro_batches, check_target
-from autobatch.step.batch_norm import batch_norms_in_train_mode, warn_of_batch_norms
+from autobatch.request import check_micro_batches, check_switch, check_target
+from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
 from autobatch.step.default_step import default_step
 from autobatch.step.identity import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.version import __version__
+from autobatch.wording import show_value
 from autobatch.wrappers import unwrap_model, unwrap_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
@@ -99,15 +101,17 @@ def predict(
     """
     started = time.perf_counter()
     target_batch = check_target(target_batch)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
-        raise InvalidArgument(f"margin={margin!r} must be a fraction from 0 to less than 1, such as 0.1")
+    if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not 0 <= margin < 1:
+        raise InvalidArgument(f"margin={show_value(margin)} must be a fraction from 0 to less than 1, such as 0.1")
+    for name, switch in (("expandable_segments", expandable_segments), ("scaler", scaler), ("what_if", what_if)):
+        check_switch(name, switch)
     card = _find_local() if gpu is None else find_gpu(gpu)
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, target_batch)
     layout, circumstances = example.layout, Circumstances(scaler=scaler)
     timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
-    sizing, proof = _prove(Sizing(estimate, card, target_batch, margin), workload, layout, circumstances)
+    sizing, proof = _find_size(Sizing(estimate, card, target_batch, float(margin)), workload, layout, circumstances)
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
@@ -121,6 +125,24 @@ def _trace(workload: Workload, layout: Layout, circumstances: Circumstances) -> 
     """What the step allocates, and what has to be said of its loss."""
     timeline = trace_timeline(workload, layout, circumstances)
     return timeline, (explain_loss(workload, layout),) if workload.step is default_step else ()
+
+
+def _find_size(
+    sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
+) -> tuple[Sizing, Proof]:
+    """The size with no micro-batch that the model cannot run: as ``fit``, one sample is tried where it is doubtful."""
+    model = workload.model
+    is_doubtful = sizing.target > 1 and (
+        may_refuse_one_sample(model) or not model.training
+    )  # it is traced in train mode
+    if is_doubtful:
+        sizing = replace(sizing, smallest=run_apart(lambda: find_smallest(workload, layout)))
+    sizing, proof = _prove(sizing, workload, layout, circumstances)
+    if is_doubtful or sizing.largest == 0 or min(balance(sizing.target, sizing.largest)) > 1 or sizing.target == 1:
+        return sizing, proof
+    if run_apart(lambda: find_smallest(workload, layout)) == 1:
+        return sizing, proof
+    return _prove(replace(sizing, smallest=2), workload, layout, circumstances)
 
 
 def _prove(sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Sizing, Proof]:
@@ -148,7 +170,7 @@ def _with_changes(
 
 
 def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:
-    estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or 1
+    estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or sizing.least
     share = estimate.share(judged)
     held = (Part(name=_HELD, byte_count=share.held_bytes),) if share.held_bytes else ()
     curve = fit_curve([_as_trial(point) for point in points])
@@ -193,7 +215,7 @@ def _make_plan(
     workload: Workload, layout: Layout, sizing: Sizing, curve: MemoryCurve, warnings: tuple[str, ...]
 ) -> Plan:
     check_micro_batches(sizing.target, sizing.largest)
-    card, sizes = sizing.gpu, balance(sizing.target, sizing.largest)
+    card, sizes = sizing.gpu, balance(sizing.target, sizing.largest, min(sizing.smallest, sizing.target))
     budget = card.total_bytes - card.context_bytes
     return Plan(
         target_batch=sizing.target,
@@ -209,6 +231,8 @@ def _make_plan(
         device=DeviceInfo(kind="cuda", name=card.name, total_bytes=card.total_bytes),
         warnings=warnings,
         predicted=True,
+        max_micro_batch=sizing.target,
+        smallest_micro_batch=sizing.smallest,
         made_at=time.time(),
         model=type(unwrap_model(workload.model)).__name__,
         weighed=workload.weigh is not None,

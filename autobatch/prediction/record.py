@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from autobatch.bounds import LISTED, MOST_SAMPLES, Bytes, Count, Samples, Seconds, Text, Whole
+from autobatch.bounds import LISTED, Bytes, Count, Flag, Samples, Seconds, Target, Text, Whole
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve
 from autobatch.prediction.gpu_table import Gpu
@@ -51,7 +51,7 @@ class CardFit(Record):
     micro_batch_size: Count
     accumulation_steps: Count
     peak_bytes: Bytes
-    measured: bool
+    measured: Flag
 
 
 class Reach(Record):
@@ -103,7 +103,8 @@ class PredictionRecord(Record):
         largest_judged: No size above this was judged: the target, or the largest size that was traced where the step
             ran different operators at different sizes.
         reach: How far the card goes, up to ``largest_judged``.
-        judged_size: The size that the next six are of: the plan's, or 1 where there is none.
+        judged_size: The size that the next six are of: the plan's, or the least that can be run where there is
+            none.
         peak_bytes: Of the whole process at that size, without the margin: the sum of ``breakdown`` and
             ``context_bytes``.
         breakdown: What the allocator holds at the peak: tensors by kind and the workspaces of cuBLAS and cuDNN, the
@@ -127,7 +128,7 @@ class PredictionRecord(Record):
     """
 
     gpu: Gpu
-    target_batch: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    target_batch: Target
     curve: MemoryCurve
     points: Annotated[tuple[Point, ...], LISTED]
     plan: Plan | None
@@ -143,7 +144,7 @@ class PredictionRecord(Record):
     margin: Annotated[float, Field(ge=0, lt=1)]
     margin_reason: Text
     cards: Annotated[tuple[CardFit, ...], LISTED]
-    interpolated: bool = False
+    interpolated: Flag = False
     proven_at: Count = 0
     doubt: Text = ""
     warnings: Annotated[tuple[Text, ...], LISTED] = ()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autobatch.planning.planner import useful_sizes
+from autobatch.planning.planner import least_size, useful_sizes
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.gpu_table import GPUS, Gpu
 from autobatch.prediction.record import CardFit, Point, Reach
@@ -43,12 +43,14 @@ class Sizing:
         gpu: The asked card.
         target: Samples an optimizer step should see.
         margin: Fraction of the predicted peak of the whole process to leave free on top of it.
+        smallest: The fewest samples that the model can run; no size leaves a micro-batch of fewer.
     """
 
     estimate: Estimate
     gpu: Gpu
     target: int
     margin: float
+    smallest: int = 1
 
     @cached_property
     def largest(self) -> int:
@@ -84,9 +86,15 @@ class Sizing:
         """The largest size that is judged: the target, or the largest that was traced where that is all one knows."""
         return min(self.target, self.estimate.largest_traced or self.target)
 
+    @property
+    def least(self) -> int:
+        """The least size that is judged: it leaves no micro-batch that the model cannot run."""
+        return least_size(self.target, self.smallest)
+
     @cached_property
     def _sizes(self) -> tuple[int, ...]:
-        return useful_sizes(self.target, self.bound)
+        sizes = useful_sizes(self.target, self.bound)
+        return tuple(size for size in sizes if size >= self.least) or sizes[-1:]
 
     def _find_largest(self, limit_bytes: int) -> int:
         return _bisect(self._sizes, lambda size: self.estimate.fits_within(size, limit_bytes))

@@ -73,9 +73,11 @@ def explain_changes(prediction: PredictionRecord) -> str:
 
 
 def _refuse(prediction: PredictionRecord, peak: str) -> str:
+    least = prediction.judged_size  # more than one where the model cannot run one sample
     if prediction.peak_bytes > prediction.gpu.total_bytes:
-        return f"not even one sample fits: {peak}"
-    return f"one sample leaves less free than the margin of {_percent(prediction.margin)}: {peak}"
+        return f"not even {'one sample fits' if least == 1 else f'{least} samples fit'}: {peak}"
+    samples = "one sample leaves" if least == 1 else f"{least} samples leave"
+    return f"{samples} less free than the margin of {_percent(prediction.margin)}: {peak}"
 
 
 def _section(title: str, lines: Iterator[str]) -> list[str]:

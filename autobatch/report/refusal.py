@@ -10,7 +10,7 @@ from autobatch.records import DeviceInfo, Phase, Trial
 from autobatch.report.text import tenant_lines
 from autobatch.wording import format_bytes, plural
 
-__all__ = ["explain_refusal"]
+__all__ = ["SCENES", "explain_refusal"]
 
 _BUDGET = "a larger budget= or smaller headroom="
 _NO_USE = "smaller micro-batches and activation checkpointing would not help"
@@ -19,7 +19,7 @@ _SUBJECTS: dict[Phase, str] = {
     "optimizer state": "the optimizer's state does not fit on {device} beside model and gradients",
     "update": "the optimizer's update does not fit on {device} beside model, gradients and its state",
 }
-_SCENES: dict[Phase, str] = {
+SCENES: dict[Phase, str] = {
     "forward": "in the forward pass",
     "backward": "in the backward pass",
     "gradients": "in the backward pass",
@@ -60,7 +60,7 @@ def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: i
     is_full = phase in ("forward", "backward") and 0 < limit_bytes <= trial.resident_bytes
     held_bytes = max(trial.peak_reserved, trial.resident_bytes)  # memory may end before the first reading
     return (
-        f"{_name_subject(trial, phase, device, is_full=is_full)}: memory ended {_SCENES[phase]}; "
+        f"{_name_subject(trial, phase, device, is_full=is_full)}: memory ended {SCENES[phase]}; "
         f"{format_bytes(held_bytes)} were held, {format_bytes(trial.resident_bytes)} of that before the first sample, "
         f"and the limit is {format_bytes(limit_bytes)} of a budget of {format_bytes(budget_bytes)}; {reason}; "
         f"{'; '.join(tenant_lines(device)) or 'no other process is known to hold memory there'}; "

@@ -18,7 +18,7 @@ _FEWEST, _MOST = 3, 8
 _FAR_APART = 200
 """From this ratio on the smaller values of a linear axis lie within a line's width of each other."""
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class Tick(NamedTuple):
@@ -90,7 +90,7 @@ def choose_scale(values: Iterable[float], start: float, end: float, *, margin: f
 def count_ticks(scale: Scale) -> tuple[Tick, ...]:
     """Three to eight round numbers within the scale, ascending."""
     if isinstance(scale, LogScale):
-        powers = (10.0**power for power in range(-15, 16))
+        powers = (10.0**power for power in range(-15, 20))
         values: Sequence[float] = _spread_by_powers(tuple(powers), scale.low, scale.high)
     else:
         values = _widest(_decimal_steps(), scale.low, scale.high)
@@ -112,7 +112,7 @@ def byte_ticks(scale: Scale) -> tuple[Tick, ...]:
 
 def _decimal_steps() -> Iterator[float]:
     """Ascending; each at most 2.5 times the one before, so that one of them gives three to eight ticks."""
-    for power in range(-5, 16):  # a rate may be far below one
+    for power in range(-5, 20):  # a rate may be far below one
         for factor in (1, 2, 5):
             yield factor * 10.0**power
 
@@ -125,7 +125,8 @@ def _binary_steps() -> Iterator[float]:
 
 def _widest(steps: Iterable[float], low: float, high: float) -> list[float]:
     """The multiples inside of the largest step that has at least three there."""
-    step = list(takewhile(lambda step: len(_factors(step, low, high)) >= _FEWEST, steps))[-1]
+    # Not by len(), which ends in an OverflowError for a row of 2^63 numbers.
+    step = list(takewhile(lambda step: len(_factors(step, low, high)[:_FEWEST]) >= _FEWEST, steps))[-1]
     return [step * factor for factor in _factors(step, low, high)]
 
 

@@ -53,7 +53,7 @@ def _holds_numpy(numpy: Any, address: int) -> bool:
     if state["bit_generator"] != "MT19937":
         return False
     *key, position = struct.unpack(f"{_WORDS}Ii", ctypes.string_at(address, _BYTES))
-    return key == state["state"]["key"].tolist() and position == state["state"]["pos"]
+    return bool(key == state["state"]["key"].tolist() and position == state["state"]["pos"])
 
 
 def _find_python() -> int:

@@ -16,9 +16,10 @@ from torch import nn
 
 from autobatch.state.containers import Watch, find_contents, put_entries_back
 from autobatch.state.tensor_header import TensorHeaders, is_uninitialized
-from autobatch.storages import storages_of
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
+
+_NO_TENSORS, _NO_WATCH = TensorHeaders([]), Watch(())
 
 Location = tuple[int, str, str]
 """The ``id`` of a module, one of its attributes, and, in its table of parameters, a name."""
@@ -65,7 +66,8 @@ class ModuleState:
         self.buffers = [b for b in buffers.values() if not is_uninitialized(b) and _is_own(b)]
         self._watch = Watch(map(vars, self.modules), [held.found for held in self._attributes.values()])
         self._classes = [*map(type, self.modules)]
-        self._may_hold_activations = any(held.may_hold_activations for held in self._attributes.values())
+        lasting = {key: held for key, held in self._attributes.items() if not held.may_hold_activations}
+        self._lasting = lasting if len(lasting) < len(self._attributes) else None
         self.is_complete = True
 
     def _look_at(self, modules: Iterable[nn.Module], known: dict[int, _Attributes]) -> Iterable[nn.Module]:
@@ -96,12 +98,13 @@ class ModuleState:
 
         What is still known holds parameters, buffers and numbers. From here on nothing can be put back.
         """
-        self.headers.forget()
-        if self._may_hold_activations:
-            attributes = self._attributes.items()
-            self._attributes = {key: held for key, held in attributes if not held.may_hold_activations}
-            self._may_hold_activations = self.is_complete = False
-            self.modules, self.buffers, self.headers, self._watch = [], [], TensorHeaders([]), Watch(())
+        if self._lasting is None:
+            self.headers.forget()
+            return
+        # In one assignment: an interrupt must find the update begun or not.
+        self._attributes, self.modules, self.buffers, self.headers, self._watch, self.is_complete = (
+            *(self._lasting, [], [], _NO_TENSORS, _NO_WATCH, False),
+        )
 
     def attributes_are_current(self) -> bool:
         """Whether classes, attributes and containers are as they were; tensors are not looked at."""
@@ -117,7 +120,8 @@ class ModuleState:
 
     def find_locations(self, storages: AbstractSet[int]) -> set[Location]:
         """Where modules held tensors with these storages (``_cdata``)."""
-        return {location for held in self._attributes.values() for location in held.find_locations(storages)}
+        tensors = self.headers.find_referring(storages)
+        return {location for held in self._attributes.values() for location in held.find_locations(tensors)}
 
     def tensors_of(self, module: nn.Module) -> list[torch.Tensor]:
         """The tensors that one of the modules held itself."""
@@ -133,7 +137,10 @@ class ModuleState:
 class _Attributes:
     """The class and the attributes of one module, and what the containers among them held."""
 
-    __slots__ = ("_class", "_held", "_names", "_values", "found", "may_hold_activations", "module", "modules", "tensors")
+    __slots__ = (
+        *("_class", "_held", "_names", "_values"),
+        *("found", "may_hold_activations", "module", "modules", "tensors"),
+    )
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self._class = module, type(module)
@@ -161,12 +168,11 @@ class _Attributes:
         known = {id(tensor) for tensor in tables}
         return any(id(tensor) not in known for tensor in self.tensors)
 
-    def find_locations(self, storages: AbstractSet[int]) -> Iterator[Location]:
+    def find_locations(self, tensors: AbstractSet[int]) -> Iterator[Location]:
         for attribute, value in self._held.items():
             entries = value.items() if attribute == "_parameters" else [("", value)]
             for name, entry in entries:
-                tensors = find_contents([entry]).tensors
-                if any(s._cdata in storages for tensor in tensors for s in storages_of(tensor)):
+                if any(id(tensor) in tensors for tensor in find_contents([entry]).tensors):
                     yield id(self.module), attribute, name
 
     def put_back(self) -> None:

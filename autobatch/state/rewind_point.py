@@ -10,7 +10,7 @@ is remembered once a step, until a failure shows that it moves (``StepState``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -125,9 +125,8 @@ class RewindPoint:
             _put_value_back(*self.memory[key])
 
     def forget(self) -> None:
-        """Let go of the copies, and of what modules held; from here on nothing can be put back."""
+        """Let go of the copies; from here on ``restore`` puts back no values."""
         self.memory.clear()  # a recorder holds it too
-        self.modules.forget()
         self._buffers, self._values, self._objects = [], [], _NO_OBJECTS
 
 
@@ -159,6 +158,7 @@ class StepState:
         self._memory = WrittenMemory()
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
+        self._written: set[int] = set()
         self._locations: set[Location] = set()
         self._host: HostRandomState | None = None
         self.moves_modules = self._draws = self._draws_on_host = False
@@ -185,9 +185,7 @@ class StepState:
             self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
         if self._memory.is_known:
             memory = self._memory
-        return RewindPoint(
-            state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects
-        )
+        return RewindPoint(state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects)
 
     def begin_piece(self, begun: RewindPoint) -> RewindPoint:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
@@ -201,23 +199,34 @@ class StepState:
             state = ModuleState(state.modules, state)
         return self._make_point(state, HostRandomState.capture() if self._draws_on_host else begun.random.host)
 
-    def record(self, points: Sequence[RewindPoint], apart: Iterable[torch.Tensor]) -> WriteRecorder:
+    def record(
+        self,
+        points: Sequence[RewindPoint],
+        apart: Iterable[torch.Tensor],
+        before_write: Callable[[int], bool] | None = None,
+    ) -> WriteRecorder:
         """Around a micro-batch of a step that is recorded: copies what it writes into.
 
         Args:
             points: The step's and the micro-batch's.
             apart: Tensors of which there are no copies: gradients, the batch.
+            before_write: As in ``WriteRecorder``.
         """
+        if self._recorder is not None:  # of an earlier micro-batch, which may have written into other memory
+            self._written |= self._recorder.written
         buffers = [buffer for point in points for buffer in point.buffers()]
-        self._recorder = WriteRecorder([point.memory for point in points], self._memory, [*apart, *buffers])
+        self._recorder = WriteRecorder(
+            [point.memory for point in points], self._memory, [*apart, *buffers], before_write
+        )
         return self._recorder
 
     def stop_recording(self) -> None:
         """At the end of a step, however it ended."""
         if self._recorder is not None:
             self._recorder.stop()
-            self._locations |= self._latest.find_locations(self._recorder.written) if self._latest else set()
-        self._recorder = None
+            written = self._written | self._recorder.written
+            self._locations |= self._latest.find_locations(written) if self._latest else set()
+        self._recorder, self._written = None, set()
 
     def end(self) -> None:
         """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""

@@ -8,7 +8,8 @@ that it was made part of in place, and gradient hooks. Does not cover ``.grad``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, suppress
 from itertools import repeat
 from operator import attrgetter
 
@@ -74,7 +75,8 @@ class TensorHeaders:
     def any_written(self) -> bool:
         """Whether torch has counted a write into any of them."""
         if self._is_usual:
-            return [*map(_VERSION, self.tensors)] != self._versions
+            with suppress(RuntimeError):  # one has become an inference tensor, which counts none
+                return [*map(_VERSION, self.tensors)] != self._versions
         return bool(self.find_written())
 
     def find_written(self) -> list[torch.Tensor]:
@@ -84,7 +86,20 @@ class TensorHeaders:
         that of a lazy module's parameter had no size.
         """
         counts = zip(self.tensors, self._versions, self._aliases, self._classes, strict=True)
-        return [alias for t, version, alias, cls in counts if t._version != version >= 0 and cls not in _LAZY]
+        return [
+            alias
+            for tensor, version, alias, cls in counts
+            if version >= 0 and cls not in _LAZY and not tensor.is_inference() and tensor._version != version
+        ]
+
+    def find_referring(self, storages: AbstractSet[int]) -> set[int]:
+        """The ids of tensors that referred to one of these storages (``_cdata``), or do so now."""
+        pairs = zip(self.tensors, self._aliases, strict=True)
+        return {
+            id(tensor)
+            for tensor, alias in pairs
+            if any(s._cdata in storages for t in (tensor, alias) for s in storages_of(t))
+        }
 
     def storages(self) -> set[int]:
         """The storages (``_cdata``) that they referred to, and those that they refer to now."""
@@ -122,7 +137,7 @@ class TensorHeaders:
                 (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
 
     def _undisturbed(self) -> AbstractContextManager[object]:
-        """Around questions to tensors that have no shape yet, and refuse them otherwise; costs nothing where none is."""
+        """Around questions to tensors that have no shape yet, and refuse them otherwise."""
         return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - no public way
 
     def _unhooked(self) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.errors import InvalidArgument
 from autobatch.state.containers import Found, children_of, find_contents
+from autobatch.wording import name_type, show_value
 
 __all__ = ["UserObjects", "check_objects", "expand_objects"]
 
@@ -28,11 +30,11 @@ def check_objects(objects: Any) -> tuple[Any, ...]:
         InvalidArgument: It is no sequence of objects, or one of them cannot be remembered.
     """
     if not isinstance(objects, list | tuple):
-        raise InvalidArgument(f"keep={type(objects).__name__}: pass a list of objects, keep=[...]")
+        raise InvalidArgument(f"keep={show_value(objects)}: pass a list of objects, keep=[...]")
     for index, item in enumerate(objects):
         if not _can_be_put_back(item):
             raise InvalidArgument(
-                f"keep[{index}] is a {type(item).__name__}, which cannot be put back: give it state_dict() and "
+                f"keep[{index}] is {name_type(item)}, which cannot be put back: give it state_dict() and "
                 f"load_state_dict(state), or take() and put(taken)"
             )
     return tuple(objects)
@@ -68,20 +70,26 @@ class UserObjects:
     @torch.no_grad()
     def put_back(self) -> None:
         """Let all of them hold that again. Can be done any number of times."""
-        for item, taken in self._taken:
-            item.put(taken)
-        for item, state in self._states:
-            # A copy, since some take the very tensors that they are given. Memory may be full: it is not counted.
-            with _disable_current_modes():
-                fresh = _copy(state)
-            item.load_state_dict(fresh)
-        self._found.put_back()
-        for tensor, value in self._values:
-            tensor.detach().copy_(value)
+        with ExitStack() as parts:  # an error of one object's own code leaves none of the others out
+            for tensor, value in self._values:
+                parts.callback(tensor.detach().copy_, value)
+            parts.callback(self._found.put_back)
+            for item, state in reversed(self._states):
+                parts.callback(_load, item, state)
+            for item, taken in reversed(self._taken):
+                parts.callback(item.put, taken)
+
+
+def _load(item: Any, state: Any) -> None:
+    # A copy, since some take the very tensors that they are given. Memory may be full: it is not counted.
+    with _disable_current_modes():
+        fresh = _copy(state)
+    item.load_state_dict(fresh)
 
 
 def _can_be_put_back(item: Any) -> bool:
-    return isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)
+    is_known = isinstance(item, nn.Module) or _takes(item) or _has_state_dict(item) or _is_data(item)
+    return is_known and not isinstance(item, type)
 
 
 def _takes(item: Any) -> bool:

@@ -13,7 +13,7 @@ counts of writes (``Tensor._version``), which miss those through ``.data``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,9 @@ class _WriteMode(DispatchMode):
         for tensor in _written_by(func, args, kwargs):
             self._save(tensor)
         result = func(*args, **kwargs)
-        given = {storage._cdata for tensor in _tensors_in((args, kwargs)) for storage in storages_of(tensor)}
+        # ``torch.tensor(0.0)`` comes here only as the argument of lift_fresh, which returns it.
+        inputs = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
+        given = {storage._cdata for tensor in _tensors_in(inputs) for storage in storages_of(tensor)}
         made = {storage._cdata for tensor in _tensors_in(result) for storage in storages_of(tensor)}
         self._apart |= made - given
         return result
@@ -114,22 +116,32 @@ class WriteRecorder(_WriteMode):
         written: Storages (``_cdata``) that were written into and not known before.
     """
 
-    def __init__(self, points: Sequence[Saved], known: WrittenMemory, apart: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        points: Sequence[Saved],
+        known: WrittenMemory,
+        apart: Iterable[torch.Tensor],
+        before_write: Callable[[int], bool] | None = None,
+    ) -> None:
         """Prepare for one micro-batch.
 
         Args:
             points: Where copies go.
             known: Is added to.
             apart: Tensors that are not copied: gradients, and sums of them.
+            before_write: Called with each storage (``_cdata``) that is about to be written; true where it is somebody
+                else's, who puts it back.
         """
         super().__init__(apart)
-        self._points, self._known = points, known
+        self._points, self._known, self._before_write = points, known, before_write
         self.written: set[int] = set()
 
     @torch.no_grad()
     def _save(self, tensor: torch.Tensor) -> None:
         for storage in storages_of(tensor):
             key = storage._cdata
+            if self._before_write is not None and self._before_write(key):
+                continue
             if key in self._apart or all(key in point for point in self._points):
                 continue
             saved = save_storage(storage)

@@ -1,4 +1,4 @@
-"""Refuses a step that does the training loop's work: ``backward``, the optimizer's or the scheduler's ``step``.
+"""Refuses a step that does the training loop's work: ``backward``, ``zero_grad``, ``step`` of optimizer or scheduler.
 
 Covers calls from inside the user's step, in whatever form: each is refused by name when it is made, before a parameter
 or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
@@ -33,17 +33,19 @@ _BACKWARD = (
     "torch.autograd.grad)"
 )
 _OPTIMIZER = "step() calls optimizer.step(); return the loss, the Runner does the rest"
+_ZERO_GRAD = "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
 _SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler= to the Runner"
 
 
 class LoopGuard:
     """A context in which the optimizers and schedulers of one step refuse to be stepped.
 
-    Entering costs some microseconds, so it is done once for all micro-batches of a step. An inner ``with`` does nothing.
+    It is entered once for all micro-batches of a step, as that costs some microseconds.
 
     Attributes:
         is_active: Whether it was entered.
         refused: What the step was refused for since, also where it caught the error.
+        zeroed: The same for ``zero_grad``, which does nothing meanwhile.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class LoopGuard:
         self._refusals: list[_Refusal] | None = None
         self.is_active = False
         self.refused: list[str] = []
+        self.zeroed: list[str] = []
         self._earlier: list[Any] = []
 
     @property
@@ -69,11 +72,14 @@ class LoopGuard:
         known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
         owners = _find_owners(step, optimizer, known)
         self._refusals = [_refuse_step(owner, message, self.refused) for owner, message in owners]
+        optimizers = [owner for owner, message in owners if message is _OPTIMIZER]
+        self._refusals += [_refuse_zero_grad(owner, self.zeroed) for owner in optimizers if _clears_gradients(owner)]
 
     def __enter__(self) -> None:
         """From here on refuse."""
         self.is_active = True
         self.refused.clear()
+        self.zeroed.clear()
         for table, key, refuse in self._refusals or ():
             self._earlier.append(table.get(key, _MISSING))
             table[key] = refuse
@@ -114,6 +120,10 @@ def _drop_empty_hooks(parameter: torch.Tensor) -> None:
         setattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: B010 - typed as a dict, and None at first
 
 
+def _clears_gradients(owner: Any) -> bool:
+    return callable(getattr(type(owner), "zero_grad", None))
+
+
 _Refusal = tuple[dict[Any, Any], Any, Callable[..., None]]
 """A table, and the key in it under which a function refuses a call while it stands there."""
 
@@ -131,6 +141,18 @@ def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:
         # Not by register_step_pre_hook(), which takes ten times as long, in every step.
         return attributes["_optimizer_step_pre_hooks"], refuse, refuse
     return attributes, "step", refuse
+
+
+def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
+    """Do nothing instead, and note it: a backward pass that follows says better what is wrong.
+
+    Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
+    """
+
+    def note(*_args: Any, **_options: Any) -> None:
+        zeroed.append(_ZERO_GRAD)
+
+    return vars(owner), "zero_grad", note
 
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:

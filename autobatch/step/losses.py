@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -64,7 +64,8 @@ class PerStep:
     loss: torch.Tensor
 
 
-class Term(NamedTuple):
+@dataclass(eq=False)
+class Term:
     """One loss of one micro-batch, read.
 
     Attributes:
@@ -96,7 +97,8 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
     Raises:
         InvalidStep: A loss is no tensor, has more than one element or no graph, or its count is none.
     """
-    if type(returned) is torch.Tensor and returned.ndim == 0 and returned.requires_grad and returned.is_floating_point():
+    is_loss = type(returned) is torch.Tensor and returned.ndim == 0 and returned.requires_grad
+    if is_loss and returned.is_floating_point():
         return (Term("", returned, is_narrow=returned.dtype in NARROW),)  # nearly every step, in every micro-batch
     if not isinstance(returned, Mapping):
         return (_read_term("", returned),)
@@ -126,6 +128,8 @@ def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], c
             f"{what} returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed; "
             f"what is no loss goes beside it, as (loss, aux)"
         )
+    if loss.is_complex():
+        raise InvalidStep(f"{what} returned a complex loss; a real one is needed, such as its abs() or its real part")
     if not loss.requires_grad and count != 0:
         raise InvalidStep(
             f"{what} returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
@@ -152,8 +156,12 @@ def read_number(value: Any) -> float | None:
     """A number, or a tensor of one, as a Python number; ``None`` where it is neither. The device's errors come out."""
     if isinstance(value, torch.Tensor):
         return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, str | bytes):  # of which float() reads some
+        return None
     try:
         return float(value)
+    except OverflowError:
+        return math.inf
     except (TypeError, ValueError):
         return None
 

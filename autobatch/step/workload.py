@@ -16,11 +16,13 @@ from torch import nn
 
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.objects import is_instance_with, takes_none
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.step.outside import find_outside
 from autobatch.storages import bytes_of
+from autobatch.wording import name_type, show_value
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
 
@@ -149,8 +151,8 @@ class Workload:
             if guard.refused and not isinstance(error, InvalidStep):
                 raise InvalidStep(guard.refused[0]) from error
             raise
-        if guard.refused:
-            raise InvalidStep(guard.refused[0])
+        if guard.refused or guard.zeroed:
+            raise InvalidStep([*guard.refused, *guard.zeroed][0])
         return returned
 
     def guard(self) -> LoopGuard:
@@ -227,13 +229,16 @@ def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
         raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
     if weigh is not None and not callable(weigh):
         raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
-    if optimizer is not None and not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+    if optimizer is not None and not (hasattr(optimizer, "param_groups") and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
-            f"optimizer={_show(optimizer)} is no optimizer; with several, use Runner(..., optimizer=None).accumulate() "
-            f"and step them yourself"
+            f"optimizer={_show(optimizer)} is no optimizer; with several, use Runner(..., "
+            f"optimizer=None).accumulate() and step them yourself"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidArgument("LBFGS calls a closure several times a step, which cannot be split exactly; use another")
+    if isinstance(optimizer, torch.optim.LBFGS) or (optimizer is not None and not takes_none(optimizer, "step")):
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} calls a closure several times a step, which cannot be split exactly; use "
+            f"another"
+        )
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
@@ -261,4 +266,4 @@ def _check_parameter(name: str, parameter: torch.Tensor) -> None:
 
 
 def _show(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
+    return show_value(value) if isinstance(value, str | int | float | None) else name_type(value)

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autobatch.accumulation.watched_batch import WROTE_INTO_BATCH
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
+from autobatch.errors import InvalidStep
 from autobatch.prediction.timeline import TracedStep
 from autobatch.prediction.tracing.device_names import DeviceNames
 from autobatch.prediction.tracing.fake_device import DEVICE, errors_told
@@ -71,9 +73,19 @@ class DryRun:
         self._scale = torch.empty(1, device=DEVICE) if circumstances.scaler else None
         self._keeps_gradients = circumstances.keeps_gradients
         self._micro_batches = circumstances.micro_batches
+        self._is_placed = False
 
-    def step(self, batch: Any) -> None:
-        """One optimizer step; it begins and ends without gradients."""
+    def step(self, batch: Any, *, is_placed: bool = False) -> None:
+        """One optimizer step; it begins and ends without gradients.
+
+        Args:
+            batch: Tensors without memory.
+            is_placed: Whether the user's batch is where the model is, so that training would write into it, too.
+
+        Raises:
+            InvalidStep: The step changes gradients, or writes into a batch that is placed.
+        """
+        self._is_placed = is_placed
         kept: list[Any] = []
         self._accumulate(batch, kept)
         self._recorder.phase = "optimizer"
@@ -115,7 +127,12 @@ class DryRun:
             first = len(self._recorder.sizes)
             with self._recorder.forward():
                 stamps = GradientStamps(self._parameters, self._sums)
-                losses, aux = self._forward(with_fresh_containers(map_tensors(batch, self._place)))
+                placed = map_tensors(batch, self._place)
+                versions = [tensor._version for tensor in tensors_of(placed)]
+                losses, aux = self._forward(with_fresh_containers(placed))
+                if self._is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
+                    raise InvalidStep(WROTE_INTO_BATCH)
+                del placed  # as in training, where the step alone holds it
                 stamps.refuse_change()
                 loss = self._share(losses)
                 check_leaves(loss, self._parameters)

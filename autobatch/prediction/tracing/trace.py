@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.batch.layout import Layout, map_tensors
+from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import holds_registered
 from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
 from autobatch.prediction.isolation import begin_apart
@@ -135,10 +135,12 @@ def trace(
         TooLong: It has more events than it may have.
     """
     example = _grow_registered(layout, samples)
+    homes = {parameter.device for parameter in workload.parameters()}
+    is_placed = any(tensor.device in homes for tensor in tensors_of(example.batch))
     with _on_twins(workload, circumstances, most_events) as run:
         batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
-            run.step(batch)
+            run.step(batch, is_placed=is_placed)
         return run.finish(samples)
 
 

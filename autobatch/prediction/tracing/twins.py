@@ -26,6 +26,7 @@ from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.step.reachable import parts_of, walk
+from autobatch.wording import name_type
 
 __all__ = ["Twins", "modules_of"]
 
@@ -151,9 +152,7 @@ def _fresh(value: Any) -> Any:
 
 def _make_twin(tensor: torch.Tensor) -> torch.Tensor:
     if is_traceable_wrapper_subclass(tensor):
-        raise CannotPredict(
-            f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} cannot be traced: plain tensors can"
-        )
+        raise CannotPredict(f"{name_type(tensor)} of shape {tuple(tensor.shape)} cannot be traced: plain tensors can")
     twin = make_fake(tensor)
     if isinstance(tensor, nn.Parameter):
         twin = nn.Parameter(twin, tensor.requires_grad)
