@@ -92,7 +92,8 @@ class Transaction:
     def begin_update(self) -> None:
         """From here on nothing is put back, and no gradient of this step is left at the end."""
         self.aside.spend(self._workload.parameters() if self._state.moves_modules else self.parameters)
-        self.start.forget()  # the trials' optimizer steps had no such copy beside them
+        self.start.forget()  # the trials' optimizer steps had no such copy beside them, nor earlier activations
+        self.start.modules.forget()
 
     def __exit__(self, *error: object) -> None:
         """Put everything back, or clear the gradients of an update."""
