@@ -219,13 +219,10 @@ class Accumulation:
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         try:
             apart = [*stamps.tensors(), *tensors_of(piece.layout.batch)]
-            with (
-                self.device.micro_batch(piece.size),
-                self._watch(piece) as watched,
-                self._state.record([before, here], apart, watched.save),
-            ):
-                share, aux = self._backward(piece, watched.samples, progress, stamps)
-            progress.finish(piece, share, aux)
+            with self.device.micro_batch(piece.size):
+                with self._watch(piece) as watched, self._state.record([before, here], apart, watched.save):
+                    share, aux = self._backward(piece, watched.samples, progress, stamps)
+                progress.finish(piece, share, aux)
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
