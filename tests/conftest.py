@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import hypothesis.core
@@ -93,6 +94,14 @@ def _leaves_nothing_behind() -> Iterator[None]:
         patch.setattr(cpu, "_STORAGE", LiveStorage())
         yield
     assert read_process_state() == before, "this test changed something global and did not put it back"
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """For tests that send SIGINT: whoever runs the tests in the background of a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -412,7 +412,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_work(ask, command):
     """No plan is made, and there is no traceback."""
     code, text, error = ask(*command, "--save", "nowhere/plan.json")
     assert (code, text) == (2, "")
-    assert "--save nowhere/plan.json: no file can be written there" in error
+    assert "--save 'nowhere/plan.json': no file can be written there" in error
     assert json.loads(ask("plans", "--json")[1]) == []
 
 

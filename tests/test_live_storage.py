@@ -436,6 +436,7 @@ def make_and_free(storage, held, others=()):
     assert storage.live_bytes == bytes_in([*held, *others])
 
 
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("send", [interrupt, lambda: signal.raise_signal(signal.SIGINT)], ids=["raised", "signal"])
 def test_an_interrupt_at_any_line_comes_out_and_leaves_the_count_exact(send):
     """Also where a tensor is being freed: Python prints what a weak reference's callback raises, and goes on."""

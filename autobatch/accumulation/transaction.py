@@ -251,7 +251,14 @@ class Accumulation:
                     if not piece.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
                         progress.finish(piece, None, None)
                         continue
-                    progress.finish(piece, *self._run_piece(piece, progress, transaction))
+                    enclosing = self.device.micro_batch(piece.size)
+                    if enclosing is not None or self._state.is_looked_over:
+                        self._run_watched(piece, progress, transaction, enclosing or nullcontext())
+                        continue
+                    share, aux = self._backward(piece, progress, transaction.stamps)
+                    if progress.batch_is_written():
+                        refuse_write(stays=not self.owns_batches)
+                    progress.finish(piece, share, aux)
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
@@ -269,40 +276,32 @@ class Accumulation:
         if self.in_float32 and len(progress.todo) > 1 and (self._state.moves_modules or not progress.done):
             self._sums.begin(transaction.stamps.parameters)
 
-    def _run_piece(self, piece: Piece, progress: Progress, transaction: Transaction) -> tuple[Share | None, Any]:
-        """Its share of the loss, of which the gradient has been added up, and what the step returned beside it."""
-        place, home = self.device.place_tensor, self.device.torch_device
-        samples = piece.layout.micro_batch(piece.start, piece.stop, piece.leaves, place, home)
-        enclosing = self.device.micro_batch(piece.size)
-        if self._state.is_looked_over:
-            whole = [tensor for piece in progress.todo for tensor in piece.layout.tensors()]
-            with (
-                enclosing or nullcontext(),
-                WatchedBatch(
-                    piece.layout.take(piece.start, piece.stop), copies_arrays=True, is_copy=self.owns_batches
-                ) as watched,
-                self._record([*transaction.stamps.tensors(), *whole], transaction, watched),
-            ):
-                return self._run_step(piece, samples, progress, transaction.stamps)
-        if enclosing is None:
-            outcome = self._run_step(piece, samples, progress, transaction.stamps)
-        else:
-            with enclosing:
-                outcome = self._run_step(piece, samples, progress, transaction.stamps)
-        if progress.batch_is_written():
-            refuse_write(stays=not self.owns_batches)
-        return outcome
+    def _run_watched(
+        self, piece: Piece, progress: Progress, transaction: Transaction, enclosing: AbstractContextManager[Any]
+    ) -> None:
+        """Run a micro-batch in a range of the device's, and in the first steps look at all that it writes into."""
+        with enclosing:
+            if self._state.is_looked_over:
+                samples = piece.layout.take(piece.start, piece.stop)
+                watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
+                with watched, self._record(piece, transaction, watched):
+                    share, aux = self._backward(piece, progress, transaction.stamps)
+            else:
+                share, aux = self._backward(piece, progress, transaction.stamps)
+                if progress.batch_is_written():
+                    refuse_write(stays=not self.owns_batches)
+            progress.finish(piece, share, aux)
 
-    def _record(
-        self, apart: Sequence[torch.Tensor], transaction: Transaction, watched: WatchedBatch
-    ) -> AbstractContextManager[Any]:
+    def _record(self, piece: Piece, transaction: Transaction, watched: WatchedBatch) -> AbstractContextManager[Any]:
         if not self._state.is_recording:
             return nullcontext()
+        apart = [*transaction.stamps.tensors(), *piece.layout.tensors()]
         return self._state.record([transaction.start, transaction.here], apart, watched.save)
 
-    def _run_step(
-        self, piece: Piece, samples: Any, progress: Progress, stamps: GradientStamps
-    ) -> tuple[Share | None, Any]:
+    def _backward(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> tuple[Share | None, Any]:
+        """Add a micro-batch's gradient; returns its share of the loss, and what the step returned beside it."""
+        place, home = self.device.place_tensor, self.device.torch_device
+        samples = piece.layout.micro_batch(piece.start, piece.stop, piece.leaves, place, home)
         progress.phase = "forward"
         output = self.workload.run(samples)
         if not stamps.unchanged():
