@@ -7,7 +7,7 @@ has left. Does not cover what is done about it (``runner``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
@@ -28,6 +28,11 @@ class Room:
     workload: Workload
     device: Device
     _state_is_made: bool = False
+    _update_bytes: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Read once what is asked for in every step."""
+        self._update_bytes = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
 
     def left(self) -> int | None:
         """What a step should stay within, counted as the trials counted; ``None`` where nothing was measured."""
@@ -46,7 +51,7 @@ class Room:
         Raises:
             DoesNotFit: There is not, even with all caches given back.
         """
-        need = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
+        need = self._update_bytes
         if not need or not self.device.measures or not self.device.needs_limit(need, self.plan.budget_bytes):
             return
         if need + self._newcomers(2) > self._budget():

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -83,7 +84,7 @@ class Progress:
         """
         self.todo, self._weighed = pieces, weighed
         self.counts = any(map(_COUNTS, pieces))
-        self._batch = [tensor for tensor in batch if not tensor.is_inference()]
+        self._batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self._versions = list(map(_VERSION, self._batch))
         self.totals = Totals.of(pieces, weighed=weighed)
         self.retries = self.failed_size = 0
@@ -94,7 +95,8 @@ class Progress:
         self.done: list[Piece] = []
         self.aux: list[Any] = []
         self.loss: torch.Tensor | None = None
-        self.counted, self.unit = 0.0, cast("float | None", None)
+        self.counted = 0.0
+        self.unit: float | None = None
 
     @property
     def sizes(self) -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat
+from itertools import accumulate, compress, repeat
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Layout:
         """Every tensor of the batch, in order."""
         if self.spec is None:
             return [*tensors_of(self.batch)]
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return [*compress(self.leaves, map(isinstance, self.leaves, repeat(torch.Tensor)))]
 
     @property
     def elements(self) -> int:
@@ -125,7 +125,7 @@ class Layout:
             return with_fresh_containers(map_tensors(self.take(start, stop), lambda t: _place_leaf(t, place)))
         if self.home != home:
             leaves = [_place_like(leaf, part, place) for leaf, part in zip(self.leaves, leaves, strict=True)]
-        return self.spec.unflatten(leaves)
+        return tuple(leaves) if self.spec.is_pair else self.spec.unflatten(leaves)
 
     def take(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop`` (exclusive), as views: no tensor or array is copied. All are the batch itself.

@@ -17,9 +17,13 @@ _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class TreeSpec:
-    """The containers of a batch and what is at their leaves, without the values."""
+    """The containers of a batch and what is at their leaves, without the values.
 
-    __slots__ = ("_children", "_is_flat", "_keys", "_type")
+    Attributes:
+        is_pair: Whether it is a tuple of leaves, as inputs and labels are.
+    """
+
+    __slots__ = ("_children", "_keys", "_type", "is_pair")
 
     def __init__(self, batch: Any) -> None:
         """Look at a batch.
@@ -33,7 +37,7 @@ class TreeSpec:
             raise TypeError(self._type.__name__)
         values = batch.values() if self._type is dict else batch
         self._children = [None if _is_leaf(value) else TreeSpec(value) for value in values]
-        self._is_flat = self._type is tuple and not any(self._children)  # as inputs and labels are: built at once
+        self.is_pair = self._type is tuple and not any(self._children)
 
     @classmethod
     def of(cls, batch: Any) -> TreeSpec | None:
@@ -68,8 +72,6 @@ class TreeSpec:
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """A batch in containers of its own with these leaves."""
-        if self._is_flat:
-            return tuple(leaves)
         return self.build(iter(leaves))
 
     def build(self, leaves: Iterator[Any]) -> Any:

@@ -30,6 +30,8 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     if not f"{type(optimizer).__module__}.".startswith("torch.optim.") or not hasattr(optimizer, "_init_group"):
         return []
     state = optimizer.state
+    if isinstance(optimizer, torch.optim.SGD):  # whose momentum is made by the step itself
+        return []
     if len(state) == sum(map(len, map(_PARAMS, optimizer.param_groups))):  # each parameter has its entry: nearly always
         return []
     new = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in state]

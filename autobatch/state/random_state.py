@@ -44,8 +44,10 @@ class HostRandomState:
         if earlier is not None and marks is not None and marks == earlier.marks:
             return earlier
         numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
-        state = None if numpy is None else numpy.get_state()
-        if state is not None and state[3]:  # the second number of a pair waits, and nothing shows when it is taken
+        state = None if numpy is None else numpy.get_state(legacy=False)
+        if state is not None and state.get(
+            "has_gauss"
+        ):  # the second number of a pair waits, and nothing shows when it is taken
             marks = None
         return cls(random.getstate(), state, marks)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from itertools import repeat
 from operator import attrgetter
 
@@ -75,8 +75,10 @@ class TensorHeaders:
     def any_written(self) -> bool:
         """Whether torch has counted a write into any of them."""
         if self._is_usual:
-            with suppress(RuntimeError):  # one has become an inference tensor, which counts none
+            try:
                 return [*map(_VERSION, self.tensors)] != self._versions
+            except RuntimeError:  # one has become an inference tensor, which counts none
+                pass
         return bool(self.find_written())
 
     def find_written(self) -> list[torch.Tensor]:

@@ -84,7 +84,8 @@ class Term:
 
     def divide(self, count: float, total: float) -> torch.Tensor:
         """This term's part of the mean over ``total``, of which it covers ``count``."""
-        return self.multiply(1 / total if self.kind == "sum" else count / total)
+        factor = 1 / total if self.kind == "sum" else count / total
+        return (self.loss.float() if self.is_narrow else self.loss) * factor
 
     def multiply(self, factor: float) -> torch.Tensor:
         """The loss times a factor; in float32 where it is narrower, since a third in bfloat16 is off by 0.1 %."""

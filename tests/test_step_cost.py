@@ -1,0 +1,117 @@
+"""What a step costs beside a hand-written loop, in numbers that no other program on the machine can change."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autobatch
+
+MICRO_BATCHES = 4
+SAMPLES = 64
+MOST_CALLS = 160
+"""Python calls of a step beyond those of the loop: 151 with CPython 3.11, which calls a comprehension too."""
+
+MOST_FRAMES = 6
+
+
+def classify(model, batch):
+    """A mean loss."""
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels)
+
+
+def make_training():
+    """A small model, its optimizer and a batch."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 10))
+    return model, torch.optim.AdamW(model.parameters()), (torch.randn(SAMPLES, 16), torch.randint(10, (SAMPLES,)))
+
+
+def make_runner(model, optimizer, batch, step=classify):
+    """A plan of four micro-batches, and what runs it."""
+    size = SAMPLES // MICRO_BATCHES
+    plan = autobatch.fit(model, SAMPLES, batch=batch, step=step, optimizer=optimizer, max_micro_batch=size)
+    assert plan.accumulation_steps == MICRO_BATCHES
+    return autobatch.Runner(plan, model, step, optimizer)
+
+
+def run_by_hand(model, optimizer, batch):
+    """The loop that a user would write."""
+    inputs, labels = batch
+    size = SAMPLES // MICRO_BATCHES
+    for part in zip(inputs.split(size), labels.split(size), strict=True):
+        (classify(model, part) * (len(part[1]) / len(labels))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def count_calls(action):
+    """How many Python functions were called."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_step_makes_few_python_calls():
+    """Beyond those of the loop by hand, in a step that is not recorded and in which nothing is written down."""
+    model, optimizer, batch = make_training()
+    runner = make_runner(model, optimizer, batch)
+    for _ in range(5):
+        runner.step(batch)
+        run_by_hand(model, optimizer, batch)
+    # The least of a few: once a second free memory is read, and the ledger writes now and then.
+    ours = min(count_calls(lambda: runner.step(batch)) for _ in range(5))
+    assert ours - count_calls(lambda: run_by_hand(model, optimizer, batch)) <= MOST_CALLS
+
+
+def test_nothing_is_called_for_each_parameter_or_module():
+    """A step of a model of ten times as many makes as many calls of ours."""
+    extra = []
+    for layers in (2, 20):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)), nn.Linear(8, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        batch = torch.randn(SAMPLES, 8), torch.randint(10, (SAMPLES,))
+        runner = make_runner(model, optimizer, batch)
+        for _ in range(5):
+            runner.step(batch)
+            run_by_hand(model, optimizer, batch)
+        ours = min(count_calls(lambda run=runner, given=batch: run.step(given)) for _ in range(5))
+        extra.append(ours - count_calls(lambda m=model, o=optimizer, b=batch: run_by_hand(m, o, b)))
+    assert abs(extra[1] - extra[0]) <= 2
+
+
+@pytest.mark.parametrize("where", ["backward", "update"])
+def test_few_frames_lie_between_the_user_and_torch(where, monkeypatch):
+    """From the call of ``runner.step`` to ``backward`` and to ``optimizer.step``."""
+    model, optimizer, batch = make_training()
+    runner = make_runner(model, optimizer, batch)
+    for _ in range(5):
+        runner.step(batch)
+    depths = []
+
+    def note(*_args, **_options):
+        names = [frame.frame.f_globals.get("__name__", "") for frame in inspect.stack()]
+        depths.append(sum(name.startswith("autobatch.") for name in names))
+
+    if where == "update":
+        optimizer.register_step_pre_hook(note)
+    else:
+        backward = torch.Tensor.backward
+        monkeypatch.setattr(torch.Tensor, "backward", lambda *args, **options: note() or backward(*args, **options))
+    runner.step(batch)
+    assert depths
+    assert max(depths) <= MOST_FRAMES

@@ -1,0 +1,133 @@
+"""A batch of the same kind as the last one is taken apart as that one was; any other is read anew."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from autobatch.batch.layout import Layout, describe
+from autobatch.batch.tree_spec import TreeSpec
+from autobatch.errors import InvalidBatch
+
+
+class Pair(NamedTuple):
+    """Inputs and labels."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
+
+
+def rows(n=4, width=3):
+    """Consecutive numbers."""
+    return torch.arange(n * width, dtype=torch.float32).reshape(n, width)
+
+
+HAS_SPEC = {
+    "a tensor pair": lambda: (rows(), torch.arange(4)),
+    "a dict": lambda: {"x": rows(), "y": torch.arange(4)},
+    "a list of fields": lambda: [rows(), torch.arange(4)],
+    "nested, with values": lambda: {"x": (rows(), {"z": rows(width=2)}), "name": "train", "epoch": 3, "none": None},
+    "a scalar tensor": lambda: (rows(), torch.tensor(2.0)),
+}
+HAS_NONE = {
+    "a named tuple": lambda: Pair(rows(), torch.arange(4)),
+    "an ordered dict": lambda: OrderedDict(x=rows()),
+    "a parameter": lambda: (torch.nn.Parameter(rows()),),
+    "an object": lambda: (rows(), object()),
+    "a lone tensor": rows,
+}
+
+
+@pytest.mark.parametrize("name", HAS_SPEC)
+def test_leaves_come_back_in_containers_of_their_own(name):
+    """The same types, keys and values, and no container of the user's."""
+    batch, leaves = HAS_SPEC[name](), []
+    spec = TreeSpec.of(batch)
+    assert spec.flatten(batch, leaves)
+    built = spec.unflatten(leaves)
+    again = []
+    assert TreeSpec.of(built).flatten(built, again)
+    assert all(one is other for one, other in zip(leaves, again, strict=True))
+    assert type(built) is type(batch)
+    assert built is not batch or isinstance(batch, tuple)
+
+
+@pytest.mark.parametrize("name", HAS_NONE)
+def test_other_batches_have_no_spec(name):
+    """They are read by the rules each time."""
+    assert TreeSpec.of(HAS_NONE[name]()) is None
+
+
+OTHERS = {
+    "another key": ({"x": rows()}, {"y": rows()}),
+    "another order of keys": ({"x": rows(), "y": rows()}, {"y": rows(), "x": rows()}),
+    "another length": ((rows(), rows()), (rows(), rows(), rows())),
+    "another container": ((rows(), torch.arange(4)), [rows(), torch.arange(4)]),
+    "a parameter instead": ((rows(),), (torch.nn.Parameter(rows()),)),
+    "a dict instead": ((rows(), rows()), (rows(), {"x": rows()})),
+    "an array instead": ((rows(),), (rows().numpy(),)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_batch_of_another_kind_is_noticed(name):
+    """And read anew, with the same result as if none had come before it."""
+    first, second = OTHERS[name]
+    assert not TreeSpec.of(first).flatten(second, [])
+    like = describe(first).without_batch()
+    assert describe(second, like).count == describe(second).count == 4
+
+
+@pytest.mark.parametrize("name", HAS_SPEC)
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
+def test_micro_batches_are_those_of_the_rules(name, sizes):
+    """The same samples as ``split`` gives, as leaves that share the batch's memory."""
+    batch = HAS_SPEC[name]()
+    layout = describe(batch, describe(batch).without_batch())
+    place, home, start = (lambda tensor: tensor), torch.device("cpu"), 0
+    for size, leaves, expected in zip(sizes, layout.split_leaves(0, sizes), layout.split(sizes), strict=True):
+        found = layout.micro_batch(start, start + size, leaves, place, home)
+        ours, theirs = Layout(found, size, {}).tensors(), Layout(expected, size, {}).tensors()
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other)
+            assert one is not other
+            assert one.is_leaf
+            assert one.data_ptr() == other.data_ptr()
+        start += size
+
+
+def test_a_range_of_a_batch_is_split():
+    """What is left of a batch after memory ended."""
+    layout = describe((rows(8), torch.arange(8)))
+    parts = [leaves[1].tolist() for leaves in layout.split_leaves(3, (2, 3))]
+    assert parts == [[3, 4], [5, 6, 7]]
+
+
+def test_tensors_that_want_a_gradient_get_one_of_their_own():
+    """None is added up in the user's batch."""
+    batch = rows().requires_grad_(), torch.arange(4)
+    layout = describe(batch)
+    (leaves,) = layout.split_leaves(0, (4,))
+    inputs, _ = layout.micro_batch(0, 4, leaves, lambda tensor: tensor, torch.device("cpu"))
+    inputs.sum().backward()
+    assert inputs.grad is not None
+    assert batch[0].grad is None
+
+
+@pytest.mark.parametrize(
+    "make_wrong",
+    [
+        lambda: (rows(4), torch.arange(3)),
+        lambda: (rows(4), rows(4).to_mkldnn()),
+        lambda: (rows(0), torch.arange(0)),
+    ],
+    ids=["unequal numbers", "a tensor without rows to view", "no samples"],
+)
+def test_a_batch_of_the_same_containers_is_refused_all_the_same(make_wrong):
+    """By the rules, with their message."""
+    like = describe((rows(), torch.arange(4))).without_batch()
+    with pytest.raises(InvalidBatch):
+        describe(make_wrong(), like)
