@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "a piece is kept that drew from NumPy",
         REWIND_POINT,
-        "not (draws or moves)",
+        "not (draws or draws_on_host or moves)",
         "not moves",
     ),
     Mutant(
@@ -111,7 +111,7 @@ MUTANTS = (
         "        if self.weigh is None:\n",
         "        if True:\n",
     ),
-    Mutant("gradients are not cleared on a restart", TRANSACTION, "            stamps.clear()\n", ""),
+    Mutant("gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear()\n", ""),
     Mutant(
         "the loss of a failed attempt is kept",
         PROGRESS,
@@ -157,8 +157,8 @@ MUTANTS = (
     Mutant(
         "a retry runs on what the failed attempt has written",
         WATCHED_BATCH,
-        "(is_back or not is_oom(error))",
-        "True",
+        "(error is None or (not is_back and is_oom(error)))",
+        "error is None",
         WATCHED_TESTS,
     ),
     Mutant(
@@ -219,15 +219,15 @@ MUTANTS = (
     Mutant(
         "the last piece is dropped",
         PIECES,
-        "        start += size\n    return pieces\n",
-        "        start += size\n    return pieces[:-1] or pieces\n",
+        "            first += size\n    return pieces\n",
+        "            first += size\n    return pieces[:-1] or pieces\n",
     ),
     Mutant("weights need not add up", TRANSACTION, "        check_additive(todo, smaller)\n", ""),
     Mutant(
         "the scaler is updated twice",
         UPDATE,
-        "        self.scaler.update()\n",
-        "        self.scaler.update()\n        self.scaler.update()\n",
+        "                self.scaler.update()\n",
+        "                self.scaler.update()\n                self.scaler.update()\n",
         RUNNER_TESTS,
     ),
     Mutant(
@@ -240,8 +240,8 @@ MUTANTS = (
     Mutant(
         "the optimizer steps twice",
         UPDATE,
-        "            self.optimizer.step()\n",
-        "            self.optimizer.step()\n            self.optimizer.step()\n",
+        "                self.optimizer.step()\n",
+        "                self.optimizer.step()\n                self.optimizer.step()\n",
         RUNNER_TESTS,
     ),
     Mutant(
@@ -274,24 +274,24 @@ MUTANTS = (
     Mutant(
         "an update's gradients come back after it",
         GRADIENTS,
-        "self._gradients, self._is_spent, self.is_final = without, True, True",
+        "(self._parameters, self._gradients), self._is_spent, self.is_final = gone, True, True",
         "self._is_spent, self.is_final = True, True",
         RUNNER_TESTS,
     ),
     Mutant(
         "an update is never past the turn",
         TRANSACTION,
-        "            aside.spend(self.workload.parameters())\n",
+        "        self.aside.spend(self._workload.parameters() if self._state.moves_modules else self.parameters)\n",
         "",
         RUNNER_TESTS,
     ),
     Mutant(
         "parameters that nobody knows are trained",
         TRANSACTION,
-        "                self.workload.check_leaves(share.loss)\n",
+        "                self.workload.check_leaves(loss)\n",
         "",
     ),
-    Mutant("a batch's graph is cut in silence", TRANSACTION, "            refuse_graphs(tensors)\n", ""),
+    Mutant("a batch's graph is cut in silence", TRANSACTION, "        refuse_graphs(tensors)\n", ""),
     Mutant(
         "autocast keeps old weights",
         UPDATE,
@@ -342,10 +342,38 @@ MUTANTS = (
         MOVING_TESTS,
     ),
     Mutant(
+        "a generator that was drawn from is taken for the one before",
+        RANDOM,
+        "marks is not None and marks == earlier.marks",
+        "marks is not None",
+        ("tests/test_generator_marks.py",),
+    ),
+    Mutant(
+        "what modules hold is never looked at again",
+        "autobatch/state/module_state.py",
+        "        if not self.is_complete or not self.attributes_are_current():\n",
+        "        if not self.is_complete:\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "nothing is remembered before other micro-batches",
+        REWIND_POINT,
+        "if not (self._draws or self.moves_modules or begun.memory or begun.has_copies or self._objects):",
+        "if True:",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "a batch of another kind is taken for the last one's",
+        "autobatch/batch/tree_spec.py",
+        "            if list(batch) != self._keys:\n",
+        "            if False:\n",
+        ("tests/test_tree_spec.py",),
+    ),
+    Mutant(
         "a piece is kept that moved an attribute",
         REWIND_POINT,
-        "not (draws or moves)",
-        "not draws",
+        "not (draws or draws_on_host or moves)",
+        "not (draws or draws_on_host)",
         MOVING_TESTS,
     ),
     Mutant(
@@ -610,7 +638,7 @@ MUTANTS = (
     Mutant(
         "a backward pass inside the step is not noticed",
         LOOP_GUARD,
-        "            _watch_gradients(stack, watched, refused)\n",
+        "            _watch_gradients(stack, parameters, self.refused)\n",
         "",
         LOOP_GUARD_TESTS,
     ),
@@ -630,16 +658,16 @@ MUTANTS = (
     ),
     Mutant(
         "a refusal that the step caught is forgotten",
-        LOOP_GUARD,
-        "        if refused or zeroed:\n            raise InvalidStep([*refused, *zeroed][0])\n",
-        "",
+        STEP,
+        "        if guard.refused or guard.zeroed:\n",
+        "        if False:\n",
         LOOP_GUARD_TESTS,
     ),
     Mutant(
         "a batch is cut into pieces that the model cannot run",
         PIECES,
-        "max(largest, least_size(total, smallest)), min(total, smallest)):",
-        "largest):",
+        "        sizes = balance(total, most, min(total, smallest))\n",
+        "        sizes = balance(total, largest or layout.count)\n",
         SMALLEST_TESTS,
     ),
     Mutant(
@@ -825,8 +853,8 @@ MUTANTS = (
     Mutant(
         "activations of the step before are held between steps",
         TRANSACTION,
-        "                self._state.end()  # last: it only",
-        "                #",
+        "            self._state.end()  # last: it only",
+        "            #",
         ("tests/test_held_activations.py",),
     ),
     Mutant(
