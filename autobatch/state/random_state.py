@@ -6,6 +6,7 @@ generator objects that the user made and passes around.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import random
 import sys
@@ -95,9 +96,9 @@ class RandomState:
 
     def is_current(self) -> bool:
         """Whether nothing has been drawn from any of them since."""
-        state = None if self._device_state is None else _read(self._device)
-        same = state is None or (self._device_state is not None and torch.equal(state, self._device_state))
-        return same and torch.equal(torch.default_generator.get_state(), self.cpu) and self.host.is_current()
+        if self._device_state is not None and not _are_equal(_read(self._device), self._device_state):
+            return False
+        return _are_equal(torch.default_generator.get_state(), self.cpu) and self.host.is_current()
 
     def restore(self) -> None:
         """Put all generators back, bit for bit."""
@@ -105,6 +106,11 @@ class RandomState:
         if self._device_state is not None:
             torch.get_device_module(self._device).set_rng_state(self._device_state, *_which(self._device))
         self.host.restore()
+
+
+def _are_equal(state: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two states, which lie in CPU memory, are the same; not by an operator, for which memory may end."""
+    return ctypes.string_at(state.data_ptr(), state.numel()) == ctypes.string_at(other.data_ptr(), other.numel())
 
 
 def _read(device: torch.device) -> torch.Tensor:
