@@ -281,7 +281,7 @@ MUTANTS = (
     Mutant(
         "an update is never past the turn",
         TRANSACTION,
-        "        self.aside.spend(self._workload.parameters() if self._state.moves_modules else self.parameters)\n",
+        "        self.aside.spend(self._workload.parameters() if made_some else self.parameters)\n",
         "",
         RUNNER_TESTS,
     ),

@@ -124,6 +124,7 @@ class Progress:
                 self.loss = self.loss + loss.detach()
             self.counted += count
         # Last: where memory ends in the addition, the piece is not done, and comes again.
+        piece.leaves = ()  # the step may have given them gradients
         self.done.append(piece)
         self.aux.append(aux)
         self.todo = self.todo[1:]

@@ -91,7 +91,8 @@ class Transaction:
 
     def begin_update(self) -> None:
         """From here on nothing is put back, and no gradient of this step is left at the end."""
-        self.aside.spend(self._workload.parameters() if self._state.moves_modules else self.parameters)
+        made_some = not self.start.modules.attributes_are_current()  # a forward pass may have made parameters
+        self.aside.spend(self._workload.parameters() if made_some else self.parameters)
         self.start.forget()  # the trials' optimizer steps had no such copy beside them, nor earlier activations
         self.start.modules.forget()
 
@@ -259,6 +260,7 @@ class Accumulation:
                     if progress.batch_is_written():
                         refuse_write(stays=not self.owns_batches)
                     progress.finish(piece, share, aux)
+                    share = aux = None  # a graph may hold what the next micro-batch needs room for
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise

@@ -274,7 +274,7 @@ def _count_alike(leaves: Sequence[Any]) -> tuple[int, torch.device | None]:
             homes.add(None if leaf.requires_grad else leaf.device)
             if leaf.ndim:
                 rows = leaf.shape[0]
-                if count not in (0, rows):
+                if not rows or count not in (0, rows):
                     return 0, None
                 count = rows
     return count, homes.pop() if len(homes) == 1 else None

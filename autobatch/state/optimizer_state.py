@@ -8,7 +8,8 @@ momentum, which is a copy of the first gradient and so made by the step itself; 
 from __future__ import annotations
 
 import inspect
-from operator import itemgetter
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     state = optimizer.state
     if isinstance(optimizer, torch.optim.SGD):  # whose momentum is made by the step itself
         return []
-    if len(state) == sum(map(len, map(_PARAMS, optimizer.param_groups))):  # each parameter has its entry: nearly always
+    held = [*chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
+    if len(held) == len(state) and all(map(is_, held, state)):  # each parameter has its entry: nearly always
         return []
     new = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in state]
     if not new:

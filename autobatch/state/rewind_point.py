@@ -244,6 +244,7 @@ class StepState:
         moves = (relies or here.modules is begun.modules) and not begun.modules.is_current()
         self._draws_on_host |= draws_on_host
         self._draws |= draws
+        self.is_still = False
         self.moves_modules |= moves
         return not (draws or draws_on_host or moves)
 

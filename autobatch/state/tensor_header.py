@@ -70,7 +70,7 @@ class TensorHeaders:
 
     def forget(self) -> None:
         """Let go of the memory that they refer to; they can be looked at again."""
-        self._aliases = []
+        self._aliases, self._held, self._hooks = [], [], []
 
     def any_written(self) -> bool:
         """Whether torch has counted a write into any of them."""
