@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from autobatch._formatting import plural
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.prediction.text import explain_trust, summarise_prediction
 from autobatch.report.html_table import render_table
 from autobatch.report.style import SCOPE, STYLE
 from autobatch.report.svg import element, escape
 from autobatch.report.tables import Bytes, Cell, Table
-from autobatch.wording import plural
 
 __all__ = ["render_prediction"]
 

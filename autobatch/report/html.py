@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from autobatch.history import Run
+from autobatch._formatting import plural
+from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.advice import advise
 from autobatch.report.breakdown import memory_parts
@@ -29,7 +30,6 @@ from autobatch.report.tables import (
     trial_table,
 )
 from autobatch.report.text import summarise_plan, tenant_lines
-from autobatch.wording import plural
 
 __all__ = ["render_fragment", "render_report"]
 
