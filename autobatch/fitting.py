@@ -22,6 +22,7 @@ from autobatch.exactness.verification import check_split
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
+from autobatch.memory.leftovers import collecting_new_objects
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.recollection import Wanted
@@ -129,33 +130,31 @@ def fit(
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
     workload = Workload(model, step or default_step, weigh, optimizer)
-    memory = _watch(workload, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
-    host_bytes = read_host_memory().available_bytes // 2
-    with (
-        one_at_a_time(),
-        TrainingState(
-            model, optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
-        ) as state,
-    ):
-        # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
-        allowance = find_allowance(memory, budget, headroom)
-        wanted = Wanted(
-            target_batch=target_batch,
-            max_micro_batch=min(bound, target_batch),
-            objective=objective,
-            accumulate_in_float32=accumulate_in_float32,
-            limit_bytes=allowance.limit_bytes,
-        )
-        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
-        verdict = None
-        if check is not None and target_batch > 1:
-            # Rewound after the last trial: the modules are in the user's modes.
-            with memory.limit(allowance.limit_bytes):
-                verdict = check_split(workload, found.example, memory, found.size, _find_full_size(found, wanted))
-    memory.reclaim()
+    with one_at_a_time():
+        memory = _watch(workload, device)
+        with collecting_new_objects():
+            with _remember(workload, memory) as state:
+                # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
+                allowance = find_allowance(memory, budget, headroom)
+                wanted = Wanted(
+                    target_batch=target_batch,
+                    max_micro_batch=min(bound, target_batch),
+                    objective=objective,
+                    accumulate_in_float32=accumulate_in_float32,
+                    limit_bytes=allowance.limit_bytes,
+                )
+                found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
+                verdict = None
+                if check is not None and target_batch > 1:
+                    # Rewound after the last trial: the modules are in the user's modes.
+                    with memory.limit(allowance.limit_bytes):
+                        verdict = check_split(
+                            workload, found.example, memory, found.size, _find_full_size(found, wanted)
+                        )
+            memory.reclaim()
     told = _judge(found, verdict, target_batch, strict=check == "raise")
     plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
     plan = plan.model_copy(update={"seconds": time.perf_counter() - started})
@@ -170,6 +169,13 @@ def _watch(workload: Workload, device: torch.device | str | Device | None) -> De
     memory.watch(workload.resident_tensors())
     memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
     return memory
+
+
+def _remember(workload: Workload, memory: Device) -> TrainingState:
+    host_bytes = read_host_memory().available_bytes // 2
+    return TrainingState(
+        workload.model, workload.optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
+    )
 
 
 def _find_full_size(found: Found, wanted: Wanted) -> FullSize:

@@ -93,6 +93,7 @@ class Probe:
 
     def __post_init__(self) -> None:
         """Begin to learn what the steps change: in the first one, so that no trial's time has that in it."""
+        self.state.rewind()  # each attempt ends with that, so it begins with the user's own state
         model, device = self.workload.model, self.device.torch_device
         self._is_compiled = is_compiled(model, self.workload.step)
         self._learnt = StepState(model, device, records=not self._is_compiled)
@@ -192,8 +193,6 @@ class Probe:
             readings: Where it puts what it measures.
             records: Whether to find what the step writes into outside the model; takes time, so not where it counts.
         """
-        # Outside the limit: putting values back must not count, nor may a copy of them.
-        self.state.rewind()
         if not self.workload.model.training:  # what was put back; a model in train mode may have layers that are not
             self.workload.model.train()
         reason, handled = None, sys.exc_info()[1]
@@ -206,7 +205,8 @@ class Probe:
             if not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
-        # After the ``except`` block the frames of a failed attempt no longer hold its tensors.
+        # After the ``except`` block the frames of a failed attempt no longer hold its tensors. And outside the limit:
+        # putting values back must not count, nor may a copy of them.
         self.state.rewind()
         self.device.reclaim()
         return reason
@@ -272,7 +272,7 @@ class Probe:
 
     def _accumulate(self, batches: list[Layout], size: int) -> Accumulated:
         # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
-        workload = replace(self.workload, step=self._run_step, weigh=None)
+        workload = self.workload.around(self._run_step, weigh=None)
         accumulation = Accumulation(
             workload,
             self.device,
