@@ -28,7 +28,6 @@ from autobatch.planning.planner import Objective, balance
 from autobatch.planning.recollection import Wanted
 from autobatch.records import Verdict
 from autobatch.request import (
-    Allowance,
     check_choice,
     check_count,
     check_micro_batches,
@@ -37,7 +36,7 @@ from autobatch.request import (
     find_allowance,
     find_device,
 )
-from autobatch.size_search import Found, SizeSearch
+from autobatch.size_search import SizeSearch
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
@@ -120,12 +119,9 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    for name, switch in (
-        ("accumulate_in_float32", accumulate_in_float32),
-        ("reuse", reuse),
-        ("progress", progress),
-    ):
-        check_switch(name, switch)
+    check_switch("accumulate_in_float32", accumulate_in_float32)
+    check_switch("reuse", reuse)
+    check_switch("progress", progress)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
@@ -146,18 +142,12 @@ def fit(
                     accumulate_in_float32=accumulate_in_float32,
                     limit_bytes=allowance.limit_bytes,
                 )
-                found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
-                verdict = None
-                if check is not None and target_batch > 1:
-                    # Rewound after the last trial: the modules are in the user's modes.
-                    with memory.limit(allowance.limit_bytes):
-                        verdict = check_split(
-                            workload, found.example, memory, found.size, _find_full_size(found, wanted)
-                        )
+                found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall)
+                found.run(batch)
+                verdict = _check(found) if check is not None and target_batch > 1 else None
             memory.reclaim()
     told = _judge(found, verdict, target_batch, strict=check == "raise")
-    plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
-    plan = plan.model_copy(update={"seconds": time.perf_counter() - started})
+    plan = _make_plan(found, verdict, told).model_copy(update={"seconds": time.perf_counter() - started})
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=told))
     return plan
@@ -178,11 +168,15 @@ def _remember(workload: Workload, memory: Device) -> TrainingState:
     )
 
 
-def _find_full_size(found: Found, wanted: Wanted) -> FullSize:
-    return FullSize(wanted.target_batch, found.size, found.most_at_once(wanted), found.smallest)
+def _check(found: SizeSearch) -> Verdict:
+    """Whether the split is exact. After the last trial, which has put the modules into the user's modes."""
+    target, memory = found.wanted.target_batch, found.memory
+    full_size = FullSize(target, found.size, found.most_at_once, found.smallest)
+    with memory.limit(found.wanted.limit_bytes):
+        return check_split(found.workload, found.example, memory, found.size, full_size)
 
 
-def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
+def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
     """Warnings of a split that is not exact, or could not be checked: the latter also where a retry is the first split.
 
     Raises:
@@ -201,23 +195,15 @@ def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) 
     return (*known, str(verdict)) if verdict.unchecked else known
 
 
-def _explain_inexactness(found: Found, verdict: Verdict, target: int) -> tuple[str, ...]:
+def _explain_inexactness(found: SizeSearch, verdict: Verdict, target: int) -> tuple[str, ...]:
     """One sentence where splitting is known not to be exact: of BatchNorm that is known without a check."""
     if not verdict.unchecked:
         return (str(verdict),)
     return (warn_of_batch_norms(found.batch_norms, found.size, target),) if found.batch_norms else ()
 
 
-def _make_plan(
-    workload: Workload,
-    memory: Device,
-    allowance: Allowance,
-    found: Found,
-    *,
-    wanted: Wanted,
-    verdict: Verdict | None,
-    warnings: tuple[str, ...],
-) -> Plan:
+def _make_plan(found: SizeSearch, verdict: Verdict | None, warnings: tuple[str, ...]) -> Plan:
+    wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
     check_micro_batches(wanted.target_batch, found.size)
     sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
     return Plan(
@@ -230,14 +216,14 @@ def _make_plan(
         headroom_bytes=allowance.headroom_bytes,
         peak_bytes=found.peak_bytes,
         curve=found.curve if memory.measures else None,
-        trials=found.trials,
+        trials=tuple(found.trials),
         device=memory.describe(),
         warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
         accumulate_in_float32=wanted.accumulate_in_float32,
         verdict=verdict,
-        batch_lists=found.batch_lists,
+        batch_lists=dict(found.example.lists),
         fingerprint=found.fingerprint,
         version=__version__,
         id=secrets.token_hex(6),

@@ -435,8 +435,8 @@ MUTANTS = (
     Mutant(
         "a trial that differs confirms a plan",
         SEARCH,
-        "return [trial], None if changed else plan",
-        "return [trial], plan",
+        "        elif plan is not None:\n",
+        "        if plan is not None:\n",
         ("tests/test_reuse.py",),
     ),
     Mutant(
@@ -540,15 +540,15 @@ MUTANTS = (
     Mutant(
         "a trial's copy of the batch carries a graph",
         "autobatch/probe.py",
-        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
-        "    return tensor.clone()\n",
+        "return self.device.place_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)",
+        "return self.device.place_tensor(tensor.clone()).requires_grad_(tensor.requires_grad)",
         BATCH_TESTS,
     ),
     Mutant(
         "a trial's copy of the batch requires no gradient",
         "autobatch/probe.py",
-        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
-        "    return tensor.detach().clone()\n",
+        "return self.device.place_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)",
+        "return self.device.place_tensor(tensor.detach().clone())",
         BATCH_TESTS,
     ),
     Mutant(
@@ -680,8 +680,8 @@ MUTANTS = (
     Mutant(
         "fit does not ask whether one sample runs",
         SEARCH,
-        "smallest = probe.find_smallest() if is_doubtful else 1",
-        "smallest = 1",
+        "self.smallest = self._probe.find_smallest() if is_doubtful else 1",
+        "self.smallest = 1",
         SMALLEST_TESTS,
     ),
     Mutant(
@@ -776,8 +776,8 @@ MUTANTS = (
     Mutant(
         "two fits measure at once",
         "autobatch/fitting.py",
-        "    with (\n        one_at_a_time(),\n",
-        "    with (\n",
+        "    with one_at_a_time():\n",
+        "    if True:\n",
         ("tests/test_threads.py",),
     ),
     Mutant(
@@ -825,7 +825,7 @@ MUTANTS = (
     Mutant(
         "state of an earlier run is not counted",
         "autobatch/probe.py",
-        "max(self.state_bytes, readings.state + max(made, 0))",
+        "max(self.state_bytes, now.state + max(made, 0))",
         "max(self.state_bytes, max(made, 0))",
         ("tests/test_phases.py",),
     ),

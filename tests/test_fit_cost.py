@@ -37,7 +37,7 @@ def make():
 
 @contextmanager
 def thawed():
-    """As in a user's process: here the objects of all imports are frozen. Nothing is collected unless it is asked for."""
+    """As in a user's process: in tests all imports are frozen. Only explicit collections run."""
     gc.unfreeze()
     gc.disable()
     try:
@@ -119,7 +119,7 @@ def test_a_step_is_searched_for_optimizers_once(monkeypatch):
 
 
 def test_a_fit_calls_the_step_a_known_number_of_times():
-    """One sample, the first step, two micro-batches a trial; the check's are whole and split, each also rescaled."""
+    """One sample, the first step, two micro-batches a trial; then what the check compares, first with BatchNorm on."""
     given, calls = make(), []
     step = given["step"]
 
@@ -131,7 +131,8 @@ def test_a_fit_calls_the_step_a_known_number_of_times():
     assert len(calls) == 1 + 1 + 2 * len(plan.trials)
     calls.clear()
     autobatch.fit(**given | {"step": count})
-    print(calls)
+    whole, split = [16], [1, 15]
+    assert calls[2 + 2 * len(plan.trials) :] == whole + split + whole + whole + split
 
 
 def test_import_takes_little_time_and_no_library():
