@@ -489,6 +489,27 @@ MUTANTS = (
         ("tests/test_sizing.py", "tests/test_estimate.py"),
     ),
     Mutant(
+        "a trial begins with the values that the one before has left",
+        "autobatch/probe.py",
+        "        self.state.rewind()\n        self.device.reclaim()\n        return reason\n",
+        "        self.device.reclaim()\n        return reason\n",
+        ("tests/test_probe.py", "tests/test_fitting.py"),
+    ),
+    Mutant(
+        "fit leaves the user's objects frozen",
+        "autobatch/memory/leftovers.py",
+        "        gc.unfreeze()\n",
+        "        pass\n",
+        ("tests/test_fit_cost.py",),
+    ),
+    Mutant(
+        "fit unfreezes what the user has frozen",
+        "autobatch/memory/leftovers.py",
+        "    if gc.get_freeze_count():\n",
+        "    if False:\n",
+        ("tests/test_fit_cost.py",),
+    ),
+    Mutant(
         "half an optimizer's state is left to the next trial",
         "autobatch/probe.py",
         "            self.state.reset_optimizer()\n",
