@@ -59,7 +59,7 @@ def measure(processes: int = _PROCESSES) -> Table:
     return Table(
         "Waiting: import, fit and predict",
         f"The model and data of `make demo` (BatchNorm, dropout, 256 images in four trials; 1 thread), in {processes} "
-        f"fresh processes: medians, and quartiles of the clock. *Processor*: of the process itself, without its children, "
+        f"fresh processes: medians, and quartiles of the clock. *Processor*: of the process itself, not its children, "
         f"which trace for `predict`. A goal is met or missed by that: with nothing else running the two are the same, "
         f"and where the clock says much more, others had the cores.",
         ("wait", "seconds", "quartiles", "seconds of the processor"),
