@@ -186,8 +186,7 @@ class Probe:
             if not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
-        # After the ``except`` block the frames of a failed attempt no longer hold its tensors. And outside the limit:
-        # putting values back must not count, nor may a copy of them.
+        # After the ``except`` block, whose error holds the attempt's tensors; outside the limit, as copies count.
         self.state.rewind()
         self.device.reclaim()
         return reason

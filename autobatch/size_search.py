@@ -179,8 +179,7 @@ class SizeSearch:
             expected=expected.largest,
             expects_no_more=not expected.knows_no_larger,
         )
-        policies = (next_size, next_smaller_size) if self.wanted.objective == "memory" else (next_size,)
-        for policy in policies:
+        for policy in (next_size, next_smaller_size) if self.wanted.objective == "memory" else (next_size,):
             while (size := policy(question, self.trials)) is not None:
                 self._add(self._try_size(size))
         chosen = choose_size(question, self.trials, self.wanted.objective)
