@@ -56,6 +56,7 @@ def test_the_order_in_a_pair_alternates_and_times_stay_with_their_side():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_waits_are_measured_in_fresh_processes():
     """Every wait has a time of the clock and one of the processor, and the goals are among them."""
     table = waiting.measure(processes=2)
