@@ -20,6 +20,7 @@ import recomputed
 import runner
 import search
 import torch
+import waiting
 from machine import describe_machine
 from tables import Table, show_goals, write_part
 
@@ -40,6 +41,7 @@ _PARTS: tuple[Callable[[], Table], ...] = (
     runner.measure_peaks,
     recomputed.measure,
     search.measure,
+    waiting.measure,
 )
 
 

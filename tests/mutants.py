@@ -435,8 +435,8 @@ MUTANTS = (
     Mutant(
         "a trial that differs confirms a plan",
         SEARCH,
-        "return [trial], None if changed else plan",
-        "return [trial], plan",
+        "        elif plan is not None:\n",
+        "        if plan is not None:\n",
         ("tests/fitting/test_reuse.py",),
     ),
     Mutant(
@@ -487,6 +487,27 @@ MUTANTS = (
         "return self.timeline.traced[-1].samples if self.timeline.interpolated else None",
         "return None",
         ("tests/prediction/test_sizing.py", "tests/prediction/test_estimate.py"),
+    ),
+    Mutant(
+        "a trial begins with the values that the one before has left",
+        "autobatch/fitting/probe.py",
+        "        self.state.rewind()\n        self.device.reclaim()\n        return reason\n",
+        "        self.device.reclaim()\n        return reason\n",
+        ("tests/fitting/test_probe.py", "tests/fitting/test_fitting.py"),
+    ),
+    Mutant(
+        "fit leaves the user's objects frozen",
+        "autobatch/memory/reference_leaks.py",
+        "        gc.unfreeze()\n",
+        "        pass\n",
+        ("tests/fitting/test_fit_cost.py",),
+    ),
+    Mutant(
+        "fit unfreezes what the user has frozen",
+        "autobatch/memory/reference_leaks.py",
+        "    if gc.get_freeze_count():\n",
+        "    if False:\n",
+        ("tests/fitting/test_fit_cost.py",),
     ),
     Mutant(
         "half an optimizer's state is left to the next trial",
@@ -540,15 +561,15 @@ MUTANTS = (
     Mutant(
         "a trial's copy of the batch carries a graph",
         "autobatch/fitting/probe.py",
-        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
-        "    return tensor.clone()\n",
+        "return self.device.move_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)",
+        "return self.device.move_tensor(tensor.clone()).requires_grad_(tensor.requires_grad)",
         BATCH_TESTS,
     ),
     Mutant(
         "a trial's copy of the batch requires no gradient",
         "autobatch/fitting/probe.py",
-        "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
-        "    return tensor.detach().clone()\n",
+        "return self.device.move_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)",
+        "return self.device.move_tensor(tensor.detach().clone())",
         BATCH_TESTS,
     ),
     Mutant(
@@ -680,8 +701,8 @@ MUTANTS = (
     Mutant(
         "fit does not ask whether one sample runs",
         SEARCH,
-        "smallest = probe.find_smallest() if is_doubtful else 1",
-        "smallest = 1",
+        "self.smallest = self._probe.find_smallest() if is_doubtful else 1",
+        "self.smallest = 1",
         SMALLEST_TESTS,
     ),
     Mutant(
@@ -776,8 +797,8 @@ MUTANTS = (
     Mutant(
         "two fits measure at once",
         "autobatch/fitting/fit.py",
-        "    with (\n        one_at_a_time(),\n",
-        "    with (\n",
+        "    with one_at_a_time():\n",
+        "    if True:\n",
         ("tests/api/test_threads.py",),
     ),
     Mutant(
@@ -825,7 +846,7 @@ MUTANTS = (
     Mutant(
         "state of an earlier run is not counted",
         "autobatch/fitting/probe.py",
-        "max(self.state_bytes, readings.state + max(made, 0))",
+        "max(self.state_bytes, now.state + max(made, 0))",
         "max(self.state_bytes, max(made, 0))",
         ("tests/training/test_phases.py",),
     ),

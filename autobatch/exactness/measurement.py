@@ -213,7 +213,7 @@ class Measurement:
         parts = [self.part(start, stop) for start, stop in ranges]
         # What counts for nothing is not run.
         run = [range_ for range_, part in zip(ranges, parts, strict=True) if self._counts(part)]
-        workload = replace(self.workload, step=self._make_step(iter(run)))
+        workload = self.workload.around(self._make_step(iter(run)), weigh=self.workload.weigh)
         scale = None if factor == 1 else lambda loss: loss * factor
         state = StepState(self.workload.model, self.device.torch_device, records=False)
         accumulation = Accumulation(workload, self.device, _end, scale, known_state=state, owns_batches=True)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from autobatch._arguments import (
-    Allowance,
     check_choice,
     check_count,
     check_micro_batches,
@@ -31,10 +30,11 @@ from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
 from autobatch.exactness.full_size import FullSize
 from autobatch.exactness.verification import check_split
-from autobatch.fitting.size_search import Found, SizeSearch
+from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
+from autobatch.memory.reference_leaks import collecting_new_objects
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.reuse import Wanted
@@ -119,46 +119,35 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    for name, switch in (
-        ("accumulate_in_float32", accumulate_in_float32),
-        ("reuse", reuse),
-        ("progress", progress),
-    ):
-        check_switch(name, switch)
+    check_switch("accumulate_in_float32", accumulate_in_float32)
+    check_switch("reuse", reuse)
+    check_switch("progress", progress)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
     workload = Workload(model, step or default_step, weigh, optimizer)
-    memory = _watch(workload, device)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
-    host_bytes = read_host_memory().available_bytes // 2
-    with (
-        one_at_a_time(),
-        TrainingState(
-            model, optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
-        ) as state,
-    ):
-        # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
-        allowance = find_allowance(memory, budget, headroom)
-        wanted = Wanted(
-            target_batch=target_batch,
-            max_micro_batch=min(bound, target_batch),
-            objective=objective,
-            accumulate_in_float32=accumulate_in_float32,
-            limit_bytes=allowance.limit_bytes,
-        )
-        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
-        verdict = None
-        if check is not None and target_batch > 1:
-            # Rewound after the last trial: the modules are in the user's modes.
-            with memory.limit(allowance.limit_bytes):
-                verdict = check_split(workload, found.example, memory, found.size, _find_full_size(found, wanted))
-    memory.reclaim()
+    with one_at_a_time():
+        memory = _watch(workload, device)
+        with collecting_new_objects():
+            with _remember(workload, memory) as state:
+                # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
+                allowance = find_allowance(memory, budget, headroom)
+                wanted = Wanted(
+                    target_batch=target_batch,
+                    max_micro_batch=min(bound, target_batch),
+                    objective=objective,
+                    accumulate_in_float32=accumulate_in_float32,
+                    limit_bytes=allowance.limit_bytes,
+                )
+                found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall)
+                found.run(batch)
+                verdict = _check(found) if check is not None and target_batch > 1 else None
+            memory.reclaim()
     told = _judge(found, verdict, target_batch, strict=check == "raise")
-    plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
-    plan = plan.model_copy(update={"seconds": time.perf_counter() - started})
+    plan = _make_plan(found, verdict, told).model_copy(update={"seconds": time.perf_counter() - started})
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=told))
     return plan
@@ -172,11 +161,22 @@ def _watch(workload: Workload, device: torch.device | str | Device | None) -> De
     return memory
 
 
-def _find_full_size(found: Found, wanted: Wanted) -> FullSize:
-    return FullSize(wanted.target_batch, found.size, found.most_at_once(wanted), found.smallest)
+def _remember(workload: Workload, memory: Device) -> TrainingState:
+    host_bytes = read_host_memory().available_bytes // 2
+    return TrainingState(
+        workload.model, workload.optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
+    )
 
 
-def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
+def _check(found: SizeSearch) -> Verdict:
+    """Whether the split is exact. After the last trial, which has put the modules into the user's modes."""
+    target, memory = found.wanted.target_batch, found.memory
+    full_size = FullSize(target, found.size, found.most_at_once, found.smallest)
+    with memory.limit(found.wanted.limit_bytes):
+        return check_split(found.workload, found.example, memory, found.size, full_size)
+
+
+def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
     """Warnings of a split that is not exact, or could not be checked: the latter also where a retry is the first split.
 
     Raises:
@@ -195,23 +195,15 @@ def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) 
     return (*known, str(verdict)) if verdict.unchecked else known
 
 
-def _explain_inexactness(found: Found, verdict: Verdict, target: int) -> tuple[str, ...]:
+def _explain_inexactness(found: SizeSearch, verdict: Verdict, target: int) -> tuple[str, ...]:
     """One sentence where splitting is known not to be exact: of BatchNorm that is known without a check."""
     if not verdict.unchecked:
         return (str(verdict),)
     return (warn_of_batch_norms(found.batch_norms, found.size, target),) if found.batch_norms else ()
 
 
-def _make_plan(
-    workload: Workload,
-    memory: Device,
-    allowance: Allowance,
-    found: Found,
-    *,
-    wanted: Wanted,
-    verdict: Verdict | None,
-    warnings: tuple[str, ...],
-) -> Plan:
+def _make_plan(found: SizeSearch, verdict: Verdict | None, warnings: tuple[str, ...]) -> Plan:
+    wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
     check_micro_batches(wanted.target_batch, found.size)
     sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
     return Plan(
@@ -224,14 +216,14 @@ def _make_plan(
         headroom_bytes=allowance.headroom_bytes,
         peak_bytes=found.peak_bytes,
         curve=found.curve if memory.measures else None,
-        trials=found.trials,
+        trials=tuple(found.trials),
         device=memory.describe(),
         warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
         state_bytes=found.state_bytes,
         weighed=workload.weigh is not None,
         accumulate_in_float32=wanted.accumulate_in_float32,
         verdict=verdict,
-        batch_lists=found.batch_lists,
+        batch_lists=dict(found.example.lists),
         fingerprint=found.fingerprint,
         version=__version__,
         id=secrets.token_hex(6),

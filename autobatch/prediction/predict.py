@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numbers
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from autobatch.planning.planner import balance
 from autobatch.prediction.card_table import GPUS, Gpu, make_gpu
 from autobatch.prediction.cards import explain_choice, find_gpu
 from autobatch.prediction.changes import try_changes
-from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.record import Part, Point
@@ -109,9 +110,14 @@ def predict(
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, target_batch)
     layout, circumstances = example.layout, Circumstances(scaler=scaler)
-    timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
+    # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
+    is_doubtful = target_batch > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
+    with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
+        timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
+        smallest = ask_smallest() if ask_smallest else None
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
-    sizing, proof = _find_size(Sizing(estimate, card, target_batch, float(margin)), workload, layout, circumstances)
+    sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1)
+    sizing, proof = _find_size(sizing, workload, layout, circumstances, asks=smallest is None)
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     if what_if:
@@ -128,17 +134,11 @@ def _trace(workload: Workload, layout: Layout, circumstances: Circumstances) -> 
 
 
 def _find_size(
-    sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
+    sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances, *, asks: bool
 ) -> tuple[Sizing, Proof]:
-    """The size with no micro-batch that the model cannot run: as ``fit``, one sample is tried where it is doubtful."""
-    model = workload.model
-    is_doubtful = sizing.target > 1 and (
-        may_refuse_one_sample(model) or not model.training
-    )  # it is traced in train mode
-    if is_doubtful:
-        sizing = replace(sizing, smallest=run_apart(lambda: find_smallest(workload, layout)))
+    """The size with no micro-batch that the model cannot run; ``asks`` whether one sample is to be tried for that."""
     sizing, proof = _prove(sizing, workload, layout, circumstances)
-    if is_doubtful or sizing.largest == 0 or min(balance(sizing.target, sizing.largest)) > 1 or sizing.target == 1:
+    if not asks or sizing.largest == 0 or min(balance(sizing.target, sizing.largest)) > 1 or sizing.target == 1:
         return sizing, proof
     if run_apart(lambda: find_smallest(workload, layout)) == 1:
         return sizing, proof

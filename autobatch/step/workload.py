@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +60,12 @@ class Workload:
             _check_optimizer(self.model, self.optimizer)
         for name, parameter in self.model.named_parameters():
             _check_parameter(name, parameter)
+
+    def around(self, step: Step, *, weigh: Weigh | None) -> Workload:
+        """The same with another step, which calls this one's: what that can reach is searched for optimizers once."""
+        outer = replace(self, step=step, weigh=weigh)
+        vars(outer)["_guard"] = self.guard()
+        return outer
 
     def parameters(self) -> list[nn.Parameter]:
         """The model's and the optimizer's parameters, each once, in the order of ``model.parameters()``."""

@@ -22,6 +22,7 @@ import results
 import runner
 import search
 import tables
+import waiting
 
 from autobatch.errors import CannotPredict
 from autobatch.prediction import estimate
@@ -52,6 +53,17 @@ def test_the_order_in_a_pair_alternates_and_times_stay_with_their_side():
     assert len(pairs) == 2
     assert all(slow >= 0.02 for slow, _ in pairs)
     assert all(fast < slow for slow, fast in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_waits_are_measured_in_fresh_processes():
+    """Every wait has a time of the clock and one of the processor, and the goals are among them."""
+    table = waiting.measure(processes=2)
+    names = [row[0] for row in table.rows]
+    assert names == ["import autobatch", "fit, the first of the process", "fit, in a budget", "predict"]
+    assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in table.rows)
+    assert [goal.what for goal in table.goals] == [f"seconds of {name}" for name in (names[0], names[2])]
 
 
 def test_the_loop_by_hand_and_the_runner_peak_alike():

@@ -23,6 +23,7 @@ from torch import nn
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import holds_registered
 from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
+from autobatch.memory.reference_leaks import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
@@ -205,15 +206,12 @@ def _enter(workload: Workload, stack: ExitStack, circumstances: Circumstances, m
 @contextmanager
 def _collected_between_steps() -> Iterator[None]:
     """While this lasts, reference cycles are not collected at random moments, which would differ between two traces."""
-    is_enabled, is_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    is_enabled = gc.isenabled()
     gc.disable()
-    if not is_frozen:
-        gc.freeze()  # so that a collection looks at what the trace has made, and at nothing else
     try:
-        yield
+        with collecting_new_objects():
+            yield
     finally:
-        if not is_frozen:
-            gc.unfreeze()
         if is_enabled:
             gc.enable()
 
