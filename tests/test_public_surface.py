@@ -19,13 +19,38 @@ import autobatch
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 
-NAMES = """
-AutobatchError CannotPredict CannotRetry DeviceInfo DoesNotFit InexactSplit InvalidArgument InvalidBatch InvalidStep Mean
-MemoryCurve NeedsBatch PerStep Plan Prediction Runner StepResult Sum Trial Verdict __version__ batches fit hooks is_oom
-predict testing verify
-""".split()
+NAMES = [
+    "AutobatchError",
+    "CannotPredict",
+    "CannotRetry",
+    "DeviceInfo",
+    "DoesNotFit",
+    "InexactSplit",
+    "InvalidArgument",
+    "InvalidBatch",
+    "InvalidStep",
+    "Mean",
+    "MemoryCurve",
+    "NeedsBatch",
+    "PerStep",
+    "Plan",
+    "Prediction",
+    "Runner",
+    "StepResult",
+    "Sum",
+    "Trial",
+    "Verdict",
+    "__version__",
+    "batches",
+    "fit",
+    "hooks",
+    "is_oom",
+    "predict",
+    "testing",
+    "verify",
+]
 
-# A change here is a change of the public contract: it belongs into CHANGELOG.md. ``*`` begins the keyword-only arguments.
+# A change here changes the public contract: it belongs into CHANGELOG.md. ``*`` begins the keyword-only arguments.
 SIGNATURES = {
     "fit": "model target_batch * batch=None step=None optimizer=None weigh=None device=None budget=None headroom=None "
     "max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True progress=True",
