@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,8 @@ import pytest
 import autobatch
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
+
+USAGE = Path(__file__).with_name("typed_usage.py")
 
 NAMES = [
     "AutobatchError",
@@ -166,3 +171,21 @@ def test_pages_name_their_arguments_from_the_batch_on() -> None:
         assert len(call.args) <= BY_POSITION[name], f"{source}: {ast.unparse(call)}"
         known = inspect.signature(getattr(autobatch, name)).parameters
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= set(known), f"{source}: {ast.unparse(call)}"
+
+
+def test_typed_code_of_a_user_runs(tmp_path: Path) -> None:
+    """What mypy has checked is also what happens; and no public name is left out of it, but for the version."""
+    program = f"import pathlib, typed_usage; typed_usage.main(pathlib.Path({str(tmp_path)!r}))"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{USAGE.parent}", "AUTOBATCH_LEDGER": "off"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    used = set(re.findall(r"\bautobatch\.(\w+)", USAGE.read_text(encoding="utf-8")))
+    assert set(autobatch.__all__) - used == {"__version__"}
+
+
+def test_a_users_typed_code_imports_public_names_only() -> None:
+    """Besides ``autobatch`` itself, its documented module of events."""
+    modules = set(re.findall(r"^(?:from|import) (autobatch[\w.]*)", USAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert modules == {"autobatch", "autobatch.events"}
