@@ -64,7 +64,7 @@ test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu
 
 proof: $(INSTALLED) ## let memory end at every operation of a training step; prints what came of it
-	"$(PYTHON_ENV)" -m pytest -q tests/test_faults.py
+	"$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py
 
 mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
 	"$(PYTHON_ENV)" tests/mutants.py

@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from autobatch.silent_torch import import_torch
-from autobatch.version import __version__
+from autobatch._version import __version__
+from autobatch.torch_internals.silent_import import import_torch
 
 if TYPE_CHECKING:
     from autobatch import batches, hooks, testing
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
         NeedsBatch,
     )
     from autobatch.exactness.verification import verify
-    from autobatch.fitting import fit
+    from autobatch.fitting.fit import fit
     from autobatch.memory.oom import is_oom
     from autobatch.plan import Plan
     from autobatch.planning.curve import MemoryCurve
-    from autobatch.prediction.predicting import predict
+    from autobatch.prediction.predict import predict
     from autobatch.prediction.prediction import Prediction
     from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
-    from autobatch.runner import Runner
     from autobatch.step.losses import Mean, PerStep, Sum
+    from autobatch.training.runner import Runner
 
 __all__ = [
     "AutobatchError",
@@ -77,14 +77,14 @@ _ROOMS = {
     "PerStep": "autobatch.step.losses",
     "Plan": "autobatch.plan",
     "Prediction": "autobatch.prediction.prediction",
-    "Runner": "autobatch.runner",
+    "Runner": "autobatch.training.runner",
     "StepResult": "autobatch.result",
     "Sum": "autobatch.step.losses",
     "Trial": "autobatch.records",
     "Verdict": "autobatch.records",
-    "fit": "autobatch.fitting",
+    "fit": "autobatch.fitting.fit",
     "is_oom": "autobatch.memory.oom",
-    "predict": "autobatch.prediction.predicting",
+    "predict": "autobatch.prediction.predict",
     "verify": "autobatch.exactness.verification",
 }
 

@@ -10,13 +10,13 @@ import os
 
 from pydantic import ValidationError
 
+from autobatch._formatting import format_bytes
+from autobatch._paths import check_path
 from autobatch.errors import InvalidArgument
-from autobatch.paths import check_path
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.settings import settings_for
 from autobatch.records import spell_invalid
 from autobatch.report.text import explain_plan, summarise_plan
-from autobatch.wording import format_bytes
 
 __all__ = ["Plan"]
 

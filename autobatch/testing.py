@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autobatch.silent_torch import import_torch
+from autobatch.torch_internals.silent_import import import_torch
 
 import_torch()  # this module is often imported before torch is
 
 import torch
 
-from autobatch.bounds import LARGEST
-from autobatch.dispatch import DispatchMode
+from autobatch._arguments import check_count, check_switch, open_device, parse_bytes
+from autobatch._bounds import LARGEST
+from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.records import DeviceInfo, MemoryUsage, Tenant
-from autobatch.request import check_count, check_switch, open_device, parse_bytes
-from autobatch.wording import format_bytes, plural, show_value
+from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["FakeDevice", "oom_at", "tenant"]
 
@@ -101,7 +101,7 @@ class FakeDevice:
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """The formula says everything."""
 
-    def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stays where it is."""
         return tensor
 

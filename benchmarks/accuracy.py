@@ -26,9 +26,9 @@ from peaks import Cell, choose, families, read_table, simulate
 from tables import Goal, Table, judge, show_goals, write_part
 
 from autobatch.errors import CannotPredict
+from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.estimate import COPIES
-from autobatch.prediction.gpus import find_gpu
-from autobatch.prediction.predicting import MARGIN
+from autobatch.prediction.predict import MARGIN
 
 __all__ = ["SHIPPED", "Constants", "fit_constants", "measure", "score"]
 

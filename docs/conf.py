@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autobatch.version import __version__  # noqa: E402 - found only now
+from autobatch._version import __version__  # noqa: E402 - found only now
 
 project = "autobatch"
 author = "the authors of autobatch"

@@ -22,7 +22,7 @@ from process_state import read_process_state
 
 from autobatch.memory import cpu
 from autobatch.memory.live_storage import LiveStorage
-from autobatch.prediction.isolation import run_apart
+from autobatch.prediction.child_process import run_apart
 
 # A deadline measures the machine, not the code. Each run draws new examples: a property holds for all of them.
 settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)

@@ -23,12 +23,12 @@ __all__ = ["MUTANTS", "Mutant"]
 
 ROOT = Path(__file__).parent.parent
 
-TRANSACTION = "autobatch/accumulation/transaction.py"
-WATCHED_BATCH = "autobatch/accumulation/watched_batch.py"
-PIECES = "autobatch/accumulation/pieces.py"
-PROGRESS = "autobatch/accumulation/progress.py"
-SHARES = "autobatch/accumulation/shares.py"
-UPDATE = "autobatch/update.py"
+TRANSACTION = "autobatch/training/transaction.py"
+WATCHED_BATCH = "autobatch/training/batch_mutation.py"
+PIECES = "autobatch/training/micro_batches.py"
+PROGRESS = "autobatch/training/accumulation_state.py"
+SHARES = "autobatch/training/loss_denominators.py"
+UPDATE = "autobatch/training/update.py"
 GRADIENTS = "autobatch/state/gradients.py"
 REWIND_POINT = "autobatch/state/rewind_point.py"
 RANDOM = "autobatch/state/random_state.py"
@@ -36,30 +36,30 @@ STEP = "autobatch/step/workload.py"
 EXACTNESS = "autobatch/exactness/"
 LOOP_GUARD = "autobatch/step/loop_guard.py"
 
-RECOLLECTION = "autobatch/planning/recollection.py"
-SEARCH = "autobatch/size_search.py"
-SETBACK = "autobatch/planning/setback.py"
-KEEPING = "autobatch/ledger/keeping.py"
-WRAPPERS = "autobatch/wrappers.py"
+RECOLLECTION = "autobatch/planning/reuse.py"
+SEARCH = "autobatch/fitting/size_search.py"
+SETBACK = "autobatch/planning/size_recovery.py"
+KEEPING = "autobatch/ledger/run_recorder.py"
+WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
 BATCH = "autobatch/batch/"
 
 LIVE_STORAGE = "autobatch/memory/live_storage.py"
-DISPATCH = "autobatch/dispatch.py"
+DISPATCH = "autobatch/torch_internals/dispatch_mode.py"
 
-ACCUMULATION_TESTS = ("tests/test_accumulation.py",)
-RUNNER_TESTS = ("tests/test_runner.py",)
-FAULT_TESTS = ("tests/test_faults.py",)
-WATCHED_TESTS = ("tests/test_watched_batch.py",)
-FULL_SIZE_TESTS = ("tests/test_full_size.py",)
-VERIFICATION_TESTS = ("tests/test_verification.py",)
-LOOP_GUARD_TESTS = ("tests/test_loop_guard.py",)
-BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
-MOVING_TESTS = ("tests/test_moving_state.py",)
+ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
+RUNNER_TESTS = ("tests/training/test_runner.py",)
+FAULT_TESTS = ("tests/training/test_faults.py",)
+WATCHED_TESTS = ("tests/training/test_watched_batch.py",)
+FULL_SIZE_TESTS = ("tests/exactness/test_full_size.py",)
+VERIFICATION_TESTS = ("tests/exactness/test_verification.py",)
+LOOP_GUARD_TESTS = ("tests/step/test_loop_guard.py",)
+BATCH_TESTS = ("tests/batch/test_layout_rules.py", "tests/batch/test_batch_types.py")
+MOVING_TESTS = ("tests/state/test_moving_state.py",)
 
 
-SMALLEST_TESTS = ("tests/test_smallest_piece.py",)
-PACING_TESTS = ("tests/test_pacing.py", "tests/test_size_over_time.py")
+SMALLEST_TESTS = ("tests/training/test_smallest_piece.py",)
+PACING_TESTS = ("tests/planning/test_pacing.py", "tests/training/test_size_over_time.py")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ MUTANTS = (
         RANDOM,
         '            sys.modules["numpy.random"].set_state(self.numpy)\n',
         "            pass\n",
-        ("tests/test_random_state.py", *ACCUMULATION_TESTS),
+        ("tests/state/test_random_state.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
         "weigh is ignored",
@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         "predict does not see a write into the batch",
-        PREDICTION + "tracing/dry_run.py",
+        PREDICTION + "tracing/fake_step.py",
         "if self._is_placed and ",
         "if False and ",
         WATCHED_TESTS,
@@ -191,14 +191,14 @@ MUTANTS = (
     ),
     Mutant(
         "weights that come from the losses are taken for class weights",
-        EXACTNESS + "weighing.py",
+        EXACTNESS + "loss_weights.py",
         "and not _depend_on_losses(measured, partitions, found)",
         "",
         VERIFICATION_TESTS,
     ),
     Mutant(
         "a module that the step has made stays for the next comparison",
-        EXACTNESS + "check.py",
+        EXACTNESS + "compare_split.py",
         "            measured.checkpoint.restore()  #",
         "            pass  #",
         VERIFICATION_TESTS,
@@ -262,14 +262,14 @@ MUTANTS = (
         SHARES,
         "term.multiply(self._part_of(piece))",
         "term.multiply(piece.size / self.samples)",
-        ("tests/test_shares.py",),
+        ("tests/training/test_shares.py",),
     ),
     Mutant(
         "a buffer stays where it was put",
         "autobatch/state/tensor_header.py",
         "    if not _refer_to_the_same(tensor, alias):\n        tensor.data = alias\n",
         "",
-        ("tests/test_rewind_point.py", *ACCUMULATION_TESTS),
+        ("tests/state/test_rewind_point.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
         "an update's gradients come back after it",
@@ -346,7 +346,7 @@ MUTANTS = (
         RANDOM,
         "marks is not None and marks == earlier.marks",
         "marks is not None",
-        ("tests/test_generator_marks.py",),
+        ("tests/state/test_generator_marks.py",),
     ),
     Mutant(
         "what modules hold is never looked at again",
@@ -367,7 +367,7 @@ MUTANTS = (
         "autobatch/batch/tree_spec.py",
         "            if list(batch) != self._keys:\n",
         "            if False:\n",
-        ("tests/test_tree_spec.py",),
+        ("tests/batch/test_tree_spec.py",),
     ),
     Mutant(
         "a piece is kept that moved an attribute",
@@ -409,91 +409,91 @@ MUTANTS = (
         TRANSACTION,
         "        coalesce_gradients(stamps.parameters)\n",
         "",
-        ("tests/test_sparse_gradients.py",),
+        ("tests/state/test_sparse_gradients.py",),
     ),
     Mutant(
         "a trial's sparse gradient has the rows of two micro-batches",
         TRANSACTION,
         "            widen_gradients(stamps.parameters, self.stands_for)\n",
         "",
-        ("tests/test_sparse_gradients.py",),
+        ("tests/state/test_sparse_gradients.py",),
     ),
     Mutant(
         "a remembered plan may need more than there is",
         RECOLLECTION,
         "    if plan.peak_bytes > limit:",
         "    if False:",
-        ("tests/test_recollection.py",),
+        ("tests/planning/test_recollection.py",),
     ),
     Mutant(
         "a remembered plan may answer another question",
         RECOLLECTION,
         "if not plan.predicted and _asks_the_same(plan, wanted)]",
         "if not plan.predicted]",
-        ("tests/test_recollection.py",),
+        ("tests/planning/test_recollection.py",),
     ),
     Mutant(
         "a trial that differs confirms a plan",
         SEARCH,
         "return [trial], None if changed else plan",
         "return [trial], plan",
-        ("tests/test_reuse.py",),
+        ("tests/fitting/test_reuse.py",),
     ),
     Mutant(
         "a forked child writes its parent's run",
         KEEPING,
         "if self._over or os.getpid() != self._pid or self._run is None:",
         "if self._over or self._run is None:",
-        ("tests/test_ledger_keeping.py",),
+        ("tests/ledger/test_ledger_keeping.py",),
     ),
     Mutant(
         "what is written is not committed",
-        "autobatch/ledger/journal.py",
+        "autobatch/ledger/sqlite_journal_mode.py",
         '        connection.execute("COMMIT")\n',
         '        connection.execute("ROLLBACK")\n',
-        ("tests/test_ledger_store.py",),
+        ("tests/ledger/test_ledger_store.py",),
     ),
     Mutant(
         "a prediction forgets the margin",
         f"{PREDICTION}sizing.py",
         "int(gpu.total_bytes / (1 + margin))",
         "gpu.total_bytes",
-        ("tests/test_sizing.py", "tests/test_prediction.py"),
+        ("tests/prediction/test_sizing.py", "tests/prediction/test_prediction.py"),
     ),
     Mutant(
         "freed neighbours are not merged",
         f"{PREDICTION}allocator/block_pool.py",
         "        before = self._ending.pop(start, 0)\n",
         "        before = 0\n",
-        ("tests/test_allocator.py",),
+        ("tests/prediction/test_allocator.py",),
     ),
     Mutant(
         "one cuBLAS workspace instead of two",
         f"{PREDICTION}estimate.py",
         "_HANDLES = 2\n",
         "_HANDLES = 1\n",
-        ("tests/test_estimate.py",),
+        ("tests/prediction/test_estimate.py",),
     ),
     Mutant(
         "sizes grow from another sample on",
         f"{PREDICTION}timeline.py",
         "size - slope * first.samples for",
         "size - slope * (first.samples - 1) for",
-        ("tests/test_timeline.py",),
+        ("tests/prediction/test_timeline.py",),
     ),
     Mutant(
         "what lies beyond the largest trace is judged",
         f"{PREDICTION}estimate.py",
         "return self.timeline.traced[-1].samples if self.timeline.interpolated else None",
         "return None",
-        ("tests/test_sizing.py", "tests/test_estimate.py"),
+        ("tests/prediction/test_sizing.py", "tests/prediction/test_estimate.py"),
     ),
     Mutant(
         "half an optimizer's state is left to the next trial",
-        "autobatch/probe.py",
+        "autobatch/fitting/probe.py",
         "            self.state.reset_optimizer()\n",
         "",
-        ("tests/test_fitting.py",),
+        ("tests/fitting/test_fitting.py",),
     ),
     Mutant(
         "a list of samples of one length is read as fields",
@@ -539,14 +539,14 @@ MUTANTS = (
     ),
     Mutant(
         "a trial's copy of the batch carries a graph",
-        "autobatch/probe.py",
+        "autobatch/fitting/probe.py",
         "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
         "    return tensor.clone()\n",
         BATCH_TESTS,
     ),
     Mutant(
         "a trial's copy of the batch requires no gradient",
-        "autobatch/probe.py",
+        "autobatch/fitting/probe.py",
         "    return tensor.detach().clone().requires_grad_(tensor.requires_grad)\n",
         "    return tensor.detach().clone()\n",
         BATCH_TESTS,
@@ -563,77 +563,77 @@ MUTANTS = (
         "autobatch/ledger/retention.py",
         'rowid IN ({surplus}) AND {idle}"',
         'rowid IN ({surplus})"',
-        ("tests/test_ledger_store.py",),
+        ("tests/ledger/test_ledger_store.py",),
     ),
     Mutant(
         "a smaller plan hides a better one",
         RECOLLECTION,
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
-        ("tests/test_recollection.py",),
+        ("tests/planning/test_recollection.py",),
     ),
     Mutant(
         "one norm over all parameters judges a split",
         f"{EXACTNESS}rounding.py",
         "        return max(self.sizes[index], self.floor(index), before) or apart\n",
         "        return max(*self.sizes, self.floor(index), before) or apart\n",
-        ("tests/test_scales.py",),
+        ("tests/report/test_scales.py",),
     ),
     Mutant(
         "rounding is no excuse",
         f"{EXACTNESS}rounding.py",
         "return _NOISES / TOLERANCE * self.noise[index] if self.noise else 0.0",
         "return 0.0",
-        ("tests/test_scales.py",),
+        ("tests/report/test_scales.py",),
     ),
     Mutant(
         "all samples draw alike",
-        f"{EXACTNESS}numbering.py",
+        f"{EXACTNESS}sample_numbers.py",
         '        if kind != "alike":\n',
         "        if False:\n",
-        ("tests/test_draws.py",),
+        ("tests/exactness/test_draws.py",),
     ),
     Mutant(
         "a part draws as if it were the first",
-        f"{EXACTNESS}numbering.py",
+        f"{EXACTNESS}sample_numbers.py",
         "return numbers.narrow(dim, self._start * rows, size)",
         "return numbers.narrow(dim, 0, size)",
-        ("tests/test_draws.py",),
+        ("tests/exactness/test_draws.py",),
     ),
     Mutant(
         "a recomputation draws anew",
-        f"{EXACTNESS}numbering.py",
+        f"{EXACTNESS}sample_numbers.py",
         "        known = self._replays.get(token)\n",
         "        known = None\n",
-        ("tests/test_draws.py",),
+        ("tests/exactness/test_draws.py",),
     ),
     Mutant(
         "the samples of a list are counted by the first one's place",
         f"{EXACTNESS}units.py",
         """        if not any(path.startswith(f"{of_samples}[") for of_samples in lists):\n""",
         "        if True:\n",
-        ("tests/test_advice.py", "tests/test_diagnosis.py"),
+        ("tests/fitting/test_advice.py", "tests/exactness/test_diagnosis.py"),
     ),
     Mutant(
         "a check that could not be done is no warning",
-        "autobatch/fitting.py",
+        "autobatch/fitting/fit.py",
         "return (*known, str(verdict)) if verdict.unchecked else known",
         "return known",
-        ("tests/test_check.py",),
+        ("tests/exactness/test_check.py",),
     ),
     Mutant(
         "what could not be checked does not raise",
-        "autobatch/fitting.py",
+        "autobatch/fitting/fit.py",
         "    if strict and splits:\n",
         "    if strict and known:\n",
-        ("tests/test_check.py",),
+        ("tests/exactness/test_check.py",),
     ),
     Mutant(
         "the first count that is near is advised",
-        f"{EXACTNESS}weighing.py",
+        f"{EXACTNESS}loss_weights.py",
         "        if best is None or error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):\n",
         "        if best is None or best[1] > _EXPLAINS:\n",
-        ("tests/test_advice.py",),
+        ("tests/fitting/test_advice.py",),
     ),
     Mutant(
         "a backward pass inside the step is not noticed",
@@ -686,7 +686,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan without trials never finds out",
-        "autobatch/runner.py",
+        "autobatch/training/runner.py",
         "if self._accumulation.smallest > 1 or not refuses_one_sample(error):",
         "if True:",
         SMALLEST_TESTS,
@@ -710,35 +710,35 @@ MUTANTS = (
         "autobatch/planning/search.py",
         "    if question.expects_no_more and 0 <",
         "    if 0 <",
-        ("tests/test_expecting.py",),
+        ("tests/prediction/test_expecting.py",),
     ),
     Mutant(
         "a prediction spares the trial of a size whatever was measured",
         "autobatch/planning/search.py",
         "    if line.reach(question.limit_bytes) >= following:\n        return False\n",
         "",
-        ("tests/test_expecting.py",),
+        ("tests/prediction/test_expecting.py",),
     ),
     Mutant(
         "Python code runs when a tensor is freed",
         LIVE_STORAGE,
         "_StorageReference(storage, self._dead.add)",
         "_StorageReference(storage, lambda dead: self._dead.add(dead))",
-        ("tests/test_live_storage.py",),
+        ("tests/memory/test_live_storage.py",),
     ),
     Mutant(
         "an interrupt may come between the total and a storage's part in it",
         LIVE_STORAGE,
         "            self._total, reference.byte_count = self._total - reference.byte_count, 0\n",
         "            self._total -= reference.byte_count\n            reference.byte_count = 0\n",
-        ("tests/test_live_storage.py",),
+        ("tests/memory/test_live_storage.py",),
     ),
     Mutant(
         "what another storage has at the address of a dead one is forgotten",
         LIVE_STORAGE,
         "reference.key if reference.key in known and known[reference.key] is reference else None",
         "reference.key",
-        ("tests/test_live_storage.py",),
+        ("tests/memory/test_live_storage.py",),
     ),
     Mutant(
         "two threads leave torch's globals in a dispatch mode",
@@ -748,14 +748,14 @@ MUTANTS = (
         '        """End what ``__enter__`` began."""\n'
         "        _pop_mode()\n",
         "        return super().__enter__()\n",
-        ("tests/test_threads.py",),
+        ("tests/api/test_threads.py",),
     ),
     Mutant(
         "compiled code is met under a mode",
         DISPATCH,
         '        if "torch._dynamo" in sys.modules:\n            _set_up_compiler()\n',
         "",
-        ("tests/test_cpu.py",),
+        ("tests/memory/test_cpu.py",),
     ),
     Mutant(
         "nothing is compiled in any thread",
@@ -764,119 +764,119 @@ MUTANTS = (
         "            return None\n"
         "        return self._choose(callback)\n",
         "        return None\n",
-        ("tests/test_threads.py",),
+        ("tests/api/test_threads.py",),
     ),
     Mutant(
         "a thread that leaves a CUDA limit puts another thread's in place",
         "autobatch/memory/cuda.py",
         "            if enter and not limits.entered:\n",
         "            if enter:\n",
-        ("tests/test_cuda.py",),
+        ("tests/memory/test_cuda.py",),
     ),
     Mutant(
         "two fits measure at once",
-        "autobatch/fitting.py",
+        "autobatch/fitting/fit.py",
         "    with (\n        one_at_a_time(),\n",
         "    with (\n",
-        ("tests/test_threads.py",),
+        ("tests/api/test_threads.py",),
     ),
     Mutant(
         "two forks change the warning filters at once",
-        PREDICTION + "isolation.py",
+        PREDICTION + "child_process.py",
         "        with _FILTERS, warnings.catch_warnings():\n",
         "        with warnings.catch_warnings():\n",
-        ("tests/test_threads.py",),
+        ("tests/api/test_threads.py",),
     ),
     Mutant(
         "a trial steps a trainer's own optimizer",
-        "autobatch/fitting.py",
+        "autobatch/fitting/fit.py",
         "    optimizer = unwrap_optimizer(optimizer)\n",
         "",
-        ("tests/test_wrappers.py",),
+        ("tests/api/test_wrappers.py",),
     ),
     Mutant(
         "accelerate's scaler unscales a second time",
         WRAPPERS,
         "        scaler, optimizer = own if scaler is None else scaler, optimizer.optimizer\n",
         "        return optimizer, own if scaler is None else scaler\n",
-        ("tests/test_wrappers.py",),
+        ("tests/api/test_wrappers.py",),
     ),
     Mutant(
         "a clock that was ahead once counts in full",
         "autobatch/ledger/clock.py",
         "min(max(now - latest, 0.0), retention.days * DAY_S / _GAPS)",
         "max(now - latest, 0.0)",
-        ("tests/test_ledger_store.py",),
+        ("tests/ledger/test_ledger_store.py",),
     ),
     Mutant(
         "a damaged plan stays among the others",
         "autobatch/ledger/reader.py",
         "                self._set_aside(set_plan_aside, rowid, error.reason)\n",
         "",
-        ("tests/test_ledger_set_aside.py",),
+        ("tests/ledger/test_ledger_set_aside.py",),
     ),
     Mutant(
         "a text from a file may steer a terminal",
-        "autobatch/bounds.py",
+        "autobatch/_bounds.py",
         "    if len(text) <= LONGEST_TEXT and is_one_line(text):\n",
         "    if len(text) <= LONGEST_TEXT:\n",
-        ("tests/test_hostile_plans.py",),
+        ("tests/planning/test_hostile_plans.py",),
     ),
     Mutant(
         "state of an earlier run is not counted",
-        "autobatch/probe.py",
+        "autobatch/fitting/probe.py",
         "max(self.state_bytes, readings.state + max(made, 0))",
         "max(self.state_bytes, max(made, 0))",
-        ("tests/test_phases.py",),
+        ("tests/training/test_phases.py",),
     ),
     Mutant(
         "what a trial writes into outside the model is not copied",
-        "autobatch/probe.py",
+        "autobatch/fitting/probe.py",
         "self.state.record() if records else nullcontext()",
         "nullcontext()",
-        ("tests/test_outside_tensors.py",),
+        ("tests/step/test_outside_tensors.py",),
     ),
     Mutant(
         "a check leaves a teacher as its last run had it",
         EXACTNESS + "measurement.py",
         "            self.checkpoint.restore_outside()\n",
         "",
-        ("tests/test_outside_tensors.py",),
+        ("tests/step/test_outside_tensors.py",),
     ),
     Mutant(
         "a check leaves a teacher's data where its last run had assigned it",
         EXACTNESS + "measurement.py",
         "            self.outside.put_back()\n",
         "",
-        ("tests/test_outside_tensors.py",),
+        ("tests/step/test_outside_tensors.py",),
     ),
     Mutant(
         "activations of the step before are held between steps",
         TRANSACTION,
         "            self._state.end()  # last: it only",
         "            #",
-        ("tests/test_held_activations.py",),
+        ("tests/training/test_held_activations.py",),
     ),
     Mutant(
         "a trial begins without what the step before holds",
-        "autobatch/probe.py",
+        "autobatch/fitting/probe.py",
         "        if self._holds_activations:\n",
         "        if False:\n",
-        ("tests/test_held_activations.py",),
+        ("tests/training/test_held_activations.py",),
     ),
     Mutant(
         "what only an earlier micro-batch writes into is not learnt",
         REWIND_POINT,
         "            written = self._written | self._recorder.written\n",
         "            written = self._recorder.written\n",
-        ("tests/test_state_corners.py",),
+        ("tests/state/test_state_corners.py",),
     ),
     Mutant(
         "a put() that raises leaves the other named objects out",
         "autobatch/state/user_objects.py",
         "                parts.callback(item.put, taken)\n",
         "                item.put(taken)\n",
-        ("tests/test_state_corners.py",),
+        ("tests/state/test_state_corners.py",),
     ),
 )
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch._wrappers import unwrap_model
 from autobatch.batch.layout import grow, map_tensors
 from autobatch.errors import InvalidBatch, NeedsBatch
-from autobatch.wrappers import unwrap_model
 
 __all__ = ["infer_example"]
 

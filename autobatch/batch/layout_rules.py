@@ -32,13 +32,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from autobatch._formatting import name_type, show_value, with_article
 from autobatch.batch.list_rules import ROOT, ListReading, OpenList, find_only_count, judge, refuse_to_guess
 from autobatch.batch.marked_lists import Fields, Samples
 from autobatch.batch.registry import find_type
 from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
 from autobatch.batch.tree import fields_of, is_sequence, leaves_of
 from autobatch.errors import InvalidBatch
-from autobatch.wording import name_type, show_value, with_article
 
 __all__ = ["read"]
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from autobatch._formatting import name_type
 from autobatch.batch.structure import (
     are_alike,
     are_images,
@@ -51,7 +52,6 @@ from autobatch.batch.structure import (
 )
 from autobatch.batch.tree import fields_of, is_sequence
 from autobatch.errors import InvalidBatch
-from autobatch.wording import name_type
 
 __all__ = ["ROOT", "ListReading", "OpenList", "find_only_count", "judge", "refuse_to_guess"]
 

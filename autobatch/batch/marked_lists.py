@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autobatch._formatting import name_type
 from autobatch.errors import InvalidArgument
-from autobatch.wording import name_type
 
 __all__ = ["Fields", "Samples"]
 

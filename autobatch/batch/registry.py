@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autobatch._formatting import name_type, show_value, with_article
 from autobatch.errors import InvalidArgument, InvalidBatch
-from autobatch.wording import name_type, show_value, with_article
 
 __all__ = ["BatchType", "find_type", "register"]
 

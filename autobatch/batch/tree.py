@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from autobatch._formatting import name_type
 from autobatch.batch.registry import find_type
 from autobatch.errors import InvalidBatch
-from autobatch.storages import bytes_of
-from autobatch.wording import name_type
+from autobatch.torch_internals.storages import bytes_of
 
 __all__ = [
     "as_leaf",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from autobatch.cli.answer import Answer
-from autobatch.memory.container import HostMemory, read_host_memory
+from autobatch._formatting import format_bytes
+from autobatch.cli.output import Answer
+from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all
-from autobatch.wording import format_bytes
 
 __all__ = ["configure", "run"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from autobatch.cli.answer import DONE, NO, Answer
-from autobatch.cli.kept import find_plan
+from autobatch.cli.ledger_access import find_plan
+from autobatch.cli.output import DONE, NO, Answer
 from autobatch.report.difference import diff_plans, diff_plans_data
 
 __all__ = ["configure", "run"]

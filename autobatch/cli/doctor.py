@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 
-from autobatch.cli.answer import DONE, NO, Answer
-from autobatch.cli.checkup import Finding, examine
-from autobatch.cli.kept import find_fault
-from autobatch.cli.surroundings import read_surroundings
+from autobatch.cli.diagnostics import Finding, examine
+from autobatch.cli.environment import read_environment
+from autobatch.cli.ledger_access import find_fault
+from autobatch.cli.output import DONE, NO, Answer
 
 __all__ = ["configure", "run"]
 
@@ -27,7 +27,7 @@ def configure(command: argparse.ArgumentParser) -> None:
 def run(_: argparse.Namespace) -> Answer:
     """Look, judge, and say what to do."""
     home, fault = find_fault()
-    found = read_surroundings(os.environ, home, fault)
+    found = read_environment(os.environ, home, fault)
     findings = examine(found)
     wrong = any(finding.level == "wrong" for finding in findings)
     text = "\n".join(line for finding in findings for line in _show(finding))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import Answer, check_folder, read_count, save_plan
-from autobatch.cli.source import KNOWN, add_source, load, take
+from autobatch.cli.model_source import KNOWN, add_source, load, take
+from autobatch.cli.output import Answer, check_folder, read_count, save_plan
 from autobatch.errors import InvalidArgument
-from autobatch.fitting import fit
+from autobatch.fitting.fit import fit
 
 __all__ = ["configure", "run"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import math
 
-from autobatch.cli.answer import Answer
-from autobatch.cli.kept import open_store
+from autobatch._formatting import plural
+from autobatch.cli.ledger_access import open_store
+from autobatch.cli.output import Answer
 from autobatch.errors import InvalidArgument
-from autobatch.wording import plural
 
 __all__ = ["configure", "run"]
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import NoReturn
 
-from autobatch.cli.answer import NO, USAGE, Answer
+from autobatch._version import __version__
+from autobatch.cli.output import NO, USAGE, Answer
 from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
-from autobatch.silent_torch import import_torch
-from autobatch.version import __version__
+from autobatch.torch_internals.silent_import import import_torch
 
 __all__ = ["main"]
 

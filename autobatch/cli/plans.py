@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import time
 
-from autobatch.cli.answer import Answer, read_count
-from autobatch.cli.kept import open_store
-from autobatch.history import Run
+from autobatch._formatting import format_bytes, plural
+from autobatch.cli.ledger_access import open_store
+from autobatch.cli.output import Answer, read_count
+from autobatch.events.run_history import Run
 from autobatch.plan import Plan
-from autobatch.wording import format_bytes, plural
 
 __all__ = ["configure", "run"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from autobatch.cli.answer import DONE, NO, Answer, check_folder, read_count, save_plan
-from autobatch.cli.source import KNOWN, add_source, load, take
+from autobatch.cli.model_source import KNOWN, add_source, load, take
+from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count, save_plan
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.predicting import predict
+from autobatch.prediction.predict import predict
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.text import explain_changes
 

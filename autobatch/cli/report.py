@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from autobatch.cli.answer import Answer, check_folder
-from autobatch.cli.kept import find_plan
+from autobatch.cli.ledger_access import find_plan
+from autobatch.cli.output import Answer, check_folder
 from autobatch.errors import InvalidArgument
 from autobatch.report.html import render_report
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from autobatch.cli.answer import Answer
-from autobatch.cli.kept import find_plan
+from autobatch.cli.ledger_access import find_plan
+from autobatch.cli.output import Answer
 from autobatch.report.text import show_plan
 
 __all__ = ["configure", "run"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from autobatch.cli.answer import DONE, NO, Answer
-from autobatch.cli.source import KNOWN, add_source, load, take
+from autobatch.cli.model_source import KNOWN, add_source, load, take
+from autobatch.cli.output import DONE, NO, Answer
 from autobatch.errors import InvalidArgument
 from autobatch.exactness.verification import verify
 

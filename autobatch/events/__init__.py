@@ -5,8 +5,8 @@ happen (``fitting``, ``runner``) nor sinks for trackers (``hooks``).
 """
 
 from autobatch.events.event import Event, Hook, emit, log_event
-from autobatch.events.fitted import PlanMade, PlanRecalled, PlanRefused, TrialFinished
-from autobatch.events.stepped import (
+from autobatch.events.fit_events import PlanMade, PlanRecalled, PlanRefused, TrialFinished
+from autobatch.events.runner_events import (
     BatchDiffers,
     GradientsFound,
     PlanDiffers,

@@ -46,10 +46,10 @@ def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
         try:
             hook(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the hook's and not the step's
-            _complain(hook, event, error)
+            _warn(hook, event, error)
 
 
-def _complain(hook: Hook, event: Event, error: Exception) -> None:
+def _warn(hook: Hook, event: Event, error: Exception) -> None:
     """With its traceback the first time; a tracker that is away fails at every step."""
     if not _is_known(hook):
         name = type(event).__name__

@@ -15,10 +15,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.exactness.divisions import Sizes, ranges_of
+from autobatch.exactness.loss_weights import NO_MEAN, explain_weighing, is_explained_by, is_near
 from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.numbering import Order
 from autobatch.exactness.rounding import TOLERANCE
-from autobatch.exactness.weighing import NO_MEAN, explain_weighing, is_explained_by, is_near
+from autobatch.exactness.sample_numbers import Order
 from autobatch.state.random_state import HostRandomState
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms
 

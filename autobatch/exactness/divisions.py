@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from autobatch.bounds import LONGEST_LIST
+from autobatch._bounds import LONGEST_LIST
 from autobatch.planning.planner import balance
 
 __all__ = ["Sizes", "divide_at_full_size", "halvings", "partitions_of", "ranges_of", "wholes_of"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autobatch.errors import AutobatchError, DoesNotFit
-from autobatch.exactness.check import Check, NoMemoryError
+from autobatch.exactness.compare_split import Check, NoMemoryError
 from autobatch.exactness.divisions import Sizes, divide_at_full_size, wholes_of
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict

@@ -12,20 +12,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from autobatch.accumulation.progress import Shortage
-from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.batch.tree import as_leaf, map_tensors
 from autobatch.errors import DoesNotFit
 from autobatch.exactness.divisions import Sizes, ranges_of
 from autobatch.exactness.gradients import Gradients, distances, norms, take_gradients, total
-from autobatch.exactness.numbering import Numbering
 from autobatch.exactness.rounding import TOLERANCE, Scales, bound_noise
+from autobatch.exactness.sample_numbers import Numbering
 from autobatch.memory.device import Device
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import Mean, Sum
 from autobatch.step.workload import Step, Workload
+from autobatch.training.accumulation_state import Shortage
+from autobatch.training.transaction import Accumulation
 
 __all__ = ["Measurement"]
 

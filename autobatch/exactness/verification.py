@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch._arguments import find_allowance, find_device
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
-from autobatch.exactness.check import Check
+from autobatch.exactness.compare_split import Check
 from autobatch.exactness.full_size import FullSize
-from autobatch.memory.container import read_host_memory
 from autobatch.memory.device import Device
+from autobatch.memory.host_limit import read_host_memory
 from autobatch.records import Verdict
-from autobatch.request import find_allowance, find_device
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step

@@ -7,10 +7,10 @@ A hook that raises costs a log line, never a step.
 
 from __future__ import annotations
 
-from autobatch.hooks.exporter import prometheus
-from autobatch.hooks.lines import jsonl
-from autobatch.hooks.screen import console
-from autobatch.hooks.snapshots import memory_snapshot
+from autobatch.hooks.console import console
+from autobatch.hooks.jsonl import jsonl
+from autobatch.hooks.memory_snapshot import memory_snapshot
+from autobatch.hooks.prometheus import prometheus
 from autobatch.hooks.trackers import mlflow, tensorboard, wandb
 
 __all__ = ["console", "jsonl", "memory_snapshot", "mlflow", "prometheus", "tensorboard", "wandb"]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from autobatch._formatting import show_value
+from autobatch._objects import is_instance_with
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
-from autobatch.hooks.readings import read_event
-from autobatch.objects import is_instance_with
-from autobatch.wording import show_value
+from autobatch.hooks.metrics import read_event
 
 __all__ = ["mlflow", "tensorboard", "wandb"]
 

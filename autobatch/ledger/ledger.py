@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from autobatch.history import Run
-from autobatch.ledger.complaint import complain_once, spell_cause
-from autobatch.ledger.notes import RunNotes
-from autobatch.ledger.place import find_home, find_ledger, is_on, name_successor
+from autobatch.events.run_history import Run
+from autobatch.ledger.path import find_home, find_ledger, is_on, name_successor
+from autobatch.ledger.run_summary import RunNotes
 from autobatch.ledger.schema import LedgerUnavailable, is_damaged
 from autobatch.ledger.store import Store
+from autobatch.ledger.warnings import spell_cause, warn_once
 from autobatch.plan import Plan
 
 __all__ = ["Ledger", "Written"]
@@ -46,7 +46,7 @@ class Ledger:
         try:
             return cls(find_home())
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, training goes on
-            _complain(error, "nowhere")
+            _warn(error, "nowhere")
             return cls(None)
 
     @property
@@ -97,7 +97,7 @@ class Ledger:
         try:
             return _use_newest(self._home, action, patience_s)
         except Exception as error:  # noqa: BLE001 - no failure here is worth a training step
-            _complain(error, str(self._home))
+            _warn(error, str(self._home))
             return otherwise
 
 
@@ -118,7 +118,7 @@ def _give_up(path: Path, error: Exception) -> Path:
     successor = name_successor(path)
     if successor is None:
         raise LedgerUnavailable(f"{path} is damaged, as were all before it: look at that disk, and move them away")
-    complain_once(
+    warn_once(
         f"damaged {path}",
         f"the ledger {path} is damaged ({error}); it is left as it is, and from now on {successor.name} is used",
     )
@@ -132,8 +132,8 @@ def _keep(store: Store, plan: Plan, run: Run | None = None) -> bool:
     return True
 
 
-def _complain(error: Exception, place: str) -> None:
-    complain_once(
+def _warn(error: Exception, place: str) -> None:
+    warn_once(
         spell_cause(error),
         f"the ledger in {place} cannot be used ({type(error).__name__}: {error}): plans and runs may not be kept; "
         f"nothing else is touched by that; AUTOBATCH_HOME moves it, AUTOBATCH_LEDGER=off turns it off",

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from autobatch.errors import InvalidArgument
-from autobatch.history import Run
-from autobatch.ledger.complaint import complain_once
-from autobatch.ledger.journal import transaction
+from autobatch.events.run_history import Run
+from autobatch.ledger.damaged_rows import report_unreadable, set_plan_aside, set_run_aside
 from autobatch.ledger.rows import RUN_COLUMNS, UnreadableRowError, read_plan, read_run
 from autobatch.ledger.schema import is_damaged
-from autobatch.ledger.set_aside import report_unreadable, set_plan_aside, set_run_aside
+from autobatch.ledger.sqlite_journal_mode import transaction
+from autobatch.ledger.warnings import warn_once
 from autobatch.plan import Plan
 
 __all__ = ["Reader", "decode_text"]
@@ -78,7 +78,7 @@ class Reader:
             raise UnreadableRowError(str(error)) from error
         except UnreadableRowError as error:
             if error.is_foreign:
-                complain_once(
+                warn_once(
                     "a plan of another version",
                     f"plan {row[0]} in the ledger is not one that this version reads ({error.reason}): such plans are "
                     f"left out",

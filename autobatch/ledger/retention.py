@@ -12,9 +12,9 @@ import sqlite3
 
 from pydantic import PositiveFloat, PositiveInt
 
-from autobatch.ledger.complaint import complain_once
+from autobatch._formatting import show_value
+from autobatch.ledger.warnings import warn_once
 from autobatch.records import Record
-from autobatch.wording import show_value
 
 __all__ = ["DAY_S", "Retention", "find_retention", "prune", "read_days"]
 
@@ -44,7 +44,7 @@ def find_retention() -> Retention:
     days = read_days(named)
     if days is None:
         default = Retention()
-        complain_once(
+        warn_once(
             "AUTOBATCH_RETENTION_DAYS",
             f"AUTOBATCH_RETENTION_DAYS={show_value(named)} is no positive number of days; plans are "
             f"kept for {default.days:.0f}",

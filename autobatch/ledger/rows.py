@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autobatch.history import Run
-from autobatch.ledger.notes import RunNotes
+from autobatch._version import __version__
+from autobatch.events.run_history import Run
+from autobatch.ledger.run_summary import RunNotes
 from autobatch.plan import Plan
 from autobatch.records import spell_invalid
-from autobatch.version import __version__
 
 __all__ = [
     "RUN_COLUMNS",

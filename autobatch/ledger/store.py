@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 
 from autobatch.errors import InvalidArgument
-from autobatch.history import Run
+from autobatch.events.run_history import Run
 from autobatch.ledger.clock import tick
-from autobatch.ledger.journal import set_journal, transaction
-from autobatch.ledger.notes import RunNotes
 from autobatch.ledger.reader import Reader, decode_text
 from autobatch.ledger.retention import Retention, find_retention, prune
 from autobatch.ledger.rows import UnreadableRowError, insert_notes, insert_plan, insert_run
+from autobatch.ledger.run_summary import RunNotes
 from autobatch.ledger.schema import VERSION, check_version, migrate
+from autobatch.ledger.sqlite_journal_mode import set_journal_mode, transaction
 from autobatch.plan import Plan
 
 __all__ = ["Store"]
@@ -49,7 +49,7 @@ class Store:
         self._reader = Reader(self._connection)
         try:
             check_version(self._connection)
-            set_journal(self._connection, path.parent, patience_s)
+            set_journal_mode(self._connection, path.parent, patience_s)
             self._connection.execute("PRAGMA foreign_keys = ON")
             migrate(self._connection)
         except BaseException:

@@ -13,11 +13,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from autobatch.memory.container import read_host_memory
-from autobatch.memory.leftovers import drop_leftovers
+from autobatch.memory.host_limit import read_host_memory
 from autobatch.memory.live_storage import LiveStorage, StorageBudget
-from autobatch.memory.profiling import profile_range
+from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
+from autobatch.torch_internals.profiler_range import profile_range
 
 __all__ = ["CpuDevice"]
 
@@ -95,7 +95,7 @@ class CpuDevice:
         """Count tensors that were made before, or outside, any ``limit`` block."""
         _STORAGE.add(tensors)
 
-    def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor in CPU memory stays as it is."""
         return tensor.to(self.torch_device)
 
@@ -117,4 +117,4 @@ class CpuDevice:
 
     def reclaim(self) -> None:
         """Let go of what nobody uses any more."""
-        drop_leftovers()
+        drop_stale_references()

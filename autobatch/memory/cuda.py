@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from autobatch.memory import nvml
-from autobatch.memory.leftovers import drop_leftovers
-from autobatch.memory.profiling import profile_range
+from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
+from autobatch.torch_internals.profiler_range import profile_range
 
 __all__ = ["CudaDevice", "find_fraction"]
 
@@ -119,7 +119,7 @@ class CudaDevice:
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: the allocator sees every tensor."""
 
-    def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copied without waiting where the source is pinned: torch reuses pinned memory only after it was read."""
         pinned = tensor.device.type == "cpu" and tensor.is_pinned()
         return tensor.to(self.torch_device, non_blocking=pinned)
@@ -149,7 +149,7 @@ class CudaDevice:
 
     def reclaim(self) -> None:
         """Let go of what nobody uses any more, then give cached blocks back to the driver."""
-        drop_leftovers()
+        drop_stale_references()
         torch.cuda.empty_cache()
 
 

@@ -50,7 +50,7 @@ class Device(Protocol):
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make these tensors count, for a device that only sees what is made under its eyes."""
 
-    def place_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on this device; one that is already there is not copied."""
 
     def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:

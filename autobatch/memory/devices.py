@@ -12,7 +12,7 @@ import torch
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.cuda import CudaDevice
 from autobatch.memory.device import Device
-from autobatch.memory.unmeasured import UnmeasuredDevice
+from autobatch.memory.unmonitored import UnmonitoredDevice
 
 __all__ = ["device_for"]
 
@@ -34,4 +34,4 @@ def _open(torch_device: torch.device) -> Device:
         return CpuDevice()
     if torch_device.type == "cuda":
         return CudaDevice(torch_device)
-    return UnmeasuredDevice(torch_device)
+    return UnmonitoredDevice(torch_device)

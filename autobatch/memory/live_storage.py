@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from autobatch.dispatch import DispatchMode
-from autobatch.storages import storages_of
-from autobatch.wording import format_bytes
+from autobatch._formatting import format_bytes
+from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.storages import storages_of
 
 __all__ = ["LiveStorage", "StorageBudget"]
 

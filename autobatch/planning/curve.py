@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, Strict
 
-from autobatch.bounds import LONGEST_LIST, Bytes
+from autobatch._bounds import LONGEST_LIST, Bytes
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record, Trial
 

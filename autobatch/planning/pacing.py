@@ -18,8 +18,8 @@ from typing import Literal
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.setback import CLEAN_STEPS, Setback
 from autobatch.planning.shrinking import shrink
+from autobatch.planning.size_recovery import CLEAN_STEPS, Setback
 
 __all__ = ["Pace", "Reason"]
 

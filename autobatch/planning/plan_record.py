@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, model_validator
 
-from autobatch.bounds import (
+from autobatch._bounds import (
     LISTED,
     MOST_MICRO_BATCHES,
     Bytes,

@@ -7,10 +7,10 @@ cover running there.
 
 from __future__ import annotations
 
+from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import divide_evenly
-from autobatch.wording import show_value
 
 __all__ = ["FRAMEWORKS", "settings_for"]
 

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
+from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.isolation import run_apart
 from autobatch.prediction.record import Change
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.check import check_timeline
+from autobatch.prediction.tracing.retrace import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from autobatch._formatting import plural
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.prediction.text import explain_trust, summarise_prediction
 from autobatch.report.tables import Bytes, Cell, Table
 from autobatch.report.templating import Section, render_template
-from autobatch.wording import plural
 
 __all__ = ["render_prediction"]
 

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from autobatch.bounds import LISTED, Bytes, Count, Flag, Samples, Seconds, Target, Text, Whole
+from autobatch._bounds import LISTED, Bytes, Count, Flag, Samples, Seconds, Target, Text, Whole
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve
-from autobatch.prediction.gpu_table import Gpu
+from autobatch.prediction.card_table import Gpu
 from autobatch.records import Record
 
 __all__ = ["CardFit", "Change", "Part", "Point", "PredictionRecord", "Reach"]

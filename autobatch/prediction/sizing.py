@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autobatch.planning.planner import least_size, useful_sizes
+from autobatch.prediction.card_table import GPUS, Gpu
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.gpu_table import GPUS, Gpu
 from autobatch.prediction.record import CardFit, Point, Reach
 
 __all__ = ["Sizing", "find_limit"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
+from autobatch._formatting import format_bytes, plural
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.report.text import describe_division
-from autobatch.wording import format_bytes, plural
 
 __all__ = [
     "FAMILIES_REASON",

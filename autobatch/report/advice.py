@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autobatch._formatting import format_bytes
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.wording import format_bytes
 
 __all__ = ["advise"]
 

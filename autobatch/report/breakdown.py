@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from autobatch._formatting import format_bytes
 from autobatch.planning.curve import ran
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
-from autobatch.wording import format_bytes
 
 __all__ = ["Part", "apportion", "chosen_trial", "held_bytes", "memory_parts"]
 

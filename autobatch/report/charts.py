@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
 from autobatch.report.breakdown import held_bytes, memory_parts
 from autobatch.report.scales import LinearScale, LogScale, Scale, byte_ticks, choose_scale, count_ticks
 from autobatch.report.svg import Frame, axes, band, cross, dot, element, label, picture, polyline, room_for, triangle
-from autobatch.wording import format_bytes, plural
 
 __all__ = ["memory_bar", "peak_chart", "speed_chart"]
 

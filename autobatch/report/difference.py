@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
 from autobatch.report.breakdown import held_bytes
 from autobatch.report.tables import format_time
-from autobatch.wording import format_bytes, plural
 
 __all__ = ["diff_plans", "diff_plans_data"]
 

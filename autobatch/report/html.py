@@ -11,7 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from autobatch.history import Run
+from autobatch._formatting import plural
+from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.advice import advise
 from autobatch.report.breakdown import memory_parts
@@ -31,7 +32,6 @@ from autobatch.report.tables import (
 )
 from autobatch.report.templating import Figure, Key, Section, render_template
 from autobatch.report.text import summarise_plan, tenant_lines
-from autobatch.wording import plural
 
 __all__ = ["render_fragment", "render_report"]
 

@@ -6,9 +6,9 @@ Covers the text of ``DoesNotFit`` after a search in which no size ran. Does not 
 
 from __future__ import annotations
 
+from autobatch._formatting import format_bytes, plural
 from autobatch.records import DeviceInfo, Phase, Trial
 from autobatch.report.text import tenant_lines
-from autobatch.wording import format_bytes, plural
 
 __all__ = ["SCENES", "explain_refusal"]
 

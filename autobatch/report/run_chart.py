@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from autobatch.history import Run, Setback, StepRange
+from autobatch._formatting import plural
+from autobatch.events.run_history import Run, Setback, StepRange
 from autobatch.report.scales import LinearScale, Scale, count_ticks
 from autobatch.report.svg import Frame, axes, cross, element, label, picture, polyline, triangle
-from autobatch.wording import plural
 
 __all__ = ["run_chart", "thin_out"]
 

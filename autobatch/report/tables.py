@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple, TypeVar
 
-from autobatch.bounds import SHORTEST
-from autobatch.history import Run, Setback, StepRange
+from autobatch._bounds import SHORTEST
+from autobatch._formatting import format_bytes, plural
+from autobatch.events.run_history import Run, Setback, StepRange
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
 from autobatch.report.breakdown import memory_parts
-from autobatch.wording import format_bytes, plural
 
 __all__ = [
     "Bytes",

@@ -10,7 +10,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from autobatch.history import Run
+from autobatch._formatting import format_bytes, plural, spell
+from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import DeviceInfo
 from autobatch.report.advice import advise
@@ -29,7 +30,6 @@ from autobatch.report.tables import (
     setback_table,
     trial_table,
 )
-from autobatch.wording import format_bytes, plural, spell
 
 __all__ = ["describe_division", "explain_plan", "show_plan", "summarise_plan", "tenant_lines"]
 

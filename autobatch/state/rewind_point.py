@@ -21,7 +21,7 @@ from autobatch.state.module_state import Location, ModuleState, tensors_at
 from autobatch.state.random_state import HostRandomState, RandomState
 from autobatch.state.user_objects import UserObjects, expand_objects
 from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory, is_recorded
-from autobatch.storages import storages_of
+from autobatch.torch_internals.storages import storages_of
 
 __all__ = ["RewindPoint", "StepState"]
 

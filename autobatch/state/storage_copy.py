@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from autobatch._formatting import format_bytes
 from autobatch.errors import DoesNotFit
-from autobatch.storages import storages_of
-from autobatch.wording import format_bytes
+from autobatch.torch_internals.storages import storages_of
 
 if TYPE_CHECKING:
     from types import TracebackType

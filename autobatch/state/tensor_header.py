@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch.state.containers import are_same, put_entries_back
-from autobatch.storages import place_of, storages_of
+from autobatch.torch_internals.storages import storage_key, storages_of
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
 
@@ -174,4 +174,4 @@ def _holds(tensor: torch.Tensor, held: dict[str, object]) -> bool:
 
 def _refer_to_the_same(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     # Without a shape, it does not matter where it points.
-    return is_uninitialized(tensor) or place_of(tensor) == place_of(alias)
+    return is_uninitialized(tensor) or storage_key(tensor) == storage_key(alias)

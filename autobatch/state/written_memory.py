@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode
 
-from autobatch.dispatch import DispatchMode
 from autobatch.state.storage_copy import StorageCopies
-from autobatch.storages import storages_of
+from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.storages import storages_of
 
 __all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
 

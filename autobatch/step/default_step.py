@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autobatch._wrappers import unwrap_model
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidStep
-from autobatch.wrappers import unwrap_model
 
 __all__ = ["call_model", "default_step", "explain_default", "loss_of"]
 

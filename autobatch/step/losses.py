@@ -2,7 +2,7 @@
 
 Covers ``Mean``, ``Sum`` and ``PerStep``, which state what a bare tensor leaves to be guessed, and the reading of
 whatever a step returned into terms. Does not cover how terms of many micro-batches are divided
-(``accumulation.shares``).
+(``training.loss_denominators``).
 """
 
 from __future__ import annotations

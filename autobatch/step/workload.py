@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autobatch._formatting import name_type, show_value
+from autobatch._objects import is_instance_with, takes_none
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
-from autobatch.objects import is_instance_with, takes_none
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.step.outside import find_outside
-from autobatch.storages import bytes_of
-from autobatch.wording import name_type, show_value
+from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
 

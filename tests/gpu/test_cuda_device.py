@@ -1,4 +1,4 @@
-"""The promises of ``CudaDevice`` on a real card; the arithmetic alone is in ``tests/test_cuda.py``."""
+"""The promises of ``CudaDevice`` on a real card; the arithmetic alone is in ``tests/memory/test_cuda.py``."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def test_nvml_reads_the_same_card(device):
 def test_tensors_are_placed(device, pinned):
     """The copy has the source's values, from pinned memory too, and what is there already is not copied."""
     source = torch.arange(1_000_000)
-    placed = device.place_tensor(source.pin_memory() if pinned else source)
+    placed = device.move_tensor(source.pin_memory() if pinned else source)
     device.synchronize()
     assert placed.device == device.torch_device
     assert torch.equal(placed.cpu(), source)
-    assert device.place_tensor(placed) is placed
+    assert device.move_tensor(placed) is placed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT, BlockPool, SplitLimit
-from autobatch.prediction.allocator.retries import SMALL_SEGMENT, Reservation
+from autobatch.prediction.allocator.caching_allocator import SMALL_SEGMENT, Reservation
 from autobatch.prediction.allocator.settings import AllocatorSettings, make_split_limit
 
 __all__ = ["ExpandablePool", "ExpandableSegments"]

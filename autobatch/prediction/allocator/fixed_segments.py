@@ -7,7 +7,7 @@ those of freed segments again: they decide only between free blocks of equal siz
 from __future__ import annotations
 
 from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT, BlockPool, LimitedPool
-from autobatch.prediction.allocator.retries import LARGEST_SMALL, SMALL_SEGMENT, Reservation
+from autobatch.prediction.allocator.caching_allocator import LARGEST_SMALL, SMALL_SEGMENT, Reservation
 from autobatch.prediction.allocator.settings import MIB, AllocatorSettings, make_split_limit
 
 __all__ = ["FixedSegments"]

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, NO_BLOCK, UNIT
+from autobatch.prediction.allocator.caching_allocator import CachingAllocator
 from autobatch.prediction.allocator.expandable_segments import ExpandableSegments
 from autobatch.prediction.allocator.fixed_segments import FixedSegments
-from autobatch.prediction.allocator.retries import CachingAllocator
 from autobatch.prediction.allocator.settings import MIB, AllocatorSettings, round_sizes
 from autobatch.records import Record
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from autobatch.dispatch import DispatchMode
 from autobatch.prediction.tracing.fake_device import DEVICE, errors_told
+from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["Holders", "holders_of", "is_dense", "sole_holder"]
 

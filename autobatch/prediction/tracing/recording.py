@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autobatch.dispatch import DispatchMode
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
 from autobatch.prediction.tracing.arguments import check_devices, has_real, is_on_device, is_written_to, only_writes
@@ -28,6 +27,7 @@ from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
 from autobatch.prediction.tracing.outputs import Outputs, tensors_in
 from autobatch.prediction.tracing.workspaces import workspaces_of
+from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["FakeMode", "Recorder", "make_fake"]
 

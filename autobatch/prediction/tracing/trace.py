@@ -23,17 +23,17 @@ from torch import nn
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import holds_registered
 from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
-from autobatch.prediction.isolation import begin_apart
+from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.device_names import DeviceNames, without_waiting
-from autobatch.prediction.tracing.dry_run import Circumstances, DryRun
 from autobatch.prediction.tracing.failures import TooLong, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, present
+from autobatch.prediction.tracing.fake_model import FakeModel, modules_of
+from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
 from autobatch.prediction.tracing.gradient_sums import sole_holder
 from autobatch.prediction.tracing.location import Location
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
-from autobatch.prediction.tracing.twins import Twins, modules_of
 from autobatch.state.random_state import RandomState
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.workload import Workload
@@ -137,7 +137,7 @@ def trace(
     example = _grow_registered(layout, samples)
     homes = {parameter.device for parameter in workload.parameters()}
     is_placed = any(tensor.device in homes for tensor in tensors_of(example.batch))
-    with _on_twins(workload, circumstances, most_events) as run:
+    with _on_fake_model(workload, circumstances, most_events) as run:
         batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
             run.step(batch, is_placed=is_placed)
@@ -147,12 +147,12 @@ def trace(
 def explain_loss(workload: Workload, layout: Layout) -> str:
     """``explain_default``, of a model that is not run; errors as ``trace_timeline``."""
     example = _grow_registered(layout, SIZES[0])
-    with _on_twins(workload, Circumstances(), sys.maxsize) as run:
+    with _on_fake_model(workload, Circumstances(), sys.maxsize) as run:
         return run.explain_loss(_on_host(example, SIZES[0]))
 
 
 @contextmanager
-def _on_twins(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
+def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
     """While this lasts, the model is its twin on the fake device; what goes wrong says why."""
     _check(workload.model)
     random_state = RandomState(torch.device("cpu"))
@@ -189,7 +189,7 @@ def _enter(workload: Workload, stack: ExitStack, circumstances: Circumstances, m
     stack.enter_context(mode)
     recorder = Recorder(mode, location.name, sole_holder(), most_events)
     stack.enter_context(recorder)
-    twins = Twins(recorder)
+    twins = FakeModel(recorder)
     for context in (
         twins.inhabit(modules),
         location.follow(),

@@ -1,0 +1,76 @@
+"""How bytes, counts and lists are said in a sentence, and a user's own values in a message.
+
+Covers text for people. Does not cover whole reports (``report``). Bytes are int everywhere else; GiB appears only here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from autobatch._bounds import is_one_line
+
+__all__ = ["format_bytes", "name_type", "plural", "show_value", "spell", "with_article"]
+
+_LONGEST_VALUE = 80
+"""Characters of a value in a message, which is one line."""
+
+_LONGEST_INT = 10**40
+
+_VOWEL_SOUND = re.compile(
+    r"[FHLMNRSX](?=[A-Z0-9]|$)"  # spelt letter by letter, as in SGD and LBFGS
+    r"|(?i:(?!one|eu)[aeio])"  # but not OneCycleLR
+    r"|[uU](?!s|ni|int|t|[A-Z])"  # but not UserDict, uint8 and UNet
+)
+
+_WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def format_bytes(count: int) -> str:
+    """``1536`` -> ``"1.5 KiB"``; powers of 1024, one decimal from KiB on."""
+    if abs(count) < 1024:
+        return f"{count} bytes"
+    size = float(count)
+    for unit in ("KiB", "MiB"):
+        size /= 1024
+        if abs(size) < 1023.95:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} GiB"
+
+
+def plural(count: int, singular: str, several: str | None = None) -> str:
+    """``plural(2, "trial")`` -> ``"2 trials"``."""
+    return f"{count} {singular if count == 1 else several or singular + 's'}"
+
+
+def spell(count: int) -> str:
+    """Small counts as words, larger ones as digits: ``2`` -> ``"two"``, ``37`` -> ``"37"``."""
+    return _WORDS[count] if 0 <= count < len(_WORDS) else str(count)
+
+
+def with_article(name: str) -> str:
+    """``"list"`` -> ``"a list"``, ``"object"`` -> ``"an object"``, ``"SGD"`` -> ``"an SGD"``."""
+    return f"{'an' if _VOWEL_SOUND.match(name) else 'a'} {name}"
+
+
+def name_type(value: Any) -> str:
+    """What kind of object it is: ``"an int"``; a class itself is ``"the class SGD"``."""
+    return f"the class {value.__name__}" if isinstance(value, type) else with_article(type(value).__name__)
+
+
+def show_value(value: Any) -> str:
+    """An argument as its user wrote it, in one short line; its type where that takes more than a line.
+
+    Python writes no int of more than 4300 digits (``sys.set_int_max_str_digits``), and ``repr`` of a user's own class
+    may raise.
+    """
+    if isinstance(value, int) and abs(value) >= _LONGEST_INT:
+        return f"an int of about {math.ceil(value.bit_length() * math.log10(2))} digits"
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - of the user's own class, and the message is about something else
+        return name_type(value)
+    if len(text) > _LONGEST_VALUE and isinstance(value, str | bytes):
+        text = f"{text[: _LONGEST_VALUE - 3]}..."
+    return text if len(text) <= _LONGEST_VALUE and is_one_line(text) else name_type(value)

@@ -1,0 +1,116 @@
+"""Finds the user's own objects inside the wrappers that frameworks put around them.
+
+Covers modules inside ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``, and optimizers and schedulers
+inside those of Lightning, Lightning Fabric and accelerate, which are recognised by name: nothing of theirs is imported.
+Does not cover wrappers of other kinds, which stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autobatch._formatting import name_type
+from autobatch.errors import InvalidArgument
+
+__all__ = ["unwrap_for_training", "unwrap_model", "unwrap_optimizer", "unwrap_scheduler", "warn_of_wrapper"]
+
+_LIGHTNING = {
+    ("lightning", "LightningOptimizer"),  # lightning/pytorch/core/optimizer.py; step() counts trainer.global_step
+    ("pytorch_lightning", "LightningOptimizer"),
+    ("lightning", "_FabricOptimizer"),  # lightning/fabric/wrappers.py; step() calls callbacks
+    ("lightning_fabric", "_FabricOptimizer"),
+}
+_ACCELERATE = ("accelerate", "AcceleratedOptimizer")  # accelerate/optimizer.py; step() does nothing in accumulate()
+_ACCELERATE_SCHEDULER = ("accelerate", "AcceleratedScheduler")  # accelerate/scheduler.py
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """The user's own module, whose signature and class name the wrappers hide."""
+    while True:
+        is_parallel = isinstance(model, (DistributedDataParallel, DataParallel))
+        inner = model.module if is_parallel else getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """The optimizer that does the arithmetic, without what a framework's loop adds to its ``step()``."""
+    while _is_lightning(optimizer) or _is_accelerate(optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def unwrap_for_training(optimizer: Any, scaler: Any | None) -> tuple[Any, Any | None]:
+    """What a training step calls ``step()`` of, and the gradient scaler that belongs to it.
+
+    Lightning's wrappers are stepped, since ``trainer.global_step`` and callbacks count on that. accelerate's is not:
+    inside ``accelerator.accumulate()`` its ``step()`` does nothing, and with a scaler it unscales a second time, since
+    ``GradScaler`` counts by the identity of the optimizer.
+
+    Raises:
+        InvalidArgument: Another scaler was passed than the wrapper has, or one beside Lightning's wrapper.
+    """
+    while _is_accelerate(optimizer):
+        own = optimizer.scaler
+        if scaler is not None and own is not None and scaler is not own:
+            raise InvalidArgument(
+                "scaler= is not the one that accelerate's optimizer was prepared with: pass accelerator.scaler, or "
+                "leave scaler= out"
+            )
+        scaler, optimizer = own if scaler is None else scaler, optimizer.optimizer
+    if scaler is not None and _is_lightning(optimizer):
+        raise InvalidArgument(
+            "scaler= cannot be used with Lightning's optimizer, whose step() unscales with a scaler of its own: pass "
+            "the torch optimizer inside it, optimizer.optimizer"
+        )
+    return optimizer, scaler
+
+
+def unwrap_scheduler(scheduler: Any) -> Any:
+    """The scheduler inside accelerate's, whose ``step()`` does nothing inside ``accelerator.accumulate()``."""
+    while _name(type(scheduler)) == _ACCELERATE_SCHEDULER:
+        scheduler = scheduler.scheduler
+    return scheduler
+
+
+def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
+    """One sentence where trials step an optimizer that wraps another one in a way that is not known here."""
+    optimizer = unwrap_optimizer(optimizer)
+    inner = next((value for value in _attributes(optimizer) if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is None or _is_initialised(optimizer):
+        return ()
+    warning = (
+        f"optimizer= is {name_type(optimizer)} around {type(inner).__name__}, and its own step() ran in the "
+        f"trials: what that changes outside of tensors and of its own attributes, such as a trainer's count of steps, "
+        f"was not put back; pass the {type(inner).__name__} itself if that matters"
+    )
+    return (warning,)
+
+
+def _is_lightning(optimizer: Any) -> bool:
+    # Both derive a class of their own for each wrapped one, so the name is that of a base.
+    return any(_name(base) in _LIGHTNING for base in type(optimizer).__mro__)
+
+
+def _is_accelerate(optimizer: Any) -> bool:
+    # Subclasses are the wrappers for DeepSpeed and Megatron-LM, whose engines step by themselves.
+    return _name(type(optimizer)) == _ACCELERATE
+
+
+def _name(kind: type) -> tuple[str, str]:
+    return kind.__module__.partition(".")[0], kind.__name__
+
+
+def _attributes(optimizer: Any) -> list[Any]:
+    values = list(getattr(optimizer, "__dict__", {}).values())
+    return [*values, *(part for value in values if isinstance(value, (list, tuple)) for part in value)]
+
+
+def _is_initialised(optimizer: Any) -> bool:
+    """Whether it is a torch optimizer by itself, as SAM and Lookahead are: then all that it changes is its own."""
+    return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)

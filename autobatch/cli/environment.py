@@ -1,0 +1,129 @@
+"""What a training process would find here: software, driver, settings, limits.
+
+Covers reading alone, and reads without importing torch. Does not cover what is wrong with it (``checkup``).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from autobatch.memory.host_limit import HostMemory, read_host_memory
+from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
+from autobatch.records import Record
+
+__all__ = ["Environment", "read_environment"]
+
+_SETTINGS = (
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "CUDA_LAUNCH_BLOCKING",
+    "AUTOBATCH_HOME",
+    "AUTOBATCH_RETENTION_DAYS",
+)
+
+
+class Environment(Record):
+    """What was found.
+
+    Attributes:
+        torch: Its version; empty where it is not installed.
+        torch_cuda: The CUDA that it was built for; empty for a build without.
+        torch_hip: The same for AMD's.
+        nvml: The version of nvidia-ml-py; empty where it is not installed.
+        pynvml: The version of the deprecated distribution that takes the same module's name; empty where it is not.
+        cards: As the driver sees them.
+        no_cards_because: Why there are none.
+        driver_cuda: The newest CUDA that the driver runs; ``None`` without a driver.
+        settings: Variables of the environment that change how memory is taken or what is kept, those that are set.
+        is_wsl: Whether this Linux runs inside Windows.
+        host: The host's memory.
+        shared_memory_bytes: Of /dev/shm, through which loader processes hand over batches; 0 where there is none.
+        home: Where plans are kept; empty where they shall not be.
+        ledger_error: Why nothing can be kept there; empty where it can.
+    """
+
+    torch: str
+    torch_cuda: str
+    torch_hip: str
+    nvml: str
+    pynvml: str
+    cards: tuple[CardReading, ...]
+    no_cards_because: str
+    driver_cuda: tuple[int, int] | None
+    settings: dict[str, str]
+    is_wsl: bool
+    host: HostMemory
+    shared_memory_bytes: int
+    home: str
+    ledger_error: str
+
+
+def read_environment(environment: Mapping[str, str], home: str, ledger_error: str) -> Environment:
+    """Ask everything that can be asked without torch.
+
+    Args:
+        environment: ``os.environ``, or what stands in for it.
+        home: Where plans are kept.
+        ledger_error: Why nothing can be kept there; empty where it can.
+    """
+    try:
+        cards, missing = query_all(), ""
+    except LookupError as error:
+        cards, missing = (), str(error)
+    build = _read_build()
+    return Environment(
+        torch=_version("torch"),
+        torch_cuda=build.get("cuda", ""),
+        torch_hip=build.get("hip", ""),
+        nvml=_version("nvidia-ml-py"),
+        pynvml=_version("pynvml"),
+        cards=cards,
+        no_cards_because=missing,
+        driver_cuda=read_cuda_version(),
+        settings={name: environment[name] for name in _SETTINGS if name in environment},
+        is_wsl=_is_wsl(),
+        host=read_host_memory(),
+        shared_memory_bytes=_shared_memory_bytes(),
+        home=home,
+        ledger_error=ledger_error,
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _read_build() -> dict[str, str]:
+    """What torch was built for, as its own version.py says: importing torch would take a second."""
+    specification = importlib.util.find_spec("torch")
+    if specification is None or specification.origin is None:
+        return {}
+    file = Path(specification.origin).with_name("version.py")
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE))
+
+
+def _is_wsl(version: Path = Path("/proc/version")) -> bool:
+    try:
+        return "microsoft" in version.read_text(encoding="utf-8", errors="replace").lower()
+    except OSError:
+        return False
+
+
+def _shared_memory_bytes(folder: str = "/dev/shm") -> int:  # noqa: S108 - its size is read, nothing is put there
+    try:
+        found = os.statvfs(folder)
+    except (OSError, AttributeError):
+        return 0
+    return found.f_frsize * found.f_blocks

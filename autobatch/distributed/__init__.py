@@ -1,0 +1,1 @@
+"""What ranks must agree on."""

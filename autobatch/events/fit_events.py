@@ -1,0 +1,77 @@
+"""What ``fit`` tells: its trials, an earlier run's plan, and the plan it made.
+
+Covers these records and their log lines. Does not cover when they happen (``fitting``, ``size_search``).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from autobatch._formatting import format_bytes, plural
+from autobatch.events.event import Event
+from autobatch.records import Trial
+
+__all__ = ["PlanMade", "PlanRecalled", "PlanRefused", "TrialFinished"]
+
+
+class TrialFinished(Event):
+    """One size was tried during ``fit``."""
+
+    trial: Trial
+    limit_bytes: int
+
+    @property
+    def level(self) -> int:
+        """Trials are detail: the plan's own line sums them up."""
+        return logging.DEBUG
+
+    def __str__(self) -> str:
+        """One line: size, outcome, peak against limit, time."""
+        trial = self.trial
+        peak = f"peak {format_bytes(trial.peak_reserved)} of {format_bytes(self.limit_bytes)}, "
+        where = f" ({trial.ended_in})" if trial.ended_in else ""
+        return (
+            f"autobatch: trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}{where}, "
+            f"{peak if trial.peak_reserved else ''}{trial.seconds:.2f} s"
+        )
+
+
+class PlanRecalled(Event):
+    """An earlier plan for the same step will be confirmed by one trial, instead of a search."""
+
+    plan_id: str
+    micro_batch_size: int
+
+    def __str__(self) -> str:
+        """One line: which plan, and what is left to do."""
+        return (
+            f"autobatch: plan {self.plan_id} of an earlier run is for this step: one trial of "
+            f"{plural(self.micro_batch_size, 'sample')} has to confirm it"
+        )
+
+
+class PlanRefused(Event):
+    """An earlier plan for the same step does not serve today, so sizes are searched for anew."""
+
+    plan_id: str
+    reason: str
+
+    def __str__(self) -> str:
+        """One line: which plan, and why not."""
+        return f"autobatch: plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching anew"
+
+
+class PlanMade(Event):
+    """``fit`` ended with a plan."""
+
+    summary: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def level(self) -> int:
+        """A split that is not exact should be seen."""
+        return logging.WARNING if self.warnings else logging.INFO
+
+    def __str__(self) -> str:
+        """The plan's own line, and what makes its split inexact."""
+        return "; ".join((self.summary, *self.warnings))

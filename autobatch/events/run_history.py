@@ -1,0 +1,108 @@
+"""What became of a plan: its runs, as records.
+
+Covers the plain data that a run leaves behind: how its steps went, when memory was short, how it ended. Does not cover
+how that is kept (``ledger``) or shown (``report``). No data of the user's is in it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import model_validator
+
+from autobatch._bounds import LISTED, Bytes, Count, Moment, Samples, Seconds, Text
+from autobatch.records import Record
+
+__all__ = ["Outcome", "Run", "Setback", "StepRange"]
+
+Outcome = Literal["running", "finished", "interrupted", "failed"]
+
+
+class StepRange(Record):
+    """Consecutive steps that went alike.
+
+    Attributes:
+        first_step: Counted from 0.
+        last_step: The last of them, itself included.
+        micro_batch_size: The most samples in a micro-batch.
+        retries: Of all of them together; steps with retries are a range of their own.
+        peak_bytes: Most bytes in tensors at once in any of them.
+        seconds: Of all of them together.
+        samples: Of all of them together.
+    """
+
+    first_step: Count
+    last_step: Count
+    micro_batch_size: Count
+    retries: Count = 0
+    peak_bytes: Bytes = 0
+    seconds: Seconds = 0.0
+    samples: Count = 0
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> StepRange:
+        if self.last_step < self.first_step:
+            raise ValueError(f"last_step={self.last_step} is before first_step={self.first_step}")
+        return self
+
+
+class Setback(Record):
+    """Memory was short, or came back.
+
+    Attributes:
+        step: Which step of the run, counted from 0.
+        kind: ``"retry"`` where the step was undone, ``"size"`` where the size changed between two steps.
+        old_size: The most samples in a micro-batch before.
+        new_size: The most from here on.
+        used_bytes: Held on the device after the clean-up; 0 where that was not asked.
+        reason: In words.
+    """
+
+    step: Count
+    kind: Literal["retry", "size"]
+    old_size: Samples
+    new_size: Samples
+    used_bytes: Bytes = 0
+    reason: Text = ""
+
+
+class Run(Record):
+    """One process's steps with one plan.
+
+    Attributes:
+        id: Of the run.
+        plan_id: Of the plan.
+        pid: The process, as its own system numbers it.
+        started_at: Seconds since 1970, UTC.
+        last_seen_at: When it last wrote anything.
+        outcome: ``"interrupted"`` where the user stopped a step (Ctrl-C). ``"running"`` also where the process ended
+            without a word: ``last_seen_at`` then grows old.
+        reason: The first line of the error that ended it.
+        ranges: How its steps went, in order.
+        setbacks: When memory was short, in order.
+    """
+
+    id: Text
+    plan_id: Text
+    pid: Count
+    started_at: Moment
+    last_seen_at: Moment
+    outcome: Outcome = "running"
+    reason: Text = ""
+    ranges: Annotated[tuple[StepRange, ...], LISTED] = ()
+    setbacks: Annotated[tuple[Setback, ...], LISTED] = ()
+
+    @property
+    def steps(self) -> int:
+        """How many steps were committed."""
+        return sum(part.last_step - part.first_step + 1 for part in self.ranges)
+
+    @property
+    def retries(self) -> int:
+        """How often a step had to begin again with less."""
+        return sum(part.retries for part in self.ranges)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in tensors at once in any step."""
+        return max((part.peak_bytes for part in self.ranges), default=0)

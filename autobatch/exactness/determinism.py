@@ -1,0 +1,229 @@
+"""A step held still: deterministic, each sample by itself, in float32 or wider.
+
+Covers dropout, random numbers, autocast, TF32, parameters and casts in half precision, and compiled code: whatever
+makes the same samples give another gradient only because they were divided otherwise. Does not cover state that
+moves with each forward pass (``measurement`` puts it back) nor kernels of other packages that draw or round.
+
+It takes memory: a model in half precision stands there in float32 as well, as do its activations. Some of it is of the
+whole process (``torch.autocast``, TF32), so one thread at a time holds its step still.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from autobatch.exactness.per_sample_random import SampleDraws
+from autobatch.exactness.sample_numbers import Numbering
+
+__all__ = ["still", "widen"]
+
+_LOCK = threading.RLock()
+_FLOAT32 = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_FLOAT64 = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_WIDER = {torch.float32: _FLOAT32, torch.float64: _FLOAT64}
+# These hand their rate to a fused kernel (cuDNN's recurrent layers) or past the function mode below; and what a
+# checkpoint recomputes in the backward pass, it recomputes without that mode.
+_LAYERS_WITH_RATES: dict[type[nn.Module], str] = {
+    nn.RNNBase: "dropout",
+    nn.MultiheadAttention: "dropout",
+    nn.modules.dropout._DropoutNd: "p",  # noqa: SLF001 - the base of all dropout layers has no public name
+}
+_DROPOUTS: dict[Callable[..., Any], tuple[str, int]] = {
+    F.dropout: ("p", 1),
+    F.dropout1d: ("p", 1),
+    F.dropout2d: ("p", 1),
+    F.dropout3d: ("p", 1),
+    F.alpha_dropout: ("p", 1),
+    F.feature_alpha_dropout: ("p", 1),
+    torch.dropout: ("p", 1),
+    torch.feature_dropout: ("p", 1),
+    torch.alpha_dropout: ("p", 1),
+    torch.feature_alpha_dropout: ("p", 1),
+    torch.dropout_: ("p", 1),
+    torch.feature_dropout_: ("p", 1),
+    torch.alpha_dropout_: ("p", 1),
+    torch.feature_alpha_dropout_: ("p", 1),
+    F.multi_head_attention_forward: ("dropout_p", 10),  # what it calls itself no longer passes the function mode
+    F.scaled_dot_product_attention: ("dropout_p", 4),
+}
+"""Where each function takes its rate: the name, and the position in a call without names."""
+_CASTS = {
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
+    torch.Tensor.float: torch.float32,
+}
+_FACTORIES = frozenset(
+    {
+        torch.tensor,
+        torch.zeros,
+        torch.ones,
+        torch.full,
+        torch.empty,
+        torch.eye,
+        torch.arange,
+        torch.linspace,
+        torch.rand,
+        torch.randn,
+    }
+)
+"""What makes tensors of torch's default dtype, and knows of no other tensor to go by."""
+
+
+@contextmanager
+def still(
+    model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32
+) -> Iterator[Numbering]:
+    """Hold every forward and backward pass inside the block still; afterwards all is as it was.
+
+    No ``.grad`` may stand on a parameter in half precision: it would have another dtype than its parameter then.
+
+    Args:
+        model: Its layers' rates, and its buffers.
+        parameters: The parameters that take part.
+        dtype: ``torch.float32`` or ``torch.float64``: what is narrower is that wide inside.
+
+    Yields:
+        What numbers the draws, which has to know the samples of each forward pass.
+
+    Raises:
+        torch.OutOfMemoryError: There is no room for the wider parameters; all is as it was.
+    """
+    wider = _WIDER[dtype]
+    with ExitStack() as stack:
+        stack.enter_context(_LOCK)
+        stack.enter_context(_no_autocast())
+        for owner, name, value in _settings():
+            stack.enter_context(_hold(owner, name, value))
+        stack.enter_context(_full_matmul_precision())
+        for module in model.modules():
+            for layer, rate in _LAYERS_WITH_RATES.items():
+                if isinstance(module, layer):
+                    stack.enter_context(_hold(module, rate, 0.0))
+        for tensor in (*parameters, *model.buffers()):
+            if tensor.dtype in wider:
+                stack.enter_context(_hold(tensor, "data", tensor.data.to(wider[tensor.dtype])))
+        numbering = Numbering()
+        stack.enter_context(SampleDraws(numbering))
+        stack.enter_context(_NoDropoutNorCasts(wider))
+        yield numbering
+
+
+def widen(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A copy, in ``dtype`` where it is narrower; a leaf that requires a gradient where the original does."""
+    wide = tensor.detach().to(_WIDER[dtype].get(tensor.dtype, tensor.dtype), copy=True)
+    return wide.requires_grad_(tensor.requires_grad)
+
+
+class _NoDropoutNorCasts(TorchFunctionMode):
+    """Calls dropout with a rate of 0, and takes every request for a narrower dtype as one for the wider."""
+
+    def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
+        super().__init__()
+        self._wider = wider
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the function with the changed arguments."""
+        if func is torch.Tensor.view:  # reads the same bytes as another dtype, it does not cast
+            return func(*args, **(kwargs or {}))
+        if _CASTS.get(func) in self._wider:
+            func, args = torch.Tensor.to, (*args, _CASTS[func])
+        given = [self._widen_dtype(value) for value in args]
+        named = {name: self._widen_dtype(value) for name, value in (kwargs or {}).items()}
+        if func in _DROPOUTS:
+            name, position = _DROPOUTS[func]
+            if len(given) > position:
+                given[position] = 0.0
+            else:
+                named[name] = 0.0
+        result = func(*given, **named)
+        if func in _FACTORIES and result.dtype in self._wider and named.get("out") is None:
+            return result.detach().to(self._wider[result.dtype]).requires_grad_(result.requires_grad)
+        return result
+
+    def _widen_dtype(self, value: Any) -> Any:
+        return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+@contextmanager
+def _hold(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Autocast that is on, and any that the step switches on itself, as an object, a decorator, or when recomputing."""
+    enter: Callable[[Any], Any] = torch.autocast.__enter__
+
+    def enter_disabled(autocast: Any) -> Any:
+        if not SampleDraws.is_active():  # another thread's
+            return enter(autocast)
+        # Only while it enters: the object may be the user's, to be used again.
+        with _hold(autocast, "_enabled", False):
+            return enter(autocast)
+
+    with ExitStack() as stack:
+        accelerator = torch.accelerator.current_accelerator()
+        for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_hold(torch.autocast, "__enter__", enter_disabled))
+        yield
+
+
+@contextmanager
+def _full_matmul_precision() -> Iterator[None]:
+    """By the older switch as well: where the two disagree torch raises in a step that reads the older one."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # they disagreed before
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _settings() -> Iterator[tuple[Any, str, Any]]:
+    """Where torch keeps what precision a float32 operation may have: an attribute each, and its value for full."""
+    backends: Any = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+        yield backends.cuda.matmul, "allow_tf32", False
+        yield backends.cudnn, "allow_tf32", False
+        return
+    for operation in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+        yield operation, "fp32_precision", "ieee"
+    try:
+        # Where it can be read the older switch is turned: after the newer one `torch.backends.cudnn.flags`, which CTC
+        # losses use, would raise in the step.
+        _ = backends.cudnn.allow_tf32
+    except RuntimeError:
+        yield backends.cudnn.conv, "fp32_precision", "ieee"
+        yield backends.cudnn.rnn, "fp32_precision", "ieee"
+    else:
+        yield backends.cudnn, "allow_tf32", False

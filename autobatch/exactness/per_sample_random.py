@@ -1,0 +1,232 @@
+"""Draws random numbers as ``Numbering`` says: the same for a sample in the whole batch and in any part of it.
+
+Covers the operators of torch that draw (torch 2.13: those tagged ``nondeterministic_seeded``, plus ``randperm``), each
+made of uniform numbers. So noise, masks and sampled steps of a diffusion cannot tell one division from another, while
+what mixes samples with each other (a permutation, ``rand(n).argsort()``, sampled negatives) does. Dropout keeps all:
+it mixes nothing. Does not cover kernels of other packages, nor Python's and NumPy's generators; who uses this looks
+whether those moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from autobatch.exactness.sample_numbers import Numbering
+from autobatch.torch_internals.dispatch_mode import DispatchMode
+
+__all__ = ["SampleDraws"]
+
+_Arguments = dict[str, Any]
+_Draw = Callable[[_Arguments, Numbering], Any]
+_Values = Callable[[_Arguments, torch.Tensor], torch.Tensor]
+_OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
+_INTEGERS = 100  # of a draw without an upper end: every integer dtype holds them
+
+
+class SampleDraws(DispatchMode):
+    """While active, in forward and backward, operators that draw take their numbers from a numbering."""
+
+    def __init__(self, numbering: Numbering) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbering = numbering
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the operator, or what stands in for it."""
+        schema = func._schema  # noqa: SLF001 - no public twin
+        draw = _DRAWS.get(schema.name)
+        if draw is None:
+            return func(*args, **(kwargs or {}))
+        given = _read_arguments(schema.arguments, args, kwargs or {})
+        result, out = draw(given, self._numbering), given.get("out")
+        return result if out is None else out.resize_(result.shape).copy_(result)
+
+    @staticmethod
+    def is_active() -> bool:
+        """Whether in this thread; torch's threads for backward passes take it over from the one that waits for them."""
+        return any(isinstance(mode, SampleDraws) for mode in _get_current_dispatch_mode_stack())
+
+
+def _read_arguments(schema: Any, args: tuple[Any, ...], kwargs: _Arguments) -> _Arguments:
+    """All by name. What equals its default is not handed over: ``bernoulli_(0.5)`` comes without its 0.5."""
+    given = {
+        argument.name: argument.default_value
+        for argument in schema
+        if argument.has_default_value() and argument.name not in _OPTIONS  # a dtype's default is torch's number of it
+    }
+    return {**given, **{argument.name: value for argument, value in zip(schema, args, strict=False)}, **kwargs}
+
+
+def _options(given: _Arguments) -> _Arguments:
+    return {name: given[name] for name in _OPTIONS if given.get(name) is not None}
+
+
+def _in_place(values: _Values) -> _Draw:
+    def draw(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+        tensor: torch.Tensor = given["self"]
+        return tensor.copy_(values(given, numbering.uniform(tensor.shape, tensor.device)))
+
+    return draw
+
+
+def _new(values: _Values, dtype: torch.dtype | None = None) -> _Draw:
+    def draw(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+        result = torch.empty(given["size"], **{"dtype": dtype, **_options(given)})
+        return result.copy_(values(given, numbering.uniform(result.shape, result.device)))
+
+    return draw
+
+
+def _new_like(values: _Values) -> _Draw:
+    def draw(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+        result = torch.empty_like(given["self"], **_options(given))
+        return result.copy_(values(given, numbering.uniform(result.shape, result.device)))
+
+    return draw
+
+
+def _between(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    low, high = float(given.get("from", 0.0)), float(given.get("to", 1.0))
+    return low + (high - low) * uniform
+
+
+def _heads(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    """Half of them heads at least, if any can be: a mask of zeros hides from the comparison what lies behind it."""
+    chance = torch.as_tensor(given.get("p", given["self"]), dtype=uniform.dtype, device=uniform.device)
+    heads: torch.Tensor = (uniform < chance.clamp_min(0.5)) & (chance > 0)
+    return heads
+
+
+def _integer(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    low: Any = given.get("low", given.get("from", 0))
+    high: Any = given.get("high", given.get("to"))
+    above = low + _INTEGERS if high is None else high
+    integers: torch.Tensor = low + (uniform * (above - low)).floor()
+    return integers
+
+
+def _deviate(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    mean: Any = given.get("mean", 0.0)
+    deviates: torch.Tensor = mean + given.get("std", 1.0) * torch.special.ndtri(uniform)
+    return deviates
+
+
+def _normal(given: _Arguments, numbering: Numbering) -> Any:
+    named = (given.get("mean"), given.get("std"))
+    tensors: list[torch.Tensor] = [value for value in named if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return _new(_deviate)(given, numbering)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    return _deviate(given, numbering.uniform(shape, tensors[0].device)).to(tensors[0].dtype)
+
+
+def _permutation(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+    result = torch.arange(given["n"], **_options(given))
+    if numbering.ordered == "alike":
+        return result
+    uniform = numbering.uniform(result.shape, result.device)
+    # From behind: where all numbers are alike, the order still changes.
+    return result.flip(0)[uniform.flip(0).argsort(stable=True)]
+
+
+def _categories(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+    weights: torch.Tensor = given["self"]
+    count = given["num_samples"]
+    if given.get("replacement", False):
+        chances = weights.double().cumsum(-1)
+        uniform = numbering.uniform((*weights.shape[:-1], count), weights.device)
+        return torch.searchsorted(chances / chances[..., -1:], uniform, right=True).clamp(max=weights.shape[-1] - 1)
+    # The largest of log(weight) + Gumbel noise are a sample without replacement.
+    noise = -(-(1 - numbering.uniform(weights.shape, weights.device)).log()).log()
+    return (weights.log() + noise).topk(count).indices
+
+
+def _counted(mean: torch.Tensor, variance: torch.Tensor, numbering: Numbering) -> torch.Tensor:
+    uniform = numbering.uniform(mean.shape, mean.device)
+    counts: torch.Tensor = mean + variance.sqrt() * torch.special.ndtri(uniform)
+    return counts.round().clamp_min(0).to(mean.dtype)
+
+
+def _binomial(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+    mean = given["count"] * given["prob"]
+    return torch.minimum(_counted(mean, mean * (1 - given["prob"]), numbering), given["count"])
+
+
+def _gamma(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+    """Positive, about its mean, and another for each sample: more is not needed to tell samples apart."""
+    shape: torch.Tensor = given["self"]
+    numbers: torch.Tensor = shape * (0.5 + numbering.uniform(shape.shape, shape.device))
+    return numbers.to(shape.dtype)
+
+
+def _dirichlet(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+    parts = _gamma(given, numbering)
+    return parts / parts.sum(dim=-1, keepdim=True)
+
+
+def _dropout(given: _Arguments, _: Numbering) -> tuple[torch.Tensor, torch.Tensor]:
+    """All kept. The factor stays: the backward operator applies it too, from what autograd has remembered."""
+    inputs, chance, training = given["input"], given["p"], given.get("train") is not False
+    factor = 1.0 if not training else 0.0 if chance == 1 else 1 / (1 - chance)
+    return inputs * factor, torch.ones_like(inputs, dtype=torch.bool)
+
+
+def _fused_dropout(given: _Arguments, _: Numbering) -> tuple[torch.Tensor, torch.Tensor]:
+    return given["self"] / given["p"], torch.ones_like(given["self"], dtype=torch.uint8)
+
+
+def _rrelu(given: _Arguments, _: Numbering) -> torch.Tensor:
+    inputs, slope = given["self"], (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
+    slopes = torch.where(inputs <= 0, slope, 1.0)
+    given["noise"].copy_(slopes)  # what the backward operator multiplies by
+    result: torch.Tensor = inputs * slopes
+    return result
+
+
+def _rrelu_in_place(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+    tensor: torch.Tensor = given["self"]
+    return tensor.copy_(_rrelu(given, numbering))
+
+
+_DRAWS: dict[str, _Draw] = {
+    "aten::bernoulli": _new_like(_heads),
+    "aten::bernoulli_": _in_place(_heads),
+    "aten::rand": _new(lambda _, uniform: uniform),
+    "aten::rand_like": _new_like(lambda _, uniform: uniform),
+    "aten::uniform_": _in_place(_between),
+    "aten::randn": _new(_deviate),
+    "aten::randn_like": _new_like(_deviate),
+    "aten::normal": _normal,
+    "aten::normal_": _in_place(_deviate),
+    "aten::randint": _new(_integer, torch.int64),
+    "aten::randint_like": _new_like(_integer),
+    "aten::random_": _in_place(_integer),
+    "aten::randperm": _permutation,
+    "aten::exponential_": _in_place(lambda given, uniform: -(1 - uniform).log() / given.get("lambd", 1.0)),
+    "aten::cauchy_": _in_place(
+        lambda given, uniform: given.get("median", 0.0) + given.get("sigma", 1.0) * (math.pi * (uniform - 0.5)).tan()
+    ),
+    "aten::log_normal_": _in_place(lambda given, uniform: _deviate({"mean": 1.0, "std": 2.0, **given}, uniform).exp()),
+    "aten::geometric_": _in_place(
+        lambda given, uniform: (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1)
+    ),
+    "aten::multinomial": _categories,
+    "aten::poisson": lambda given, numbering: _counted(given["self"], given["self"], numbering),
+    "aten::binomial": _binomial,
+    "aten::_standard_gamma": _gamma,
+    "aten::_sample_dirichlet": _dirichlet,
+    "aten::native_dropout": _dropout,
+    "aten::_fused_dropout": _fused_dropout,
+    "aten::rrelu_with_noise": _rrelu,
+    "aten::rrelu_with_noise_": _rrelu_in_place,
+}

@@ -1,0 +1,255 @@
+"""``fit``: from a model and a target batch to a plan, leaving no trace.
+
+Covers the way from arguments to a plan: example batch, budget, trials, choice, warnings. Does not cover how a trial is
+run (``probe``), which sizes are tried (``planning.search``), nor what a plan is applied with (``runner``).
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autobatch._arguments import (
+    Allowance,
+    check_choice,
+    check_count,
+    check_micro_batches,
+    check_switch,
+    check_target,
+    find_allowance,
+    find_device,
+)
+from autobatch._version import __version__
+from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
+from autobatch.distributed.ranks import refuse_many_ranks
+from autobatch.errors import InexactSplit
+from autobatch.events import Event, PlanMade, emit
+from autobatch.exactness.full_size import FullSize
+from autobatch.exactness.verification import check_split
+from autobatch.fitting.size_search import Found, SizeSearch
+from autobatch.ledger.ledger import Ledger
+from autobatch.memory.device import Device
+from autobatch.memory.host_limit import read_host_memory
+from autobatch.plan import Plan
+from autobatch.planning.planner import Objective, balance
+from autobatch.planning.reuse import Wanted
+from autobatch.records import Verdict
+from autobatch.state.process_lock import one_at_a_time
+from autobatch.state.training_state import TrainingState
+from autobatch.step.batch_norm import warn_of_batch_norms
+from autobatch.step.default_step import default_step
+from autobatch.step.model_identity import identify_model
+from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
+
+__all__ = ["fit"]
+
+
+def fit(
+    model: nn.Module,
+    target_batch: int,
+    *,
+    batch: Any | None = None,
+    step: Step | None = None,
+    optimizer: Any | None = None,
+    weigh: Weigh | None = None,
+    device: torch.device | str | Device | None = None,
+    budget: int | str | None = None,
+    headroom: float | str | None = None,
+    max_micro_batch: int | None = None,
+    objective: Objective = "throughput",
+    accumulate_in_float32: bool = True,
+    check: Literal["warn", "raise"] | None = "warn",
+    reuse: bool = True,
+    progress: bool = True,
+) -> Plan:
+    """Find how to split a target batch so that one optimizer step fits the device.
+
+    A few sizes are run for real: two micro-batches with gradients and optimizer state resident, then the optimizer's
+    step, inside the budget. Sizes are tried in train mode; exactness is checked with each module in the mode, train or
+    eval, in which you left it, as ``verify`` does. Afterwards everything is bit for bit as before: parameters, buffers,
+    ``.grad``, optimizer state, random generators, train/eval flags, hooks, and the device's memory.
+
+    Args:
+        model: The model, on its device.
+        target_batch: Samples one optimizer step should see, over all ranks.
+        batch: An example batch: tensors and arrays with one row a sample, in lists, dicts, dataclasses; or an object of
+            a type that ``autobatch.batches`` knows. Or a Dataset or DataLoader, whose largest samples are used.
+            ``None``: inferred from the model where it tells.
+        step: ``step(model, micro_batch) -> loss``: the mean over ``weigh(micro_batch)`` units, or ``(loss, aux)``.
+            ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
+            ``plan.warnings`` says which.
+        optimizer: Its state and its step's own peak are measured. It is stepped on your tensors only inside a trial,
+            and put back. Of the wrappers of Lightning and accelerate the torch optimizer inside is stepped, so that
+            trainers count no step.
+        weigh: What the mean is over, ``weigh(micro_batch) -> float``; default: samples.
+        device: Where the model is; default: where its parameters are.
+        budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
+            now.
+        headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
+        max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
+        objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
+            the best rate.
+        accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than
+            one micro-batch: 4 bytes a parameter, which the trials measure. A sum of many small gradients in bfloat16
+            loses most of them.
+        check: What to do where splitting is not exact, or could not be checked: ``"warn"`` (in ``plan.warnings``),
+            ``"raise"``, or ``None``.
+        reuse: Whether a plan that an earlier run found for the same step may be confirmed by one trial at its size,
+            instead of a search. What was tried is logged, and so is why a plan did not serve.
+        progress: One line a trial on stderr, when that is a terminal.
+
+    Returns:
+        The plan. Its size has run.
+
+    Raises:
+        NeedsBatch: No batch was given and the model does not tell what it takes.
+        DoesNotFit: Not even one sample fits, or the fewest that the model can run; the message says what it needed,
+            what there was, and what would help.
+        InexactSplit: ``check="raise"`` and the split would change the gradient, or that could not be checked.
+        InvalidArgument: An argument cannot mean anything.
+        InvalidBatch: The batch cannot be counted.
+    """
+    started = time.perf_counter()
+    refuse_many_ranks()
+    target_batch = check_target(target_batch)
+    check_choice("objective", objective, ("throughput", "memory"))
+    check_choice("check", check, ("warn", "raise", None))
+    for name, switch in (
+        ("accumulate_in_float32", accumulate_in_float32),
+        ("reuse", reuse),
+        ("progress", progress),
+    ):
+        check_switch(name, switch)
+    bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
+    optimizer = unwrap_optimizer(optimizer)
+    check_micro_batches(target_batch, bound)
+    workload = Workload(model, step or default_step, weigh, optimizer)
+    memory = _watch(workload, device)
+    ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
+    hooks = (_show_progress,) if progress and _has_terminal() else ()
+    recall = (ledger if reuse else Ledger(None)).recall
+    host_bytes = read_host_memory().available_bytes // 2
+    with (
+        one_at_a_time(),
+        TrainingState(
+            model, optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
+        ) as state,
+    ):
+        # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
+        allowance = find_allowance(memory, budget, headroom)
+        wanted = Wanted(
+            target_batch=target_batch,
+            max_micro_batch=min(bound, target_batch),
+            objective=objective,
+            accumulate_in_float32=accumulate_in_float32,
+            limit_bytes=allowance.limit_bytes,
+        )
+        found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
+        verdict = None
+        if check is not None and target_batch > 1:
+            # Rewound after the last trial: the modules are in the user's modes.
+            with memory.limit(allowance.limit_bytes):
+                verdict = check_split(workload, found.example, memory, found.size, _find_full_size(found, wanted))
+    memory.reclaim()
+    told = _judge(found, verdict, target_batch, strict=check == "raise")
+    plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
+    plan = plan.model_copy(update={"seconds": time.perf_counter() - started})
+    ledger.remember(plan)
+    emit(PlanMade(summary=str(plan), warnings=told))
+    return plan
+
+
+def _watch(workload: Workload, device: torch.device | str | Device | None) -> Device:
+    """The memory in which the model is, or that was named, after what others left in it is given back."""
+    memory = find_device(workload.parameters(), type(workload.model).__name__, device)
+    memory.watch(workload.resident_tensors())
+    memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
+    return memory
+
+
+def _find_full_size(found: Found, wanted: Wanted) -> FullSize:
+    return FullSize(wanted.target_batch, found.size, found.most_at_once(wanted), found.smallest)
+
+
+def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
+    """Warnings of a split that is not exact, or could not be checked: the latter also where a retry is the first split.
+
+    Raises:
+        InexactSplit: With ``strict``, where the plan splits.
+    """
+    if verdict is None or verdict.exact:
+        return ()
+    splits = found.size < target
+    known = _explain_inexactness(found, verdict, target) if splits else ()
+    if strict and splits:
+        raise InexactSplit(
+            known[0]
+            if known
+            else f"it could not be checked whether splitting is exact: {verdict.unchecked}; check='warn' plans without"
+        )
+    return (*known, str(verdict)) if verdict.unchecked else known
+
+
+def _explain_inexactness(found: Found, verdict: Verdict, target: int) -> tuple[str, ...]:
+    """One sentence where splitting is known not to be exact: of BatchNorm that is known without a check."""
+    if not verdict.unchecked:
+        return (str(verdict),)
+    return (warn_of_batch_norms(found.batch_norms, found.size, target),) if found.batch_norms else ()
+
+
+def _make_plan(
+    workload: Workload,
+    memory: Device,
+    allowance: Allowance,
+    found: Found,
+    *,
+    wanted: Wanted,
+    verdict: Verdict | None,
+    warnings: tuple[str, ...],
+) -> Plan:
+    check_micro_batches(wanted.target_batch, found.size)
+    sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
+    return Plan(
+        target_batch=wanted.target_batch,
+        world_size=1,
+        micro_batch_size=max(sizes),
+        micro_batch_sizes=sizes,
+        accumulation_steps=len(sizes),
+        budget_bytes=allowance.budget_bytes,
+        headroom_bytes=allowance.headroom_bytes,
+        peak_bytes=found.peak_bytes,
+        curve=found.curve if memory.measures else None,
+        trials=found.trials,
+        device=memory.describe(),
+        warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
+        state_bytes=found.state_bytes,
+        weighed=workload.weigh is not None,
+        accumulate_in_float32=wanted.accumulate_in_float32,
+        verdict=verdict,
+        batch_lists=found.batch_lists,
+        fingerprint=found.fingerprint,
+        version=__version__,
+        id=secrets.token_hex(6),
+        made_at=time.time(),
+        model=type(unwrap_model(workload.model)).__name__,
+        objective=wanted.objective,
+        max_micro_batch=wanted.max_micro_batch,
+        failing_size=found.failing_size,
+        searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
+        confirms=found.confirmed.id if found.confirmed else "",
+        identity=identify_model(workload.model, workload.optimizer),
+        smallest_micro_batch=found.smallest,
+    )
+
+
+def _has_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()  # a daemon has none
+
+
+def _show_progress(event: Event) -> None:
+    sys.stderr.write(f"{event}\n")

@@ -1,0 +1,26 @@
+"""What keeps memory alive that nobody will use again.
+
+Covers reference cycles, and the graph of a backward pass that failed. Does not cover frames of an exception that is
+still being handled: nothing can free those from here.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["drop_stale_references"]
+
+
+def drop_stale_references() -> None:
+    """Break cycles that hold tensors, and let go of a failed backward pass.
+
+    After an error torch's engine leaves the nodes that were ready to run, and with them the rest of the graph and what
+    it has saved, in this thread's queue until the thread's next backward pass (``Engine::thread_main`` in
+    torch/csrc/autograd/engine.cpp). So there is one, of a single number, which no dispatch mode sees.
+    """
+    with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).backward()
+    gc.collect()

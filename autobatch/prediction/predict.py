@@ -1,0 +1,256 @@
+"""``predict``: what a training step would need on a card, without one.
+
+Covers the way from arguments to a prediction: trace, estimate, choice of a size, all cards. Does not cover how a step
+is traced (``trace``), what the allocator makes of it (``estimate``), nor what else could be done (``changes``).
+"""
+
+from __future__ import annotations
+
+import numbers
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch._arguments import check_micro_batches, check_switch, check_target
+from autobatch._formatting import show_value
+from autobatch._version import __version__
+from autobatch._wrappers import unwrap_model, unwrap_optimizer
+from autobatch.batch.example import find_example
+from autobatch.batch.layout import Layout
+from autobatch.errors import InvalidArgument
+from autobatch.plan import Plan
+from autobatch.planning.curve import MemoryCurve, fit_curve
+from autobatch.planning.planner import balance
+from autobatch.prediction.card_table import GPUS, Gpu, make_gpu
+from autobatch.prediction.cards import explain_choice, find_gpu
+from autobatch.prediction.changes import try_changes
+from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.prediction import Prediction
+from autobatch.prediction.record import Part, Point
+from autobatch.prediction.retrace import Proof, prove
+from autobatch.prediction.sizing import Sizing, find_limit
+from autobatch.prediction.timeline import Timeline
+from autobatch.prediction.tracing.retrace import check_timeline, find_smallest
+from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
+from autobatch.records import DeviceInfo, Trial
+from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
+from autobatch.step.default_step import default_step
+from autobatch.step.model_identity import identify_model
+from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
+
+__all__ = ["MARGIN", "MARGIN_REASON", "predict"]
+
+MARGIN = 0.10
+"""Of the predicted peak of the whole process, left free on top of it."""
+
+MARGIN_REASON = "at which 2.5 % of 363 published peaks were above the prediction, of models that nothing was fitted to"
+"""Why it is as much as it is: ``make accuracy``, in benchmarks/RESULTS.md."""
+
+_MODULES = 10
+_HELD = "held by the allocator beside them"
+_NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"
+
+
+def predict(
+    model: nn.Module,
+    batch: Any | None = None,
+    step: Step | None = None,
+    optimizer: Any | None = None,
+    *,
+    weigh: Weigh | None = None,
+    target_batch: int = 256,
+    gpu: str | int | None = None,
+    margin: float = MARGIN,
+    expandable_segments: bool = False,
+    scaler: bool = False,
+    what_if: bool = False,
+) -> Prediction:
+    """What one training step would need on a card, and what fits there; nothing is run and no card is needed.
+
+    The user's own step runs a few times on tensors that have no memory, as CUDA would run it; what it allocates and
+    frees is replayed at any size in a simulation of CUDA's caching allocator, and traced once more at the size that
+    fits. Model, optimizer and generators are not touched.
+
+    Args:
+        model: The model, on any device, ``meta`` included.
+        batch: An example batch, as for ``fit``; only shapes and dtypes count.
+        step: ``step(model, micro_batch)``, as for ``fit``.
+        optimizer: Its state and its step's own memory are part of the prediction.
+        weigh: As for ``fit``; it is not called.
+        target_batch: Samples one optimizer step should see.
+        gpu: A card's name (``"H100-80GB"``; of ``"H100"`` it is the commonest, and ``warnings`` says which), all of its
+            memory (``"24GiB"``), or ``None`` for the one of this machine.
+        margin: The fraction of the predicted peak that is left free on top of it; of all that the process takes.
+        expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` will be set.
+        scaler: Whether the loss will be scaled by a ``GradScaler``.
+        what_if: Whether to trace other ways to do the same step too, which takes some times as long.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        CannotPredict: The step needs values of tensors, or operators that cannot run without memory.
+        InvalidArgument: An argument cannot mean anything.
+        InvalidBatch: The batch cannot be counted.
+        InvalidStep: The step calls ``backward()`` itself, or trains what is in neither the model nor the optimizer.
+        NeedsBatch: No batch was given and the model does not tell what it takes.
+    """
+    started = time.perf_counter()
+    target_batch = check_target(target_batch)
+    if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not 0 <= margin < 1:
+        raise InvalidArgument(f"margin={show_value(margin)} must be a fraction from 0 to less than 1, such as 0.1")
+    for name, switch in (("expandable_segments", expandable_segments), ("scaler", scaler), ("what_if", what_if)):
+        check_switch(name, switch)
+    card = _find_local() if gpu is None else find_gpu(gpu)
+    workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
+    example = find_example(model, batch, target_batch)
+    layout, circumstances = example.layout, Circumstances(scaler=scaler)
+    timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
+    estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
+    sizing, proof = _find_size(Sizing(estimate, card, target_batch, float(margin)), workload, layout, circumstances)
+    warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
+    prediction = _predict(workload, layout, sizing, proof, warnings)
+    if what_if:
+        prediction = _with_changes(prediction, sizing, workload, layout, circumstances)
+    seconds = time.perf_counter() - started
+    plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
+    return prediction.model_copy(update={"seconds": seconds, "plan": plan})
+
+
+def _trace(workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Timeline, tuple[str, ...]]:
+    """What the step allocates, and what has to be said of its loss."""
+    timeline = trace_timeline(workload, layout, circumstances)
+    return timeline, (explain_loss(workload, layout),) if workload.step is default_step else ()
+
+
+def _find_size(
+    sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
+) -> tuple[Sizing, Proof]:
+    """The size with no micro-batch that the model cannot run: as ``fit``, one sample is tried where it is doubtful."""
+    model = workload.model
+    is_doubtful = sizing.target > 1 and (
+        may_refuse_one_sample(model) or not model.training
+    )  # it is traced in train mode
+    if is_doubtful:
+        sizing = replace(sizing, smallest=run_apart(lambda: find_smallest(workload, layout)))
+    sizing, proof = _prove(sizing, workload, layout, circumstances)
+    if is_doubtful or sizing.largest == 0 or min(balance(sizing.target, sizing.largest)) > 1 or sizing.target == 1:
+        return sizing, proof
+    if run_apart(lambda: find_smallest(workload, layout)) == 1:
+        return sizing, proof
+    return _prove(replace(sizing, smallest=2), workload, layout, circumstances)
+
+
+def _prove(sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Sizing, Proof]:
+    """The same on an estimate that has been put to the test at the size that it leads to."""
+    proof = prove(
+        sizing.estimate,
+        SIZES,
+        judge=lambda estimate: replace(sizing, estimate=estimate).largest,
+        check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
+    )
+    return replace(sizing, estimate=proof.estimate), proof
+
+
+def _with_changes(
+    prediction: Prediction, sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
+) -> Prediction:
+    """The same with what other ways to do the step would need, each traced at the size that fits then."""
+
+    def find_largest(estimate: Estimate, changed: Workload, now: Circumstances) -> int:
+        return _prove(replace(sizing, estimate=estimate), changed, layout, now)[0].largest
+
+    size = prediction.judged_size
+    changes = try_changes(workload, layout, sizing.estimate, size, largest=find_largest, circumstances=circumstances)
+    return prediction.model_copy(update={"changes": changes})
+
+
+def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:
+    estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or sizing.least
+    share = estimate.share(judged)
+    held = (Part(name=_HELD, byte_count=share.held_bytes),) if share.held_bytes else ()
+    curve = fit_curve([_as_trial(point) for point in points])
+    told = (*_warn_of_split(workload, sizing), *warnings, *proof.warnings)
+    return Prediction(
+        gpu=sizing.gpu,
+        target_batch=sizing.target,
+        curve=curve,
+        points=points,
+        plan=_make_plan(workload, layout, sizing, curve, (*told, _NEVER_RAN)) if sizing.largest else None,
+        largest_judged=sizing.bound,
+        reach=sizing.reach,
+        judged_size=judged,
+        peak_bytes=estimate.reserved(judged) + sizing.gpu.context_bytes,
+        breakdown=(*(Part(name=name, byte_count=count) for name, count in share.by_kind), *held),
+        modules=tuple(Part(name=name, byte_count=count) for name, count in share.by_module[:_MODULES]),
+        per_sample_bytes=estimate.tensor_bytes(judged + 1) - estimate.tensor_bytes(judged),
+        context_bytes=sizing.gpu.context_bytes,
+        margin=sizing.margin,
+        margin_reason=MARGIN_REASON if sizing.margin == MARGIN else f"because margin={sizing.margin:g} was asked for",
+        cards=sizing.cards(),
+        interpolated=estimate.timeline.interpolated,
+        proven_at=proof.proven_at,
+        doubt=proof.doubt,
+        warnings=told,
+    )
+
+
+def _warn_of_split(workload: Workload, sizing: Sizing) -> tuple[str, ...]:
+    """One sentence where the plan divides the target and that is known not to be exact."""
+    norms = batch_norms_in_train_mode(workload.model) if 0 < sizing.largest < sizing.target else []
+    return (warn_of_batch_norms(norms, max(balance(sizing.target, sizing.largest)), sizing.target),) if norms else ()
+
+
+def _as_trial(point: Point) -> Trial:
+    return Trial(
+        micro_batch_size=point.size, outcome="fits", peak_allocated=point.allocated, peak_reserved=point.reserved
+    )
+
+
+def _make_plan(
+    workload: Workload, layout: Layout, sizing: Sizing, curve: MemoryCurve, warnings: tuple[str, ...]
+) -> Plan:
+    check_micro_batches(sizing.target, sizing.largest)
+    card, sizes = sizing.gpu, balance(sizing.target, sizing.largest, min(sizing.smallest, sizing.target))
+    budget = card.total_bytes - card.context_bytes
+    return Plan(
+        target_batch=sizing.target,
+        world_size=1,
+        micro_batch_size=max(sizes),
+        micro_batch_sizes=sizes,
+        accumulation_steps=len(sizes),
+        budget_bytes=budget,
+        headroom_bytes=budget - find_limit(card, sizing.margin),
+        peak_bytes=sizing.estimate.reserved(sizing.largest),
+        curve=curve,
+        trials=(),
+        device=DeviceInfo(kind="cuda", name=card.name, total_bytes=card.total_bytes),
+        warnings=warnings,
+        predicted=True,
+        max_micro_batch=sizing.target,
+        smallest_micro_batch=sizing.smallest,
+        made_at=time.time(),
+        model=type(unwrap_model(workload.model)).__name__,
+        weighed=workload.weigh is not None,
+        batch_lists=dict(layout.lists),
+        version=__version__,
+        identity=identify_model(workload.model, workload.optimizer),
+    )
+
+
+def _find_local() -> Gpu:
+    if not torch.cuda.is_available():
+        raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    architecture = f"sm_{properties.major}{properties.minor}"
+    known = architecture in {gpu.architecture for gpu in GPUS}
+    return make_gpu(
+        properties.name,
+        properties.total_memory,
+        architecture if known else "unknown",
+        source="read from the card of this machine",
+    )

@@ -1,0 +1,101 @@
+"""What ``fit`` may expect before its first trial.
+
+Covers the largest size that a prediction says fits a limit of this process. Does not cover trials, which have the last
+word: where nothing can be predicted, or not soon, there is no expectation, and they begin at two samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from autobatch.batch.layout import Layout
+from autobatch.prediction.card_table import make_gpu
+from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.retrace import prove
+from autobatch.prediction.timeline import Timeline
+from autobatch.prediction.tracing.retrace import check_timeline
+from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
+from autobatch.step.workload import Workload
+
+__all__ = ["Expectation", "expect_largest", "expects_expandable_segments"]
+
+_MOST_SECONDS = 15.0
+"""A trace that takes longer costs more than the trials that it spares."""
+_FEW_SIZES = 4
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Where several are set the first of them counts: so torch 2.13 was seen to do, whatever its notes say."""
+_log = logging.getLogger("autobatch")
+
+
+class Expectation(NamedTuple):
+    """What is predicted.
+
+    Attributes:
+        largest: The largest size that fits; 0 where that cannot be predicted.
+        knows_no_larger: Whether nothing is known of larger sizes: then they may fit as well.
+    """
+
+    largest: int = 0
+    knows_no_larger: bool = False
+
+
+def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
+    """The largest of these sizes that the allocator would hold within the limit.
+
+    Args:
+        workload: The step, its model where it is.
+        layout: An example batch.
+        limit_bytes: What the process's allocator may hold.
+        sizes: Ascending.
+    """
+    if len(sizes) <= _FEW_SIZES:
+        return Expectation()
+    try:
+        return _expect(workload, layout, limit_bytes, sizes)
+    except Exception as error:  # noqa: BLE001 - trials need no expectation, so nothing about it may stop them
+        _log.debug("autobatch: nothing is expected of the first trial: %s", error)
+        return Expectation()
+
+
+def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
+    deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
+
+    def judge(estimate: Estimate) -> int:
+        return _bisect(estimate, limit_bytes, sizes)
+
+    def check(timeline: Timeline, size: int) -> Timeline | None:
+        left = deadline - time.monotonic()
+        return run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances), left)
+
+    timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
+    # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
+    workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
+    proof = prove(Estimate(timeline, workspace_bytes, expects_expandable_segments()), SIZES, judge, check)
+    known = min(SIZES[-1] if proof.doubt else sizes[-1], proof.estimate.largest_traced or sizes[-1])
+    judged = sizes[: bisect_right(sizes, known)]
+    largest = _bisect(proof.estimate, limit_bytes, judged)
+    return Expectation(largest, knows_no_larger=largest == judged[-1] < sizes[-1])
+
+
+def expects_expandable_segments() -> bool:
+    """Whether this process's environment asks torch's allocator for them."""
+    settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
+    return "expandable_segments:True" in "".join(settings.split()).split(",")
+
+
+def _bisect(estimate: Estimate, limit_bytes: int, sizes: Sequence[int]) -> int:
+    known = estimate.largest_traced
+    low, high = 0, len(sizes) if known is None else bisect_right(sizes, known)
+    while low < high:
+        middle = (low + high) // 2
+        if estimate.reserved(sizes[middle]) <= limit_bytes:
+            low = middle + 1
+        else:
+            high = middle
+    return sizes[low - 1] if low else 0

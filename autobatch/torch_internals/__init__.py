@@ -1,0 +1,1 @@
+"""What the other packages rely on of torch's own objects: dispatch modes, storages, its import, profiler ranges."""

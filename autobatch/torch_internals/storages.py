@@ -1,0 +1,75 @@
+"""The memory behind a tensor of any layout.
+
+Covers dense, sparse and wrapped tensors on every device. Does not cover what is done with the memory: counting it is
+``memory.live_storage``, putting it aside ``state.storage_copy``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["bytes_of", "storage_key", "storages_of"]
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's values: of a view what it shows, of a sparse one its indices and values.
+
+    ``nbytes`` is not defined for sparse tensors (``aten/src/ATen/core/TensorBase.h``).
+    """
+    if isinstance(tensor, UninitializedParameter):
+        return 0
+    if tensor.layout in _SPARSE_PARTS:
+        return sum(storage.nbytes() for storage in storages_of(tensor))
+    return int(tensor.nbytes)
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells whether a tensor still points to the same memory, and reads it the same way; no values."""
+    storages = [storage._cdata for storage in storages_of(tensor)]
+    strides = (tensor.storage_offset(), tensor.stride()) if tensor.layout is torch.strided else None
+    return storages, tensor.dtype, tensor.shape, strides
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Every storage that holds values of a tensor, in a fixed order; the same one may come more than once.
+
+    Args:
+        tensor: Of any shape, dtype, layout and device. A sparse one has a storage for each of its parts, a wrapper
+            (``torch.utils._python_dispatch``) those of the tensors inside it.
+
+    Yields:
+        Storages on real devices: none for meta and fake tensors, nor for opaque ones (oneDNN's own layout).
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [getattr(tensor, name) for name in names]
+    elif tensor.layout in _SPARSE_PARTS:
+        parts = [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
+    else:
+        yield from _strided_storage(tensor)
+        return
+    for part in parts:
+        yield from storages_of(part)
+
+
+def _strided_storage(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    try:
+        storage = tensor.untyped_storage()
+    # Opaque layouts have no storage to look at, and a lazy module's parameter refuses nearly every question.
+    except (NotImplementedError, RuntimeError, ValueError):
+        return
+    if storage.device.type != "meta":  # a fake tensor claims a device, its storage does not
+        yield storage

@@ -1,0 +1,145 @@
+"""What a runner tells of its steps: each thing in one event, and once what would be noise the second time.
+
+Covers the events of training. Does not cover what they say (``events``) nor the numbers in them (``runner``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from torch import nn
+
+from autobatch._formatting import show_value
+from autobatch._wrappers import unwrap_model
+from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidArgument
+from autobatch.events import (
+    BatchDiffers,
+    GradientsFound,
+    Hook,
+    PlanDiffers,
+    Retried,
+    SizeChanged,
+    StepFailed,
+    StepFinished,
+    StepSkipped,
+    emit,
+)
+from autobatch.plan import Plan
+from autobatch.planning.model_difference import differences
+from autobatch.planning.pacing import Pace
+from autobatch.result import StepResult
+from autobatch.step.model_identity import identify_model
+from autobatch.training.accumulation_state import Shortage
+
+__all__ = ["StepEvents", "check_hooks"]
+
+logger = logging.getLogger("autobatch")
+
+
+def check_hooks(hooks: Any) -> tuple[Hook, ...]:
+    """Each can be called, which is found out before the first step and not in each.
+
+    Raises:
+        InvalidArgument: One cannot, or they are no row of hooks at all.
+    """
+    found = (hooks,) if isinstance(hooks, str) or not isinstance(hooks, Iterable) else tuple(hooks)
+    for hook in found:
+        if not callable(hook) or isinstance(hook, type):
+            raise InvalidArgument(
+                f"hooks has {show_value(hook)}, which cannot be called: pass a list of hooks, each hook(event)"
+            )
+    return found
+
+
+class StepRecorder(Hook, Protocol):
+    """A hook that is given the numbers of finished steps without an event, since there is one in every step."""
+
+    def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
+        """Take note of a finished step; the numbers are those of ``StepFinished``."""
+
+
+class StepEvents:
+    """The events of one plan's steps, for the log and for the user's hooks."""
+
+    def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: StepRecorder | None = None) -> None:
+        """Nothing has been told yet.
+
+        Args:
+            plan: Whose steps these are.
+            hooks: Called with every event.
+            recorder: Writes the run down; it is called with every event but those of finished steps.
+        """
+        self._plan, self._listeners, self._recorder = plan, hooks, recorder
+        self._hooks = hooks if recorder is None else (*hooks, recorder)
+        self._planned = sum(plan.micro_batch_sizes)
+        self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
+
+    def report_plan(self, model: nn.Module, optimizer: Any | None) -> None:
+        """A plan of another model or optimizer."""
+        name = type(unwrap_model(model)).__name__
+        differing = differences(self._plan, name, identify_model(model, optimizer))
+        if differing:
+            emit(PlanDiffers(plan_id=self._plan.id, differences=differing), self._hooks)
+
+    def report_size(self, step: int, samples: int) -> None:
+        """Another number of samples than planned."""
+        emit(BatchDiffers(step=step, samples=samples, planned=self._planned), self._hooks)
+
+    def report_earlier_gradients(self, step: int) -> None:
+        """Gradients that become part of the step."""
+        emit(GradientsFound(step=step), self._hooks)
+
+    def report_retry(self, step: int, shortage: Shortage, new_size: int, used_bytes: int) -> None:
+        """Memory ended, and what comes next."""
+        retried = Retried(
+            step=step,
+            failed_size=shortage.failed_size,
+            new_size=new_size,
+            samples_kept=shortage.samples_kept,
+            samples_redone=shortage.samples_redone,
+            used_bytes=used_bytes,
+            budget_bytes=self._plan.budget_bytes,
+            reason=shortage.reason,
+            inexact=self._inexact,
+        )
+        emit(retried, self._hooks)
+
+    def report_pace(self, step: int, old_size: int, pace: Pace) -> None:
+        """The size changed between two steps."""
+        inexact = self._inexact if pace.size < old_size else ""
+        change = SizeChanged(step=step, old_size=old_size, new_size=pace.size, reason=str(pace.reason), inexact=inexact)
+        emit(change, self._hooks)
+
+    def report_skip(self, step: int, samples: int) -> None:
+        """A step with nothing to take a mean over."""
+        emit(StepSkipped(step=step, samples=samples), self._hooks)
+
+    def report_failed(self, step: int, error: BaseException) -> None:
+        """A step that ended in an error; the text of the user's own error stays his, and nothing here replaces it."""
+        with suppress(Exception):
+            self._tell_failed(step, error)
+
+    def _tell_failed(self, step: int, error: BaseException) -> None:
+        ours = isinstance(error, AutobatchError)
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0] if ours else type(error).__name__
+        short = isinstance(error, (DoesNotFit, CannotRetry))
+        emit(StepFailed(step=step, reason=reason, out_of_memory=short), self._hooks)
+
+    def report_finished(self, step: int, result: StepResult) -> None:
+        """A step's numbers; where nobody but the ledger listens, no event is made of them."""
+        if self._recorder is not None:
+            sizes = result.micro_batch_sizes
+            self._recorder.count_step(step, sizes, result.retries, result.peak_bytes, result.seconds)
+        if self._listeners or logger.isEnabledFor(logging.DEBUG):
+            finished = StepFinished(
+                step=step,
+                micro_batch_sizes=result.micro_batch_sizes,
+                retries=result.retries,
+                peak_bytes=result.peak_bytes,
+                seconds=result.seconds,
+                budget_bytes=self._plan.budget_bytes,
+            )
+            emit(finished, self._listeners)

@@ -1,0 +1,175 @@
+"""The update: one optimizer step on a finished gradient.
+
+Covers what comes before it and can be undone (room, optimizer state, unscaling, clipping), and the step itself, which
+cannot: once it has begun, parameters may have moved. Does not cover the gradient (``accumulation``).
+"""
+
+from __future__ import annotations
+
+import logging
+import numbers
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch._formatting import name_type, show_value
+from autobatch._objects import is_instance_with, takes_none
+from autobatch._wrappers import unwrap_optimizer
+from autobatch.errors import CannotRetry, InvalidArgument
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.state.optimizer_state import forget_state, make_state
+
+__all__ = ["Update", "check_options"]
+
+_LOG = logging.getLogger("autobatch")
+
+_UPDATED = (
+    "scheduler.step() raised this after the optimizer had stepped: parameters have moved, so do not run this step "
+    "again; step the scheduler yourself before the next one"
+)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is done with a gradient, once a step.
+
+    Attributes:
+        optimizer: Stepped.
+        check_room: Raises where there is no room for the optimizer's step.
+        advise: Gives the end of the message where memory runs out in that step.
+        scaler: Unscales, steps and updates once.
+        max_grad_norm: The whole gradient is clipped to this norm.
+        scheduler: Stepped after the optimizer, if that stepped.
+    """
+
+    optimizer: Any
+    check_room: Callable[[], None]
+    advise: Callable[[], str]
+    scaler: torch.amp.GradScaler | None = None
+    max_grad_norm: float | None = None
+    scheduler: Any | None = None
+    _inner: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Look inside the wrappers once."""
+        object.__setattr__(self, "_inner", unwrap_optimizer(self.optimizer))
+
+    def run(self, begin: Callable[[], None]) -> None:
+        """Prepare, then step the optimizer, then scaler and scheduler.
+
+        Args:
+            begin: Called right before the optimizer's own step. What is raised before it has not happened, but for
+                ``.grad``.
+
+        Raises:
+            DoesNotFit: There is no room for the step.
+            CannotRetry: Memory ended in it.
+        """
+        begun, reason, handled = False, None, sys.exc_info()[1]
+        entry = None if self.scaler is None else _read_entry(self.scaler, self.optimizer)
+        made: list[torch.Tensor] = []
+        try:
+            self.check_room()
+            made = make_state(self._inner)
+            scale = self._prepare() if self.scaler is not None or self.max_grad_norm is not None else 0.0
+            begin()
+            begun = True
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            # The scale only falls when infinities made the scaler skip the step.
+            if self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale):
+                self._step_scheduler(self.scheduler)
+        except BaseException as error:
+            if not begun:
+                forget_state(self.optimizer, made)
+            # Whoever loads a checkpoint and goes on must not be told that unscale_() was called already.
+            _write_entry(self.scaler, self.optimizer, None if begun else entry)
+            if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
+                raise
+            reason = describe_error(error, handled=handled)
+        finally:
+            if begun:
+                # Around a whole training loop autocast keeps the casts of weights that have moved.
+                torch.clear_autocast_cache()
+        if reason is not None:
+            raise CannotRetry(
+                f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {self.advise()}"
+            )
+
+    def _prepare(self) -> float:
+        """Unscale and clip; returns the scale of the losses."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.max_grad_norm is not None:
+            # The optimizer's own parameters: unscale_() has divided these alone.
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        # Reading the scale waits for the device: only where somebody wants to know whether the optimizer stepped.
+        return self.scaler.get_scale() if self.scaler is not None and self.scheduler is not None else 0.0
+
+    def _step_scheduler(self, scheduler: Any) -> None:
+        """The user's own error comes out, with a note that the update was made."""
+        try:
+            scheduler.step()
+        except Exception as error:
+            _LOG.warning("autobatch: %s: %s", type(error).__name__, _UPDATED)
+            if sys.version_info >= (3, 11):
+                error.add_note(_UPDATED)
+            raise
+
+
+def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
+    """Refuse what an update cannot be made of.
+
+    Raises:
+        InvalidArgument: One of them is of the wrong kind, or cannot mean anything.
+    """
+    if scaler is not None and not is_instance_with(scaler, "scale", "unscale_", "step", "update", "get_scale"):
+        raise InvalidArgument(f"scaler is {name_type(scaler)}: pass a torch.amp.GradScaler")
+    if max_grad_norm is not None and not _is_norm(max_grad_norm):
+        raise InvalidArgument(
+            f"max_grad_norm={show_value(max_grad_norm)} must be a float greater than 0, or None for no clipping"
+        )
+    if isinstance(scheduler, type):
+        raise InvalidArgument(f"scheduler is {name_type(scheduler)}: pass an instance of it")
+    if scheduler is not None and not is_instance_with(scheduler, "step"):
+        raise InvalidArgument(f"scheduler is {name_type(scheduler)} without step(): pass a scheduler, or leave it out")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")
+    if scheduler is not None and not takes_none(scheduler, "step"):
+        raise InvalidArgument(
+            f"scheduler= is {name_type(scheduler)} whose step() takes arguments: leave it out and step it yourself "
+            f"after runner.step()"
+        )
+
+
+def _is_norm(value: Any) -> bool:
+    """A positive number that a float holds; infinity is one, as in ``clip_grad_norm_``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        return float(value) > 0
+    except OverflowError:
+        return False
+
+
+def _read_entry(scaler: Any, optimizer: Any) -> dict[str, Any] | None:
+    """What a scaler remembers of an optimizer between ``unscale_`` and ``update``."""
+    entry = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
+    return None if entry is None else dict(entry)
+
+
+def _write_entry(scaler: Any, optimizer: Any, entry: dict[str, Any] | None) -> None:
+    states = getattr(scaler, "_per_optimizer_states", None)
+    if states is None:
+        return
+    states.pop(id(optimizer), None)
+    if entry is not None:
+        states[id(optimizer)] = entry

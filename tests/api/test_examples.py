@@ -1,0 +1,177 @@
+"""The examples, run as a stranger runs them: they end well, and what they show is what they claim.
+
+Covers the closing lines, read as numbers, the retry on the way, and what text.py says of its loss.
+Does not cover how fast they are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+import torch
+from workloads import full_batch_gradient, gradients_of, relative_error
+
+from autobatch.batch.layout import describe
+from autobatch.memory.cpu import CpuDevice
+from autobatch.step.workload import Workload
+from autobatch.training.accumulation_state import Shortage
+from autobatch.training.transaction import Accumulation
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+class Ran(NamedTuple):
+    """What one example left behind."""
+
+    code: int
+    output: str
+    errors: str
+
+    def numbers(self, row: str) -> list[float]:
+        """The numbers behind the title of a row."""
+        found = re.search(rf"^{re.escape(row)} (.*)$", self.output, flags=re.MULTILINE)
+        assert found, f"no row {row!r} in:\n{self.output}"
+        return [float(number) for number in re.findall(r"[\d.]+", found[1])]
+
+    def plans(self) -> list[list[int]]:
+        """Target, accumulation steps and micro-batch size of each plan that was printed."""
+        found = re.findall(r"^autobatch: (\d+) = (\d+) x (\d+)", self.output, flags=re.MULTILINE)
+        return [[int(part) for part in plan] for plan in found]
+
+
+def run(name: str) -> Ran:
+    """Run an example to its end."""
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        # Threads that wait asleep: those that spin cost several times the time where other work runs beside them.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "OMP_WAIT_POLICY": "passive"},
+        capture_output=True,
+        text=True,
+        timeout=360,
+        check=False,
+    )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
+
+
+@pytest.fixture(scope="module")
+def digits() -> Ran:
+    """What ``make demo`` shows."""
+    return run("digits.py")
+
+
+@pytest.fixture(scope="module")
+def text() -> Ran:
+    """The one with texts of unequal length."""
+    return run("text.py")
+
+
+@pytest.mark.parametrize("name", ["digits", "text"])
+def test_an_example_ends_well(name: str, request: pytest.FixtureRequest) -> None:
+    """It exits with 0 and its last line says yes."""
+    ran = request.getfixturevalue(name)
+    assert ran.code == 0, ran.output + ran.errors
+    assert ran.output.rstrip().endswith(": yes")
+
+
+def test_digits_learns_as_well_in_a_budget_as_without_one(digits: Ran) -> None:
+    """Both runs pass 97 % on images they have never seen, within a point of each other."""
+    whole, tight = digits.numbers("test accuracy")
+    assert min(whole, tight) > 97
+    assert abs(whole - tight) <= 1
+
+
+def test_digits_stays_within_its_budget(digits: Ran) -> None:
+    """The largest peak of each run is below its budget, and the budget is one in which the other run would not fit."""
+    peaks, budgets = digits.numbers("largest peak, MiB"), digits.numbers("budget, MiB")
+    assert 0 < peaks[0] <= budgets[0]
+    assert 0 < peaks[1] <= budgets[1] < peaks[0]
+
+
+def test_digits_keeps_its_target_in_pieces(digits: Ran) -> None:
+    """The same 256 samples a step, at once where there is room and in several pieces where there is not."""
+    (whole_target, whole_steps, _), (tight_target, tight_steps, _) = digits.plans()[-2:]
+    assert whole_target == tight_target == 256
+    assert whole_steps == 1 < tight_steps
+
+
+def test_digits_makes_room_for_the_tenant(digits: Ran) -> None:
+    """Another tenant arrives, the next step has smaller pieces without running out, and the log says so."""
+    assert digits.numbers("retries") == [0, 0]
+    assert digits.errors.index("another tenant takes") < digits.errors.index("less memory is free than that size needs")
+    assert "ran out of memory at" not in digits.errors
+
+
+def test_digits_names_what_splitting_changes(digits: Ran) -> None:
+    """BatchNorm is the one place where the pieces are not exact; the plan that splits says so, and only that one."""
+    [line] = [line for line in digits.output.splitlines() if "splitting is not exact" in line]
+    assert "BatchNorm in train mode" in line
+
+
+def test_text_learns(text: Ran) -> None:
+    """Of functions it has never seen, a byte costs far fewer bits after training than before."""
+    before, after = text.numbers("bits per byte, unseen")
+    assert 6 < before < 9
+    assert after < 0.6 * before
+
+
+def test_text_runs_in_pieces_within_the_budget(text: Ran) -> None:
+    """The pieces of the last step sum to the target, none is above the plan's size, and the peak is in the budget."""
+    [[target, steps, size]] = text.plans()
+    pieces = text.numbers("micro-batches")
+    peak, budget = text.numbers("largest peak, MiB")
+    assert sum(pieces) == target
+    assert max(pieces) <= size < target
+    assert steps > 1
+    assert 0 < peak <= budget
+
+
+def test_text_meets_no_longer_sample_than_it_was_tried_with(text: Ran) -> None:
+    """The plan was made with the loader's longest texts, so training never runs out of memory."""
+    assert text.numbers("retries") == [0]
+
+
+@pytest.fixture(scope="module")
+def gpt() -> ModuleType:
+    """The example as a module, its model on the CPU."""
+    found = importlib.util.spec_from_file_location("example_text", ROOT / "examples" / "text.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    module.DEVICE = torch.device("cpu")
+    return module
+
+
+def never(shortage: Shortage) -> int:
+    """There is memory enough here."""
+    raise AssertionError(shortage)
+
+
+def test_text_tells_the_next_byte_from_those_before(gpt: ModuleType) -> None:
+    """A byte that comes later, padding included, changes nothing of what is said before it."""
+    model = gpt.build_model()[0]
+    inputs = torch.randint(gpt.VOCABULARY, (3, 40))
+    changed = torch.cat([inputs[:, :25], torch.randint(gpt.VOCABULARY, (3, 30))], dim=1)
+    assert torch.allclose(model(inputs)[:, :25], model(changed)[:, :25], atol=1e-5)
+
+
+@pytest.mark.parametrize("weighed", [True, False])
+def test_text_is_exact_because_it_is_weighed(gpt: ModuleType, weighed: bool) -> None:
+    """Weighed by bytes the pieces add up to the padded batch's gradient; weighed by samples they do not."""
+    model = gpt.build_model()[0].double()
+    batch = gpt.collate([torch.randint(gpt.VOCABULARY, (length,)) for length in (200, 50, 60, 70, 190)])
+    expected = full_batch_gradient(model, gpt.step, batch)
+    Accumulation(Workload(model, gpt.step, gpt.weigh if weighed else None), CpuDevice(), never).run(
+        [describe(batch)], 2
+    )
+    assert (relative_error(gradients_of(model), expected) <= 1e-12) == weighed

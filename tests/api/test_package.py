@@ -1,0 +1,110 @@
+"""The package as it is shipped and imported: what the wheel holds, what an import costs, what the version is."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import autobatch
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "autobatch"
+
+
+def _modules_under(*places: str) -> list[str]:
+    """The modules in these files and folders of the package, by their dotted names."""
+    files = [file for place in places for file in sorted(PACKAGE.glob(place))]
+    return [".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for file in files]
+
+
+# What decides, records and tells: the rooms that must work where there is no torch at all.
+TORCH_FREE = ["autobatch", *_modules_under("errors.py", "records.py", "events/*.py", "version.py")]
+TORCH_FREE += _modules_under("quantities.py", "wording.py", "planning/*.py", "report/*.py", "prediction/allocator/*.py")
+TORCH_FREE += [
+    f"autobatch.prediction.{name}"
+    for name in ("timeline", "estimate", "gpu_table", "gpus", "prediction", "record", "sizing")
+]
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_import_leaves_torch_alone(module: str) -> None:
+    """Importing the package itself, or a room that needs no tensors, does not import torch."""
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", _modules_under("**/*.py"))
+def test_every_module_says_what_it_makes_public(module: str) -> None:
+    """Each module has a docstring, and an ``__all__`` of which every name is there."""
+    loaded = importlib.import_module(module)
+    assert loaded.__doc__
+    if module == "autobatch" or Path(str(loaded.__file__)).name != "__init__.py":
+        assert loaded.__all__
+        assert [name for name in loaded.__all__ if not hasattr(loaded, name)] == []
+
+
+def test_public_names_are_listed_and_unknown_ones_refused() -> None:
+    """``dir(autobatch)`` shows all public names before any was used, and a misspelt one is an AttributeError."""
+    program = "import autobatch, sys; sys.exit(not set(autobatch.__all__) <= set(dir(autobatch)))"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+    with pytest.raises(AttributeError, match="fitt"):
+        _ = autobatch.fitt
+
+
+def test_changelog_begins_with_the_version() -> None:
+    """The newest entry of the changelog is about the version that is here."""
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert newest is not None
+    assert newest[1] == autobatch.__version__
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy, so that the build leaves nothing in the checkout."""
+    copy = tmp_path_factory.mktemp("source")
+    shutil.copytree(PACKAGE, copy / "autobatch", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "tests").mkdir()
+    (copy / "tests" / "test_nothing.py").touch()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    program = "from setuptools.build_meta import build_wheel; build_wheel('.')"
+    subprocess.run([sys.executable, "-c", program], cwd=copy, check=True, timeout=100, capture_output=True)
+    (built,) = copy.glob("*.whl")
+    return built
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    """Every file of the package is shipped, templates and ``py.typed`` too; the licence too, and no test."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    files = [file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    here = {file.relative_to(ROOT).as_posix() for file in files}
+    metadata = {name for name in names if ".dist-info/" in name}
+    assert set(names) - metadata == here
+    assert {"autobatch/py.typed", "autobatch/report/templates/fragment.html"} <= here
+    assert any(name.endswith("/LICENSE") for name in metadata)
+
+
+def test_wheel_says_what_it_needs(wheel: Path) -> None:
+    """It is called torch-autobatch, is of the version that is here, and asks for the five libraries it is built on."""
+    with zipfile.ZipFile(wheel) as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = importlib.metadata.PathDistribution(zipfile.Path(archive, str(Path(path).parent) + "/")).metadata
+    needs = {need for need in metadata.get_all("Requires-Dist") or [] if "extra ==" not in need}
+    assert metadata["Name"] == "torch-autobatch"
+    assert metadata["Version"] == autobatch.__version__
+    assert {re.split(r"[<>=!~]", need)[0] for need in needs} == {
+        "torch",
+        "nvidia-ml-py",
+        "pydantic",
+        "platformdirs",
+        "jinja2",
+    }

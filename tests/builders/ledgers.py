@@ -1,0 +1,105 @@
+"""Plans, events and processes for the tests of the ledger.
+
+Covers what several of them share. Imports no torch: processes that write many records start with this.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
+from autobatch.events.run_history import Run, StepRange
+from autobatch.ledger.run_summary import RunNotes
+from autobatch.plan import Plan
+from autobatch.planning.planner import balance
+from autobatch.records import DeviceInfo
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make_plan(name="a1", *, size=8, **changes):
+    """A plan of 32 samples; its date is in the future, so that no retention deletes it."""
+    sizes = balance(32, size)
+    fields = {
+        "target_batch": 32,
+        "world_size": 1,
+        "micro_batch_size": max(sizes),
+        "micro_batch_sizes": sizes,
+        "accumulation_steps": len(sizes),
+        "budget_bytes": 2**30,
+        "headroom_bytes": 2**26,
+        "peak_bytes": 2**29,
+        "curve": None,
+        "trials": (),
+        "device": DeviceInfo(kind="cuda", name="NVIDIA L4", total_bytes=24 * 2**30),
+        "version": "0.1.0",
+        "fingerprint": "f1",
+        "id": name,
+        "made_at": 3e9,
+        "model": "Net",
+    }
+    return Plan(**{**fields, **changes})
+
+
+def make_run(name="r1", plan="a1", **changes):
+    """A run of it, as young."""
+    return Run(**{"id": name, "plan_id": plan, "pid": 7, "started_at": 3e9, "last_seen_at": 3e9, **changes})
+
+
+def make_note(place, run="r1", steps=1, **changes):
+    """A note of one range: the one at this place, ``steps`` long."""
+    part = StepRange(first_step=place, last_step=place + steps - 1, micro_batch_size=8, samples=32 * steps)
+    return RunNotes(**{"run_id": run, "last_seen_at": 3e9, "first_range": place, "ranges": (part,), **changes})
+
+
+def failed(reason, step=0):
+    """A step that ended in an error."""
+    return StepFailed(step=step, reason=reason, out_of_memory=True)
+
+
+def finished(step, sizes=(8, 8, 8, 8), retries=0, peak_bytes=100, seconds=0.5):
+    """A step that was committed."""
+    return StepFinished(step=step, micro_batch_sizes=sizes, retries=retries, peak_bytes=peak_bytes, seconds=seconds)
+
+
+def retried(step, old=8, new=4, reason="CUDA out of memory"):
+    """A step that had to begin again."""
+    return Retried(
+        step=step,
+        failed_size=old,
+        new_size=new,
+        samples_kept=0,
+        samples_redone=32,
+        used_bytes=300,
+        budget_bytes=2**30,
+        reason=reason,
+    )
+
+
+def resized(step, old=4, new=8, reason="grown back"):
+    """A size that changed between two steps."""
+    return SizeChanged(step=step, old_size=old, new_size=new, reason=reason)
+
+
+def start_process(program, *arguments, **environment):
+    """A Python that imports no torch before it is told to; its output is text that can be read line by line."""
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=variables,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_process(program, *arguments, **environment):
+    """Run it to its end; its output and what it wrote on stderr."""
+    process = start_process(program, *arguments, **environment)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    return output, errors

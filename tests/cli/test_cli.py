@@ -1,0 +1,637 @@
+"""The command line: what each command answers, as text and as JSON, how it ends, and what it imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ledgers import make_plan, make_run
+
+from autobatch import Plan
+from autobatch.cli import ledger_access
+from autobatch.cli.main import main
+
+SOURCE = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def make():
+    """What fit takes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 4))
+    return {
+        "model": model,
+        "batch": (torch.randn(256, 64), torch.randint(4, (256,))),
+        "step": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "budget": "16MiB",
+    }
+
+def normalised():
+    """A step that does not split."""
+    found = make()
+    found["model"] = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    found["optimizer"] = torch.optim.SGD(found["model"].parameters(), lr=0.1)
+    return found
+
+def without_optimizer():
+    found = make()
+    del found["optimizer"], found["budget"]
+    return found
+
+def without_batch():
+    return {"model": nn.Conv2d(3, 8, 3)}
+
+def misspelt():
+    return {**make(), "optimiser": None}
+
+def needs_arguments(width):
+    return make()
+
+def returns_a_model():
+    return nn.Linear(2, 2)
+
+def fails():
+    raise RuntimeError("the data is not there")
+
+number = 3
+'''
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a user's module in it, and a ledger of its own."""
+    (tmp_path / "train_it.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("train_it", None)
+
+
+@pytest.fixture
+def ask(capsys):
+    """Run a command in this process: exit code, stdout, stderr."""
+
+    def run(*arguments):
+        code = main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.mark.usefixtures("here")
+def test_a_day_with_it(ask):
+    """Plan, look, compare, repeat: the second plan is confirmed by one trial, and all that was kept can be found."""
+    code, text, _ = ask("fit", "train_it:make", "--target", "256")
+    assert code == 0
+    assert text.startswith("autobatch: 256 = ")
+    code, text, _ = ask("fit", "train_it.py:make", "--target", "256", "--json")
+    second = Plan.model_validate_json(text)
+    assert (code, len(second.trials)) == (0, 1)
+
+    code, text, _ = ask("plans")
+    assert code == 0
+    assert [line.split()[0] for line in text.splitlines()] == ["id", second.id, second.confirms]
+    assert "Sequential" in text
+    assert [row["plan"]["id"] for row in json.loads(ask("plans", "--json")[1])] == [second.id, second.confirms]
+    assert ask("plans", "--model", "transformer")[1].startswith("no such plan is kept")
+
+    code, text, _ = ask("show", second.id[:6])
+    assert code == 0
+    assert f"{second.micro_batch_size}" in text
+    assert Plan.model_validate(json.loads(ask("show", second.id, "--json")[1])["plan"]) == second
+
+    assert ask("diff", second.id, second.id)[0] == 0
+    assert ask("diff", second.id, second.confirms)[0] == 1
+
+    code, text, _ = ask("report", second.id)
+    assert (code, text) == (0, f"written to autobatch-{second.id}.html\n")
+    assert "<svg" in Path(f"autobatch-{second.id}.html").read_text()
+
+    assert ask("forget", second.confirms)[:2] == (0, "1 plan forgotten\n")
+    assert json.loads(ask("forget", "--all", "--json")[1]) == {"forgotten": 1}
+    assert json.loads(ask("plans", "--json")[1]) == []
+
+
+@pytest.mark.usefixtures("here")
+def test_a_saved_plan_is_shown_compared_and_reported_by_its_file(ask):
+    """Where no ledger has it too; --output - is the page itself."""
+    assert ask("fit", "train_it:make", "--target", "256", "--save", "plan.json", "--no-reuse")[0] == 0
+    plan = Plan.load("plan.json")
+    ask("forget", "--all")
+    assert str(plan.micro_batch_size) in ask("show", "plan.json")[1]
+    assert ask("diff", "plan.json", "plan.json")[0] == 0
+    assert ask("report", "plan.json", "-o", "-")[1].lstrip().lower().startswith("<!doctype html>")
+
+
+@pytest.mark.usefixtures("here")
+def test_options_say_what_the_function_does_not(ask):
+    """And what both say, the command line says."""
+    code, text, _ = ask(
+        *("fit", "train_it:make", "--target", "96", "--budget", "12MiB", "--headroom", "0.25"),
+        *("--max-micro-batch", "32", "--objective", "memory", "--json"),
+    )
+    plan = Plan.model_validate_json(text)
+    assert code == 0
+    assert (plan.target_batch, plan.budget_bytes, plan.headroom_bytes) == (96, 12 * 2**20, 3 * 2**20)
+    assert (plan.max_micro_batch, plan.objective) == (32, "memory")
+    assert "Budget" in ask("fit", "train_it:make", "--target", "64", "--explain")[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_does_not_fit_ends_with_one(ask):
+    """On stderr, or with --json on stdout."""
+    code, text, error = ask("fit", "train_it:make", "--target", "256", "--budget", "100KiB")
+    assert (code, text) == (1, "")
+    assert "a micro-batch of 1 sample does not fit" in error
+    code, text, error = ask("fit", "train_it:make", "--target", "256", "--budget", "100KiB", "--json")
+    assert (code, error) == (1, "")
+    assert json.loads(text)["error"] == "DoesNotFit"
+
+
+@pytest.mark.usefixtures("here")
+def test_verify_tells_an_exact_step_from_one_that_is_not(ask):
+    """0 and 1; the cause is named."""
+    assert ask("verify", "train_it:make")[0] == 0
+    code, text, _ = ask("verify", "train_it:normalised")
+    assert code == 1
+    assert "BatchNorm" in text
+    assert json.loads(ask("verify", "train_it:normalised", "--json")[1])["exact"] is False
+
+
+@pytest.mark.usefixtures("here")
+def test_predict_answers_for_one_card_several_or_all(ask):
+    """With no card here; a plan from it is marked."""
+    code, text, _ = ask("predict", "train_it:make", "--target", "4096", "--gpu", "L4", "--save", "plan.json")
+    assert code == 0
+    assert text.startswith("autobatch: predicted on L4: 4096 = ")
+    assert Plan.load("plan.json").predicted
+    code, text, _ = ask("predict", "train_it:make", "--target", "4096", "--gpu", "T4", "24GiB", "--json")
+    assert [prediction["gpu"]["name"] for prediction in json.loads(text)] == ["T4", "24.0 GiB card"]
+    code, text, _ = ask("predict", "train_it:make", "--target", "4096", "--all")
+    assert code == 0
+    assert {"T4", "B200", "RTX"} <= {word for line in text.splitlines() for word in line.split()}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "options", [["--gpu", "L4"], ["--gpu", "L4", "T4"], ["--all"], ["--gpu", "L4", "--explain"]], ids=" ".join
+)
+def test_what_would_help_is_printed_where_it_was_asked_for(ask, options):
+    """Below each answer, in each form; without --what-if there is nothing of it."""
+    asked = ("predict", "train_it:make", "--target", "64", *options)
+    code, text, _ = ask(*asked, "--what-if")
+    assert code == 0
+    titles = [line for line in text.splitlines() if line.startswith("What would help")]
+    assert len(titles) == (2 if "T4" in options else 1)
+    assert "SGD" in text
+    if "--explain" not in options:
+        assert "What would help" not in ask(*asked)[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_which_of_several_cards_was_meant_is_printed(ask):
+    """With the prediction for the commonest."""
+    code, text, _ = ask("predict", "train_it:make", "--target", "64", "--gpu", "H100")
+    assert code == 0
+    assert "! gpu='H100' is taken for the commonest of that name: H100-80GB; also H100-94GB" in text
+
+
+WRONG = {
+    "no module": (("fit", "nowhere:make", "--target", "8"), "there is no module nowhere here"),
+    "no file": (("fit", "nowhere.py:make", "--target", "8"), "there is no file nowhere.py"),
+    "no function": (("fit", "train_it:mak", "--target", "8"), "'train_it:mak': train_it has no function mak"),
+    "no callable": (("fit", "train_it:number", "--target", "8"), "train_it has no function number"),
+    "no colon": (("fit", "train_it", "--target", "8"), "'train_it' is no MODULE:FUNCTION, such as train:make"),
+    "arguments": (("fit", "train_it:needs_arguments", "--target", "8"), "takes arguments: name a function that can"),
+    "no dict": (("fit", "train_it:returns_a_model", "--target", "8"), "return a dict such as {'model': model"),
+    "unknown key": (("fit", "train_it:misspelt", "--target", "8"), "returned 'optimiser'; known are model,"),
+    "no target": (("fit", "train_it:make"), "say --target: 'train_it:make' returned no 'target_batch'"),
+    "a target of 0": (("fit", "train_it:make", "--target", "0"), "argument --target: '0' is no whole number from 1 on"),
+    "no batch": (("fit", "train_it:without_batch", "--target", "8"), "Conv2d"),
+    "nothing to verify": (("verify", "train_it:without_batch"), "returned no 'batch'"),
+    "no card": (("predict", "train_it:make"), "no CUDA card here: name one"),
+    "unknown card": (("predict", "train_it:make", "--gpu", "L5"), "gpu='L5' is not known"),
+    "two plans in a file": (("predict", "train_it:make", "--gpu", "L4", "T4", "--save", "x"), "2 cards were named"),
+    "unknown plan": (("show", "0123"), "no plan has the id '0123'"),
+    "no such file": (("show", "nothing.json"), "there is no file nothing.json"),
+    "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
+    "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
+    "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is no whole number from 1 on"),
+}
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("name", WRONG)
+def test_misuse_ends_with_two_and_says_what_to_do(ask, name):
+    """One line, no traceback."""
+    arguments, message = WRONG[name]
+    code, text, error = ask(*arguments)
+    assert (code, text) == (2, "")
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.usefixtures("here")
+def test_what_the_users_own_code_raises_comes_out_unchanged(ask):
+    """With its own traceback."""
+    with pytest.raises(RuntimeError, match="the data is not there"):
+        ask("fit", "train_it:fails", "--target", "8")
+
+
+def test_a_module_that_the_users_own_misses_is_named(here, ask):
+    """The user's module is there; what it imports is not, and that is another thing."""
+    (here / "broken_it.py").write_text("import nothing_of_that_name\n")
+    with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
+        ask("fit", "broken_it:make", "--target", "8")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_ledger_that_is_off_or_broken_is_told(ask, monkeypatch):
+    """Whoever asks for it should know; a saved plan can be looked at all the same."""
+    ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
+    assert "AUTOBATCH_LEDGER turns the ledger off" in ask("plans")[2]
+    assert ask("show", "plan.json")[0] == 0
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
+    monkeypatch.setenv("AUTOBATCH_HOME", "plan.json")
+    code, _, error = ask("plans")
+    assert code == 1
+    assert "cannot be used" in error
+    assert ask("show", "plan.json")[0] == 0
+    assert "plans cannot be kept" in ask("doctor")[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_verbose_says_what_happens_on_the_way(ask):
+    """Each trial on stderr; the answer itself stays alone on stdout, and the next command is silent again."""
+    _, text, error = ask("fit", "train_it:make", "--target", "64", "--verbose", "--json")
+    assert Plan.model_validate_json(text)
+    assert "autobatch: trial of " in error
+    assert ask("fit", "train_it:make", "--target", "64")[2] == ""
+
+
+def test_a_plan_of_another_version_is_told_and_left_out(here, ask, monkeypatch):
+    """On stderr, so that nobody takes it for gone."""
+    monkeypatch.setattr("autobatch.ledger.warnings._told", set())
+    ask("fit", "train_it:make", "--target", "64")
+    with sqlite3.connect(here / "home" / "ledger.sqlite3") as connection:
+        connection.execute("UPDATE plans SET content = json_set(content, '$.target_batch', 'many')")
+    connection.close()
+    code, text, error = ask("plans", "--json")
+    assert (code, json.loads(text)) == (0, [])
+    assert "is not one that this version reads (target_batch: Input should be" in error
+
+
+@pytest.mark.usefixtures("here")
+def test_warnings_of_a_plan_are_said_once(ask):
+    """In the answer, and not on stderr as well."""
+    _, text, error = ask("fit", "train_it:normalised", "--target", "64", "--budget", "2MiB", "--max-micro-batch", "16")
+    assert "BatchNorm" in text
+    assert error == ""
+
+
+@pytest.mark.usefixtures("here")
+def test_devices_tells_the_hosts_memory(ask):
+    """Also where there is no card."""
+    code, text, _ = ask("devices")
+    assert code == 0
+    assert text.splitlines()[-1].startswith("CPU")
+    data = json.loads(ask("devices", "--json")[1])
+    assert data["cpu"]["total_bytes"] > data["cpu"]["available_bytes"] > 0
+
+
+def start(*arguments, **environment):
+    """The command in a process of its own."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_looking_imports_no_torch(here, ask):
+    """Nor does asking for help with any command."""
+    ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
+    commands = [["plans"], ["show", "plan.json"], ["diff", "plan.json", "plan.json"], ["report", "plan.json"]]
+    commands += [["devices"], ["doctor"], ["--help"], ["plans", "--help"]]
+    program = (
+        "import sys\nfrom autobatch.cli.main import main\n"
+        f"for command in {commands!r}:\n"
+        "    try: main(command)\n"
+        "    except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = start("-c", program, AUTOBATCH_HOME=str(here / "home"), AUTOBATCH_LEDGER="on")
+    assert done.returncode == 0, done.stderr
+
+
+def time_best(*arguments, **environment):
+    """Seconds of computing that such a process takes, the best of three: others use the machine too."""
+
+    def spent():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    seconds = []
+    for _ in range(3):
+        before = spent()
+        start(*arguments, **environment)
+        seconds.append(spent() - before)
+    return min(seconds)
+
+
+def test_help_answers_at_once():
+    """Beside what Python itself takes to start: under 0.3 s."""
+    assert time_best("-m", "autobatch", "--help") - time_best("-c", "pass") < 0.3
+
+
+@pytest.mark.parametrize("command", [["plans"], ["show", "plan.json"], ["devices"], ["doctor"]], ids=" ".join)
+def test_looking_takes_little_more_than_importing_pydantic(command, here, ask):
+    """Which is most of what it takes; under 0.3 s is the rest for sure, and 0.1 s where nothing else runs."""
+    ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
+    kept = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
+    records = "import pydantic\nclass Record(pydantic.BaseModel): size: int"
+    assert time_best("-m", "autobatch", *command, **kept) - time_best("-c", records) < 0.3
+
+
+def test_it_runs_as_a_module_and_as_a_command():
+    """Both say the version; without a command both say how to use it, and end with 2."""
+    script = Path(sys.executable).with_name("autobatch")
+    for program in (["-m", "autobatch"], [str(script)] if script.exists() else ["-m", "autobatch"]):
+        assert start(*program, "--version").stdout.startswith("autobatch ")
+        assert start(*program).returncode == 2
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(here):
+    """As with ``autobatch devices | true``: nothing is complained of."""
+    program = f"sleep 0.2 | {shlex.quote(sys.executable)} -m autobatch devices --json | true"
+    done = start("-c", f"import subprocess, sys; sys.exit(subprocess.run({program!r}, shell=True).returncode)")
+    assert done.stderr == ""
+
+
+PRINTS = """
+from train_it import make as make_quietly
+
+def make():
+    print("loading my data")
+    return make_quietly()
+"""
+
+
+@pytest.mark.parametrize("command", [("fit", "--target", "64"), ("predict", "--gpu", "L4"), ("verify",)])
+def test_what_the_users_code_prints_is_no_part_of_the_json(here, ask, command):
+    """It goes to stderr; without --json it stays where the user put it."""
+    (here / "prints_it.py").write_text(PRINTS)
+    _, text, error = ask(command[0], "prints_it:make", *command[1:], "--json")
+    json.loads(text)
+    assert "loading my data" in error
+    assert "loading my data" in ask(command[0], "prints_it:make", *command[1:])[1]
+    sys.modules.pop("prints_it")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "command", [("fit", "train_it:make", "--target", "64"), ("predict", "train_it:make", "--gpu", "L4")]
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_work(ask, command):
+    """No plan is made, and there is no traceback."""
+    code, text, error = ask(*command, "--save", "nowhere/plan.json")
+    assert (code, text) == (2, "")
+    assert "--save 'nowhere/plan.json': no file can be written there" in error
+    assert json.loads(ask("plans", "--json")[1]) == []
+
+
+@pytest.mark.usefixtures("here")
+def test_the_function_may_follow_the_cards(ask):
+    """As it does in the help; --all and --gpu exclude each other."""
+    assert ask("predict", "--gpu", "L4", "T4", "train_it:make")[1].count("predicted on") == 2
+    assert ask("predict", "--gpu", "L4", "--gpu", "T4", "--target", "8", "train_it:make")[0] == 0
+    assert "say MODULE:FUNCTION" in ask("predict", "--gpu", "L4")[2]
+    assert ask("predict", "--gpu", "L4", "--all", "train_it:make")[0] == 2
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("days", ["-1", "0", "nan", "inf"])
+def test_what_is_no_age_forgets_nothing(ask, days):
+    """A sign that slipped in must not delete all there is."""
+    ask("fit", "train_it:make", "--target", "64")
+    code, _, error = ask("forget", "--older-than", days)
+    assert code == 2
+    assert "must be a number of days above 0" in error
+    assert len(json.loads(ask("plans", "--json")[1])) == 1
+
+
+READS_ARGUMENTS = """
+import argparse
+from train_it import make as make_it
+options = argparse.ArgumentParser()
+options.add_argument("--width", type=int, default=8)
+width = options.parse_args().width
+
+def make():
+    return make_it()
+"""
+
+
+def test_a_script_that_reads_its_arguments_is_not_given_ours(here, ask):
+    """As training scripts do when they are imported; its defaults hold, and ours are there again afterwards."""
+    (here / "reads_it.py").write_text(READS_ARGUMENTS)
+    before = list(sys.argv)
+    assert ask("fit", "reads_it:make", "--target", "64", "--json")[0] == 0
+    assert sys.argv == before
+    sys.modules.pop("reads_it")
+
+
+def test_what_a_child_of_the_users_code_prints_is_no_part_of_the_json(here):
+    """Nor what a library writes to the file descriptor itself."""
+    (here / "loud_it.py").write_text(
+        "import os\nos.write(1, b'raw\\n')\nos.system('echo child')\nfrom train_it import make\n"
+    )
+    done = start("-m", "autobatch", "fit", "loud_it:make", "--target", "64", "--json", AUTOBATCH_LEDGER="off")
+    assert Plan.model_validate_json(done.stdout)
+    assert {"raw", "child"} <= {*done.stderr.split()}
+
+
+@pytest.mark.usefixtures("here")
+def test_two_searches_that_found_the_same_do_not_differ(ask):
+    """Names, dates and durations are each plan's own."""
+    ids = [
+        Plan.model_validate_json(ask("fit", "train_it:make", "--target", "64", "--no-reuse", "--json")[1]).id
+        for _ in range(2)
+    ]
+    code, text, _ = ask("diff", *ids)
+    assert (code, text.splitlines()[1:]) == (0, ["nothing else differs"])
+
+
+@pytest.mark.usefixtures("here")
+def test_a_list_that_was_cut_says_so(ask):
+    """With what shows the rest."""
+    ask("fit", "train_it:make", "--target", "64")
+    ask("fit", "train_it:make", "--target", "64")
+    assert ask("plans", "--limit", "1")[1].splitlines()[-1] == "the newest 1; --limit shows more"
+    assert "shows more" not in ask("plans")[1]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_ledger_that_is_turned_off_is_no_trouble(ask, monkeypatch):
+    """Somebody wanted it so."""
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
+    assert "fine    plans are not kept: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["fit", "train_it:make", "--target", "many"], "--target"),
+        (["fit", "--target", "8"], "required"),
+        (["plans", "--colour"], "--colour"),
+        (["predict", "--gpu", "L4", "--all", "train_it:make"], "not allowed with"),
+        (["plan"], "plan"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_command_line_that_means_nothing_ends_in_one_line(ask, command, why):
+    """With exit code 2 and where to read more; and as JSON for who asked for that."""
+    code, said, error = ask(*command)
+    assert (code, said) == (2, "")
+    assert why in error
+    assert "--help" in error
+    code, said, error = ask(*command, "--json")
+    assert (code, error) == (2, "")
+    assert why in json.loads(said)["message"]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_name_cannot_steer_the_terminal(ask):
+    """Whoever may write a plan file may not clear the screen of who looks at it, nor may the model's own name."""
+    name = "Net\x1b[2J\x9b31m\x07\x00"
+    with ledger_access.open_store() as store:
+        store.add_plan(make_plan("a1", model=name))
+    said = ask("show", "a1")[1]
+    assert "Net\\x1b[2J\\x9b31m\\x07\\x00" in said
+    plan = make_plan()
+    plan.model_copy(update={"device": plan.device.model_copy(update={"name": name})}).save("steering.json")
+    code, shown, refused = ask("show", "steering.json")
+    assert (code, shown) == (2, "")
+    assert "device.name: a text with a line break or another control character" in refused
+    said += refused
+    assert not [letter for letter in said if letter != "\n" and not letter.isprintable()]
+
+
+def test_a_ledger_that_can_only_be_read_is_told(here, monkeypatch):
+    """Opening it is not enough: whatever is found would not be ledger_access."""
+    with ledger_access.open_store() as store:
+        store.add_plan(make_plan())
+    assert ledger_access.find_fault() == (str(here / "home"), "")
+    connect = sqlite3.connect
+
+    def connect_to_read(path, **options):
+        return connect(f"file:{path}?mode=ro", uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect_to_read)
+    place, fault = ledger_access.find_fault()
+    assert place == str(here / "home")
+    assert "readonly" in fault
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("source", [".:make", "..:make", ".train_it:make"])
+def test_a_name_that_begins_with_a_dot_is_no_module(ask, source):
+    """There is no package that it could be relative to."""
+    code, _, error = ask("fit", source, "--target", "4")
+    assert code == 2
+    assert "is no MODULE:FUNCTION" in error
+
+
+def test_a_plan_that_cannot_be_written_is_told_and_leaves_nothing(here, ask):
+    """With what it was, and without half a file beside it; a dash is no file's name."""
+    assert "name a file" in ask("fit", "train_it:make", "--target", "8", "--save", "-")[2]
+    (here / "old.json").write_text("{}")
+    program = (
+        "import resource\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))\n"
+        "from autobatch.cli.main import main\n"
+        "raise SystemExit(main(['fit', 'train_it:make', '--target', '8', '--save', 'old.json']))"
+    )
+    done = start("-c", program, AUTOBATCH_LEDGER="off")
+    assert done.returncode == 2
+    assert "--save old.json cannot be written" in done.stderr
+    assert "8 = 1 x 8 on CPU" in done.stderr
+    assert (here / "old.json").read_text() == "{}"
+    assert not [*here.glob("*.draft")]
+
+
+@pytest.mark.parametrize("command", [["plans"], ["plans", "--json"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("stdout", "said"), [(">/dev/full", "the answer cannot be written"), (">&-", "closed"), (">/dev/null", "")]
+)
+def test_an_answer_that_nobody_can_read_ends_with_2(here, command, stdout, said):
+    """And one line, where there is a stderr; 1 would be an answer."""
+    line = f"exec {shlex.quote(sys.executable)} -m autobatch {' '.join(command)} {stdout}"
+    environment = {**os.environ, "AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == (2 if said else 0)
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+    if said == "the answer cannot be written":
+        assert said in done.stderr
+
+
+@pytest.mark.usefixtures("here")
+def test_what_a_prediction_warns_of_is_printed(ask):
+    """As of a plan that was measured; and at the end of its whole story."""
+    for options in ([], ["--explain"], ["--all"]):
+        cards = [] if "--all" in options else ["--gpu", "L4"]
+        said = ask("predict", "train_it:without_optimizer", "--target", "8", *cards, *options)[1]
+        assert "! no optimizer= was given" in said
+
+
+def test_a_damaged_ledger_is_said_to_be_damaged(here, ask):
+    """Not that it cannot be written; what comes next is said, and so it comes."""
+    (here / "home").mkdir()
+    (here / "home" / "ledger.sqlite3").write_bytes(b"no database" * 500)
+    code, _, error = ask("plans")
+    assert code == 1
+    assert "is damaged" in error
+    assert "begins ledger-2.sqlite3" in error
+    said = ask("doctor")[1]
+    assert "is damaged" in said
+    assert "look at that disk" in said
+    ask("fit", "train_it:make", "--target", "64")
+    assert "train" not in ask("plans")[1].splitlines()[0]
+    assert len(json.loads(ask("plans", "--json")[1])) == 1
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", [["show", "."], ["report", "."], ["diff", ".", "."]], ids=" ".join)
+def test_a_folder_is_no_plan(ask, command):
+    """And no beginning of an id."""
+    code, _, error = ask(*command)
+    assert code == 2
+    assert ". is a folder" in error
+
+
+def test_a_run_that_went_silent_is_told_with_when(here, ask):
+    """It may have been killed, and what is counted is what it wrote until then."""
+    ask("fit", "train_it:make", "--target", "64")
+    with ledger_access.open_store() as store:
+        [plan] = store.plans()
+        store.add_run(make_run("r", plan.id, last_seen_at=1.5e9))
+    line = ask("plans")[1].splitlines()[1]
+    assert "last heard of 2017-07-1" in line

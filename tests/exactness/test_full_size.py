@@ -1,0 +1,315 @@
+"""The check at full size: steps that depend on their micro-batch only where it has more than a few samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_verification import RIGHT, small, token_mean, tokens
+from torch import nn
+from torch.nn import functional as F
+from workloads import bits_of, differences, full_batch_gradient, gradients_of, make_batch, mean_step, relative_error
+
+import autobatch
+from autobatch.batch.layout import describe
+from autobatch.errors import InexactSplit
+from autobatch.exactness.compare_split import Check
+from autobatch.exactness.divisions import divide_at_full_size, halvings, wholes_of
+from autobatch.exactness.full_size import FullSize
+from autobatch.exactness.verification import verify
+from autobatch.memory.cpu import CpuDevice
+from autobatch.planning.planner import balance
+from autobatch.step.workload import Workload
+from autobatch.testing import FakeDevice, oom_at
+
+
+def losses_of(model, batch):
+    """One loss a sample."""
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def hardest(model, batch):
+    """The 20 hardest samples."""
+    losses = losses_of(model, batch)
+    return losses.topk(min(20, len(losses))).values.mean()
+
+
+def ohem(model, batch):
+    """All losses above a threshold, and at least the 18 hardest."""
+    losses = losses_of(model, batch).sort(descending=True).values
+    least = losses[min(18, len(losses)) - 1].detach()
+    return losses[losses >= torch.minimum(least, torch.tensor(9.0))].mean() if len(losses) > 18 else losses.mean()
+
+
+def branching(model, batch):
+    """Another loss for many samples than for few."""
+    losses = losses_of(model, batch)
+    return losses.square().mean() if len(losses) > 40 else losses.mean()
+
+
+def centred(model, batch):
+    """A statistic over the batch once it has enough samples for one."""
+    out = model(batch[0])
+    return F.cross_entropy(out - out.mean(0) if len(out) > 20 else out, batch[1])
+
+
+def clipped(model, batch):
+    """Losses above a quantile count less, where there are enough of them."""
+    losses = losses_of(model, batch)
+    return torch.minimum(losses, losses.detach().quantile(0.7)).mean() if len(losses) >= 30 else losses.mean()
+
+
+class Queue(nn.Module):
+    """Negatives from earlier micro-batches, once there are 32 of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.held = small(), []
+
+    def forward(self, inputs):
+        out = self.body(inputs)
+        seen = torch.cat(self.held) if self.held else out[:0].detach()
+        self.held = [seen, out.detach()]
+        return out - seen.mean(0) if len(seen) >= 32 else out
+
+
+SIZED = {
+    "hardest samples": (small, hardest),
+    "OHEM": (small, ohem),
+    "a branch on the size": (small, branching),
+    "a statistic of many": (small, centred),
+    "clipping by quantile": (small, clipped),
+    "a queue": (Queue, mean_step),
+}
+
+
+@pytest.mark.parametrize("samples", [8, 64], ids=["repeated samples", "samples of its own"])
+@pytest.mark.parametrize("name", SIZED)
+def test_a_split_that_is_wrong_only_for_many_samples_is_found(name, samples):
+    """The plan's own division is compared with the whole target, so it is not called exact."""
+    make_model, step = SIZED[name]
+    model = make_model()
+    before = bits_of(model)
+    plan = autobatch.fit(model, 64, batch=make_batch(samples), step=step, max_micro_batch=32)
+    assert not plan.verdict.exact
+    assert not plan.verdict.unchecked
+    assert plan.verdict.relative_error > 1e-3
+    assert plan.verdict.samples == 64
+    assert plan.verdict.partitions == (plan.micro_batch_sizes,)
+    assert str(plan.verdict) in plan.warnings
+    assert differences(bits_of(model), before) == []
+    with pytest.raises(InexactSplit, match="not exact"):
+        autobatch.fit(model, 64, batch=make_batch(samples), step=step, max_micro_batch=32, check="raise")
+
+
+@pytest.mark.parametrize("name", [name for name in SIZED if name != "a queue"])
+def test_its_cause_names_the_sizes(name):
+    """What is exact for few samples and not for many depends on how many there are."""
+    make_model, step = SIZED[name]
+    plan = autobatch.fit(make_model(), 64, batch=make_batch(64), step=step, max_micro_batch=32)
+    [cause] = plan.verdict.causes
+    assert "splitting 16 samples is exact and splitting 64 is not" in cause
+    assert "how many samples" in cause
+
+
+@pytest.mark.parametrize("name", SIZED)
+def test_verify_compares_the_whole_batch(name):
+    """All of the user's batch is compared, not 16 of its samples."""
+    make_model, step = SIZED[name]
+    verdict = verify(make_model(), make_batch(64), step)
+    assert not verdict.exact
+    assert verdict.samples == 64
+    assert verify(make_model(), make_batch(16), step).exact
+
+
+def test_the_error_is_the_true_one():
+    """It is that of the plan's division against the naive gradient of the whole batch."""
+    model, batch = Plain64(), make_batch(64, torch.float64)
+    plan = autobatch.fit(model, 64, batch=batch, step=hardest, max_micro_batch=32)
+    expected = full_batch_gradient(model, hardest, batch)
+    autobatch.Runner(plan, model, hardest, None).accumulate(batch)
+    found = gradients_of(model)
+    worst = max(relative_error({name: found[name]}, {name: expected[name]}) for name in expected)
+    assert plan.verdict.relative_error == pytest.approx(worst, rel=1e-6)
+
+
+def Plain64():
+    """In float64."""
+    return small().double()
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("samples", [40, 200])
+def test_a_right_step_is_exact_at_full_size(name, samples):
+    """No false alarm of rounding, dropout or random draws of many samples, by fit or by verify."""
+    make_model, step, weigh, batch = RIGHT[name]
+    torch.manual_seed(0)
+    many = tokens(samples) if isinstance(batch, dict) else make_batch(samples, batch[0].dtype)
+    if name == "at its optimum":
+        many = batch
+    verdict = verify(make_model(), many, step, weigh)
+    assert verdict.exact, str(verdict)
+    plan = autobatch.fit(make_model(), samples, batch=many, step=step, weigh=weigh, max_micro_batch=18, check="raise")
+    assert plan.verdict.larger_partition == plan.micro_batch_sizes
+    assert not plan.verdict.not_compared
+
+
+def test_counts_that_differ_only_among_many_samples_are_advised():
+    """Rows without padding among the first 16 hide that the mean is over tokens; the whole batch shows it."""
+    batch = tokens(128)
+    batch["labels"] = torch.randint(2, 4, (128, 5), generator=torch.Generator().manual_seed(0))
+    batch["labels"][1:40:8, 2:] = -100  # between those that are taken evenly
+    assert verify(small(), {name: rows[::8] for name, rows in batch.items()}, token_mean).exact
+    verdict = verify(small(), batch, token_mean)
+    assert not verdict.exact
+    assert any('weigh=lambda batch: (batch["labels"] != -100).sum()' in cause for cause in verdict.causes)
+
+
+@pytest.mark.parametrize("capacity", [40, 63, 100])
+def test_the_largest_part_that_fits_is_compared(capacity):
+    """Where memory is what limits the size, as much as fits is compared, never more, and the verdict says how much."""
+    for step, exact in ((hardest, False), (mean_step, True)):
+        device = FakeDevice(lambda n: 100 + 10 * n, total_bytes=100 + 10 * capacity)
+        plan = autobatch.fit(small(), 256, batch=make_batch(64), step=step, device=device, headroom=0)
+        assert plan.verdict.exact == exact
+        compared = sum(plan.verdict.larger_partition) or plan.verdict.samples
+        assert 32 <= compared <= capacity
+        fitting = device.ran_sizes[len(device.ran_sizes) - 1 - device.ran_sizes[::-1].index(2) :]
+        assert max(fitting) <= capacity
+        if exact:
+            assert f"at most {compared} of 256 samples were compared at once" in plan.verdict.not_compared
+            assert plan.verdict.not_compared in str(plan.verdict)
+            assert plan.verdict.not_compared in " ".join(plan.explain().split())
+
+
+def test_several_micro_batches_are_compared_where_they_fit_at_once():
+    """Of a target that does not fit, as many planned micro-batches as do."""
+    device = FakeDevice(lambda n: 100 + 10 * n, total_bytes=100 + 10 * 150)
+    plan = autobatch.fit(
+        small(), 256, batch=make_batch(64), step=mean_step, device=device, headroom=0, max_micro_batch=32
+    )
+    assert plan.verdict.larger_partition == (32, 32, 32, 32)
+    assert "at most 128 of 256" in plan.verdict.not_compared
+
+
+def limited(most):
+    """A step that runs out of memory with more samples than the trials run."""
+
+    def step(model, batch):
+        if len(batch[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return mean_step(model, batch)
+
+    return step
+
+
+@pytest.mark.parametrize("most", [20, 32, 63])
+def test_memory_that_ends_in_the_comparison_does_not_end_fit(most):
+    """Fewer samples are compared then, down to those of the first comparison; the verdict says how many."""
+    plan = autobatch.fit(small(), 64, batch=make_batch(64), step=limited(most), max_micro_batch=20, check="raise")
+    assert plan.verdict.exact
+    assert "of 64 samples were compared at once" in plan.verdict.not_compared
+    assert (sum(plan.verdict.larger_partition) or 16) <= most
+
+
+@pytest.mark.parametrize("most", [16, 20, 32])
+def test_memory_that_ends_in_verify_leaves_fewer_samples(most):
+    """As in fit."""
+    verdict = verify(small(), make_batch(64), limited(most))
+    assert verdict.exact
+    assert "of 64 samples were compared at once" in verdict.not_compared
+    assert (sum(verdict.larger_partition) or 16) <= most
+
+
+def test_memory_may_end_anywhere_in_the_comparison():
+    """Wherever it ends, the verdict of few samples stands or is extended, and no error comes out."""
+    workload, device = Workload(small(), mean_step), CpuDevice()
+    check = Check(workload, describe(make_batch(40)), device, 16, after_trials=True)
+    few, full_size = check.run(), FullSize(40, size=20, most=40)
+    with oom_at(10**9) as counted:
+        assert not full_size.extend(check, few).not_compared
+    compared = set()
+    for position in range(1, counted.operations, 7):
+        with oom_at(position):
+            found = full_size.extend(check, few)
+        assert found.exact
+        assert bool(found.not_compared) == (sum(found.larger_partition) < 40)
+        compared.add(sum(found.larger_partition))
+    assert 20 in compared
+
+
+def test_a_step_that_refuses_many_samples_is_planned_all_the_same():
+    """What the whole target raises at once is not raised by fit, whose plan never runs it so."""
+
+    def step(model, batch):
+        if len(batch[0]) > 32:
+            raise ValueError("at most 32")
+        return mean_step(model, batch)
+
+    plan = autobatch.fit(small(), 64, batch=make_batch(64), step=step, max_micro_batch=20)
+    assert plan.verdict.exact
+    assert "ValueError" in plan.verdict.not_compared
+
+
+def rows_run(target, **options):
+    """How many rows a fit runs through its step."""
+    seen = []
+
+    def step(model, batch):
+        seen.append(len(batch[0]))
+        return mean_step(model, batch)
+
+    torch.manual_seed(0)
+    autobatch.fit(small(), target, batch=make_batch(64), step=step, max_micro_batch=16, reuse=False, **options)
+    return sum(seen)
+
+
+def test_it_costs_one_whole_batch_and_one_accumulated():
+    """Not more than two steps, however large the target."""
+    first = rows_run(256) - rows_run(256, check=None) - 2 * 256
+    assert first == rows_run(512) - rows_run(512, check=None) - 2 * 512
+    assert first <= 16 * 16
+
+
+def test_a_plan_that_does_not_split_is_compared_with_what_a_retry_would_run():
+    """The whole target fits, so a retry is what divides it first."""
+    plan = autobatch.fit(small(), 64, batch=make_batch(64), step=hardest)
+    assert plan.micro_batch_sizes == (64,)
+    assert not plan.verdict.exact
+    assert not [warning for warning in plan.warnings if "exact" in warning]
+
+
+def test_its_seconds_are_the_verdicts():
+    """The time of both comparisons is told, and the record survives its file."""
+    plan = autobatch.fit(small(), 64, batch=make_batch(64), step=mean_step, max_micro_batch=16)
+    assert 0 < plan.verdict.seconds < plan.seconds
+    assert "64 samples in 4 parts of up to 16" in str(plan.verdict)
+    assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+@given(st.integers(2, 3000), st.integers(1, 2))
+def test_halvings_are_a_division(samples, smallest):
+    """All samples are in parts that the model can run, and where there can be two parts there are."""
+    sizes = halvings(samples, smallest)
+    assert sum(sizes) == (samples if samples >= 2 * smallest else 0)
+    assert all(size >= smallest for size in sizes)
+    assert len(sizes) != 1
+
+
+@given(st.integers(2, 3000), st.data())
+def test_what_is_compared_at_full_size_is_within_what_fits(target, data):
+    """The plan's own division of the whole target where that fits, else planned micro-batches or parts of one."""
+    size = data.draw(st.integers(1, target))
+    most = data.draw(st.integers(size, 2 * target))
+    compared = data.draw(st.integers(1, 16))
+    wholes = wholes_of(target, size, most, compared)
+    assert all(compared < whole <= min(target, most) for whole in wholes)
+    assert list(wholes) == sorted(set(wholes), reverse=True)
+    for whole in wholes:
+        sizes = divide_at_full_size(target, size, whole, 1)
+        assert len(sizes) > 1
+        assert sum(sizes) <= whole
+        assert max(sizes) <= size
+    if target <= most and target > max(size, compared):
+        assert divide_at_full_size(target, size, wholes[0], 1) == balance(target, size)

@@ -1,0 +1,235 @@
+"""The plain arguments of ``fit``: what they mean in bytes and samples, and what is refused."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autobatch._arguments import (
+    DEFAULT_HEADROOM,
+    check_choice,
+    check_count,
+    check_target,
+    find_allowance,
+    find_device,
+    parse_bytes,
+    parse_headroom,
+)
+from autobatch.errors import InvalidArgument
+from autobatch.memory.cpu import CpuDevice
+from autobatch.memory.devices import device_for
+from autobatch.testing import FakeDevice
+
+GIB, MIB = 2**30, 2**20
+
+
+def make_device(available, *, measures=True):
+    """A device with so many bytes available."""
+    return FakeDevice(lambda n: n, available, measures=measures)
+
+
+@pytest.mark.parametrize(
+    ("value", "byte_count"),
+    [
+        ("8GiB", 8 * GIB),
+        (" 8 gib ", 8 * GIB),
+        ("0.5GiB", GIB // 2),
+        (".5GiB", GIB // 2),
+        ("512MiB", 512 * MIB),
+        ("512MB", 512 * 10**6),
+        ("8G", 8 * 10**9),
+        ("1000", 1000),
+        (2**30, GIB),
+        (1, 1),
+        (np.int64(7), 7),
+        (1.5e9, 1_500_000_000),
+    ],
+)
+def test_sizes_are_read(value, byte_count):
+    """Ints are bytes; texts have binary units with an i and decimal ones without."""
+    assert parse_bytes("budget", value) == byte_count
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("many", "", "GiB", "-1GiB", "8 GiB please", "5%", "8GiB/2", "1e9", "1_000", "8XB", "nan", "inf", "1e400GiB"),
+        *("1.2.3KiB", "1.KiB", "1..5KiB", "."),
+        *(0, -1, 0.5, True, False, float("nan"), float("inf"), -float("inf"), None, [1], {}, object),
+    ],
+)
+def test_what_is_no_size_is_refused(value):
+    """The message carries the user's own words and shows what would do; nothing is half read."""
+    with pytest.raises(InvalidArgument) as caught:
+        parse_bytes("budget", value)
+    assert str(caught.value).startswith(f"budget={value!r} is no size: pass bytes as an int, or a text such as '8GiB'")
+
+
+@pytest.mark.parametrize(
+    ("value", "byte_count"),
+    [
+        (None, int(GIB * DEFAULT_HEADROOM)),
+        (0, 0),
+        (0.0, 0),
+        (0.5, GIB // 2),
+        (np.float64(0.25), GIB // 4),
+        (np.float32(0.25), GIB // 4),
+        (np.float16(0.25), GIB // 4),
+        (Fraction(1, 4), GIB // 4),
+        (np.int64(5), 5),
+        (np.int64(0), 0),
+        (1, 1),
+        ("512MiB", 512 * MIB),
+        (GIB - 1, GIB - 1),
+    ],
+)
+def test_headroom_is_bytes_or_a_fraction(value, byte_count):
+    """An int is bytes, a float a fraction of the budget, a text a size."""
+    assert parse_headroom(value, GIB) == byte_count
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1.0, r"headroom=1\.0: a fraction must be at least 0 and less than 1"),
+        (-0.1, r"headroom=-0\.1: a fraction"),
+        (np.float32(1), r"headroom=.*1\.0.*: a fraction must be at least 0 and less than 1, such as 0\.1"),
+        ("0.1", r"headroom='0\.1' is no size: .*'512MiB'; a fraction is a float such as 0\.1"),
+        (float("nan"), "headroom=nan: a fraction"),
+        (float("inf"), "headroom=inf: a fraction"),
+        ("1GiB", r"headroom='1GiB' leaves nothing of a budget of 1\.0 GiB"),
+        (2 * GIB, "headroom=2147483648 leaves nothing"),
+        ("5%", "headroom='5%' is no size"),
+        (True, "headroom=True is no size"),
+        (False, "headroom=False is no size"),
+        (-5, "headroom=-5 is no size"),
+        ("", "headroom='' is no size"),
+    ],
+)
+def test_a_headroom_that_means_nothing_is_refused(value, message):
+    """Out of range, more than there is, or no size at all."""
+    with pytest.raises(InvalidArgument, match=message):
+        parse_headroom(value, GIB)
+
+
+@given(budget=st.integers(1, 2**50), fraction=st.floats(0, 1, exclude_max=True))
+def test_a_fraction_leaves_something(budget, fraction):
+    """Whatever the fraction and the budget, a byte at least remains."""
+    assert 0 <= parse_headroom(fraction, budget) < budget
+
+
+def test_without_a_budget_all_that_is_available_is_it():
+    """Less the default headroom."""
+    allowance = find_allowance(make_device(GIB), None, None)
+    assert (allowance.budget_bytes, allowance.headroom_bytes) == (GIB, int(GIB * 0.05))
+    assert allowance.limit_bytes == GIB - int(GIB * 0.05)
+    assert allowance.warnings == ()
+
+
+@pytest.mark.parametrize(("asked", "budget", "is_warned"), [("1GiB", GIB, False), (2 * GIB, GIB, True), (5, 5, False)])
+def test_a_budget_is_never_more_than_what_is_available(asked, budget, is_warned):
+    """More is cut to what there is, and said; the headroom is a fraction of what remains."""
+    allowance = find_allowance(make_device(GIB), asked, 0.5)
+    assert (allowance.budget_bytes, allowance.headroom_bytes) == (budget, budget // 2)
+    assert bool(allowance.warnings) == is_warned
+    if is_warned:
+        [warning] = allowance.warnings
+        assert warning == f"budget={asked!r} is more than is available now: 1.0 GiB are the budget"
+
+
+@pytest.mark.parametrize("headroom", [None, 0, 0.5, "1GiB"])
+def test_on_a_device_that_tells_nothing_nothing_is_known(headroom):
+    """No budget, no headroom of it, and no limit below zero."""
+    allowance = find_allowance(make_device(GIB, measures=False), None, headroom)
+    assert (allowance.budget_bytes, allowance.headroom_bytes, allowance.limit_bytes) == (0, 0, 0)
+
+
+def test_a_budget_for_a_device_that_tells_nothing_is_believed():
+    """There is nothing to compare it with."""
+    allowance = find_allowance(make_device(GIB, measures=False), "8GiB", "1GiB")
+    assert allowance.limit_bytes == 7 * GIB
+    assert allowance.warnings == ()
+
+
+@pytest.mark.parametrize("value", [1, 256, 10**8])
+def test_a_count_is_a_positive_int(value):
+    """Any of them comes back unchanged."""
+    assert check_target(value) == value
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_a_count_of_another_kind_becomes_an_int(kind):
+    """A length that NumPy computed counts as well as one that Python did."""
+    count = check_count("target_batch", kind(7))
+    assert (count, type(count)) == (7, int)
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 1.0, "8", True, False, None, float("nan"), [1], np.int64(0), np.float64(8), np.bool_(True)]
+)
+def test_what_counts_no_samples_is_refused(value):
+    """With the argument's name and the value."""
+    with pytest.raises(InvalidArgument) as caught:
+        check_target(value)
+    assert str(caught.value) == f"target_batch={value!r} must be an int of at least 1: it counts samples"
+
+
+def test_a_choice_is_one_of_a_few():
+    """Others are refused with all that there are."""
+    check_choice("check", None, ("warn", "raise", None))
+    with pytest.raises(InvalidArgument, match=r"check='stop' is not known; one of 'warn', 'raise', None"):
+        check_choice("check", "stop", ("warn", "raise", None))
+
+
+ON_CPU = [torch.ones(2), torch.ones(3)]
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_is_found_by_its_parameters(device):
+    """Left out, by name or as torch's own object: the same one device, also for parameters made on ``cpu:0``."""
+    assert find_device(ON_CPU, "Net", device) is device_for(torch.device("cpu"))
+    assert find_device([torch.ones(2, device="cpu:0"), torch.ones(2)], "Net", device) is device_for(torch.device("cpu"))
+
+
+def test_a_device_object_is_taken_as_it_is():
+    """A pretended device stands in for the real one."""
+    device = make_device(GIB)
+    assert find_device(ON_CPU, "Net", device) is device
+
+
+@pytest.mark.parametrize("device", [0, 1.5, True, "gpu", "", [], {}, "cpu:x", CpuDevice, torch.ones(1)])
+def test_what_is_no_device_is_refused(device):
+    """The message carries the user's own words and what would do."""
+    with pytest.raises(InvalidArgument) as caught:
+        find_device(ON_CPU, "Net", device)
+    assert str(caught.value).startswith(f"device={device!r} is no device: ")
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:1", "cpu:1", torch.device("cuda:0")])
+def test_a_device_where_the_model_is_not_is_refused(device):
+    """Sizes found there would say nothing about here."""
+    with pytest.raises(InvalidArgument, match=f"device='{device}', but the model is on cpu; move the model first"):
+        find_device(ON_CPU, "Net", device)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", make_device(GIB)])
+def test_parameters_on_several_devices_are_refused(device):
+    """One budget is one device's; the message names those there are, each once."""
+    split = [torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)]
+    with pytest.raises(InvalidArgument, match="Net has parameters on several devices: cpu, meta; "):
+        find_device(split, "Net", device)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [([], "Net has no parameters: there is nothing to train"), ([torch.ones(2, device="meta")], "Net is on the meta")],
+)
+def test_parameters_without_memory_are_refused(parameters, message):
+    """None at all, or none with values."""
+    with pytest.raises(InvalidArgument, match=message):
+        find_device(parameters, "Net", None)

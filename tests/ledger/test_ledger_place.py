@@ -1,0 +1,87 @@
+"""Where the ledger lies and whether one is kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autobatch.ledger.path import find_home, find_ledger, is_on, name_successor
+
+
+@pytest.mark.parametrize("word", ["off", "OFF", "Off ", "0", "false", "False", "no", "NO"])
+def test_the_ledger_is_off_in_any_case_of_letters(monkeypatch, word):
+    """Whatever means no."""
+    monkeypatch.setenv("AUTOBATCH_LEDGER", word)
+    assert not is_on()
+
+
+@pytest.mark.parametrize("word", ["", "on", "1", "true", "yes", "offline"])
+def test_the_ledger_is_on_otherwise(monkeypatch, word):
+    """It has to be switched off by a word that means it."""
+    monkeypatch.setenv("AUTOBATCH_LEDGER", word)
+    assert is_on()
+
+
+def test_the_ledger_is_on_where_nothing_is_said(monkeypatch):
+    """Nobody has to ask for it."""
+    monkeypatch.delenv("AUTOBATCH_LEDGER", raising=False)
+    assert is_on()
+
+
+def test_the_environment_names_the_home(monkeypatch, tmp_path):
+    """As a path, from ~ or from the working directory; always absolute."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for named, expected in [(tmp_path / "here", "here"), ("~/there", "there"), ("below", "below")]:
+        monkeypatch.setenv("AUTOBATCH_HOME", str(named))
+        assert find_home() == tmp_path / expected
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have other places")
+def test_without_it_the_home_is_the_users_state_folder(monkeypatch, tmp_path):
+    """The platform's place, not the home folder itself."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for word in ("AUTOBATCH_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(word, raising=False)
+    home = find_home()
+    assert home.name == "autobatch"
+    assert tmp_path in home.parents
+    monkeypatch.setenv("AUTOBATCH_HOME", "  ")
+    assert find_home() == home
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there is always a profile")
+def test_where_no_home_is_known_that_is_said(monkeypatch, tmp_path):
+    """A folder that is called ~ in the working directory is not what anybody meant."""
+    import pwd
+
+    def know_nobody(_):
+        raise KeyError("no such user")
+
+    for word in ("HOME", "AUTOBATCH_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(word, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", know_nobody)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="set AUTOBATCH_HOME"):
+        find_home()
+
+
+def test_the_last_file_in_the_row_is_the_ledger(tmp_path):
+    """A damaged one stays, and what took over from it is used."""
+    assert find_ledger(tmp_path) == tmp_path / "ledger.sqlite3"
+    for name in ("ledger.sqlite3", "ledger-2.sqlite3", "ledger-3.sqlite3"):
+        (tmp_path / name).touch()
+        assert find_ledger(tmp_path) == tmp_path / name
+
+
+def test_the_row_has_an_end():
+    """Each file has one successor, the ninth has none."""
+    path = Path("ledger.sqlite3")
+    names = []
+    while path is not None:
+        names.append(path.name)
+        path = name_successor(path)
+    assert names == ["ledger.sqlite3", *(f"ledger-{number}.sqlite3" for number in range(2, 10))]

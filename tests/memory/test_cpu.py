@@ -1,0 +1,240 @@
+"""The CPU as a device: one count and one budget a thread, whoever asks for them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from autobatch.memory.cpu import CpuDevice
+from autobatch.memory.device import Device
+from autobatch.memory.host_limit import read_host_memory
+from autobatch.testing import tenant
+
+ROOMY = 2**60
+
+
+def allocate(byte_count):
+    """A tensor of so many bytes."""
+    return torch.empty(byte_count, dtype=torch.uint8)
+
+
+def beyond(byte_count):
+    """A budget of so many bytes more than what is counted now."""
+    return CpuDevice().usage().allocated + byte_count
+
+
+def is_refused(byte_count):
+    """Whether a tensor of this size passes the budget in force."""
+    try:
+        allocate(byte_count)
+    except torch.OutOfMemoryError:
+        return True
+    return False
+
+
+def test_it_is_a_device():
+    """The class has all that the protocol asks for, and its numbers mean something."""
+    device = CpuDevice()
+    assert isinstance(device, Device)
+    assert device.measures
+    assert device.torch_device == torch.device("cpu")
+
+
+def test_it_is_described_by_the_host_s_limit():
+    """The container's limit, or the RAM, is all there is."""
+    described = CpuDevice().describe()
+    assert (described.kind, described.name) == ("cpu", "CPU")
+    assert described.total_bytes == read_host_memory().total_bytes > 0
+
+
+def test_what_is_held_is_available_too():
+    """A budget is for all tensors together: those that are there count as available to it."""
+    device = CpuDevice()
+    free = read_host_memory().available_bytes
+    held = allocate(2**33)  # never written: it has no pages
+    device.watch([held])
+    # Others use memory meanwhile, but not gigabytes of it up and down.
+    assert device.available_bytes() == pytest.approx(free + held.nbytes, abs=2**31)
+
+
+def test_usage_follows_what_is_made_and_freed():
+    """Allocated falls at once, the peak stays until it is reset."""
+    device = CpuDevice()
+    gc.collect()
+    with device.limit(ROOMY):
+        device.reset_peak()
+        base = device.usage().allocated
+        kept = allocate(1000)
+        allocate(5000)
+        usage = device.usage()
+        assert (usage.allocated - base, usage.peak_allocated - base) == (1000, 6000)
+        assert (usage.reserved, usage.peak_reserved) == (usage.allocated, usage.peak_allocated)
+        device.reset_peak()
+        assert device.usage().peak_allocated - base == 1000
+    del kept
+    assert device.usage().allocated == base
+
+
+def test_tensors_from_before_count_once_they_are_watched():
+    """Parameters and batches were made outside any limit."""
+    device = CpuDevice()
+    model = nn.Linear(10, 10, bias=False)
+    base = device.usage().allocated
+    device.watch([model.weight, model.weight[1:], model.weight.detach()])
+    assert device.usage().allocated - base == 400
+
+
+def test_beyond_the_budget_is_an_out_of_memory_error():
+    """What fits goes through, the byte more does not, and what it asked for is not held."""
+    device = CpuDevice()
+    base = device.usage().allocated
+    with device.limit(beyond(1000)):
+        assert not is_refused(1000)
+        assert is_refused(1001)
+        assert device.usage().allocated == base
+
+
+@pytest.mark.parametrize("same_object", [True, False])
+def test_the_inner_of_two_limits_holds_inside(same_object):
+    """Tighter or wider, by the same device object or another; the outer one is put back at the end."""
+    outer = CpuDevice()
+    inner = outer if same_object else CpuDevice()
+    with outer.limit(beyond(1000)):
+        with inner.limit(beyond(100)):
+            assert is_refused(500)
+        assert not is_refused(500)
+        with inner.limit(beyond(10000)):
+            assert not is_refused(5000)
+        assert is_refused(5000)
+    assert not is_refused(10**6)
+
+
+def test_an_error_inside_puts_the_outer_limit_back():
+    """An out-of-memory error, or any other, ends the inner limit and both."""
+    device = CpuDevice()
+    with pytest.raises(KeyboardInterrupt), device.limit(beyond(1000)):
+        with pytest.raises(torch.OutOfMemoryError), device.limit(beyond(10)):
+            allocate(11)
+        assert not is_refused(500)
+        assert is_refused(5000)
+        raise KeyboardInterrupt
+    assert not is_refused(10**6)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_limit_is_of_the_thread_that_entered_it():
+    """Two threads have two budgets; what one of them makes, the other's budget does not see."""
+    device, answers = CpuDevice(), {}
+
+    def work():
+        answers["without"] = is_refused(5000)
+        with CpuDevice().limit(beyond(100)):
+            answers["own"] = is_refused(5000)
+
+    with device.limit(beyond(1000)):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert answers == {"without": False, "own": True}
+        assert is_refused(5000)
+        assert not is_refused(500)
+
+
+@pytest.mark.parametrize(
+    ("expected", "budget", "is_needed"), [(1000, 4000, False), (1001, 4000, True), (0, 0, False), (2**50, 2**60, True)]
+)
+def test_only_a_step_far_from_its_budget_needs_no_limit(expected, budget, is_needed):
+    """Four times the step has to fit beside what is held, in the budget and in what the host has."""
+    device = CpuDevice()
+    held = device.usage().allocated
+    assert device.needs_limit(expected, held + budget) is is_needed
+    with tenant(1000, device):
+        assert device.needs_limit(expected, held + budget) is (is_needed or budget < 4000 + 1000)
+
+
+def test_backward_is_inside_the_limit_too():
+    """Autograd runs a CPU graph in the thread that called it."""
+    device, weight = CpuDevice(), torch.ones(1000, requires_grad=True)
+    loss = weight.sum()
+    with device.limit(beyond(100)), pytest.raises(torch.OutOfMemoryError):
+        (loss * 1).backward()
+    assert weight.grad is None or weight.grad.stride() == (0,)
+
+
+def test_what_is_first_called_inside_a_limit_is_still_compiled_outside():
+    """A budget is a dispatch mode, under which dynamo would give up a function for ever."""
+    device, counter = CpuDevice(), CompileCounter()
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, inputs):
+            return (inputs * self.weight).sin()
+
+    compiled, inputs = torch.compile(Layer(), backend=counter), torch.ones(4)
+    with device.limit(ROOMY):
+        compiled(inputs).sum().backward()
+        assert counter.frame_count == 0
+    compiled(inputs)
+    assert counter.frame_count == 1
+    with device.limit(ROOMY):
+        compiled(inputs)
+    compiled(inputs)
+    assert counter.frame_count == 1
+
+
+def test_a_limit_does_not_import_the_compiler():
+    """It would cost each process seconds that compiles nothing."""
+    code = (
+        "import sys; from autobatch.memory.cpu import CpuDevice\n"
+        "with CpuDevice().limit(10**9): pass\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_tensors_stay_where_they_are():
+    """One in CPU memory is not copied."""
+    tensor = torch.ones(3)
+    assert CpuDevice().move_tensor(tensor) is tensor
+
+
+def test_reclaim_frees_what_a_cycle_holds():
+    """A tensor in a reference cycle counts until the cycle is collected."""
+    device = CpuDevice()
+    device.reclaim()  # what other tests left
+    gc.disable()
+    try:
+        base = device.usage().allocated
+        cycle = [allocate(1000)]
+        cycle.append(cycle)
+        device.watch(cycle[:1])
+        reference = weakref.ref(cycle[0])
+        del cycle
+        assert device.usage().allocated - base == 1000
+        device.reclaim()
+        assert reference() is None
+        assert device.usage().allocated == base
+    finally:
+        gc.enable()
+
+
+def test_a_micro_batch_is_a_range_in_the_profiler():
+    """Its name carries the number of samples."""
+    device = CpuDevice()
+    with torch.profiler.profile() as profiler, device.micro_batch(37):
+        torch.ones(3)
+    device.synchronize()
+    assert "autobatch micro-batch of 37" in {event.key for event in profiler.key_averages()}

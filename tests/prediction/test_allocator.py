@@ -1,0 +1,503 @@
+"""The replayed allocator: exact bytes of known cases, its invariants, and agreement with a slow one of plain rules."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_allocator import PlainAllocator
+from pydantic import ValidationError
+
+from autobatch.errors import InvalidArgument
+from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT
+from autobatch.prediction.allocator.caching_allocator import CachingAllocator, Reservation
+from autobatch.prediction.allocator.expandable_segments import ExpandablePool, ExpandableSegments
+from autobatch.prediction.allocator.fixed_segments import FixedSegments
+from autobatch.prediction.allocator.settings import AllocatorSettings, round_sizes
+from autobatch.prediction.allocator.simulation import AllocatorPeak, Thresholds, find_thresholds, simulate
+
+KIB, MIB = 2**10, 2**20
+
+
+# Sizes around every border of the rules, and some of each order of magnitude.
+borders = [0, 1, 511, 512, 513, MIB - 1, MIB, MIB + 1, 2 * MIB, 9 * MIB, 10 * MIB - 1, 10 * MIB, 11 * MIB + 1]
+borders += [19 * MIB, 20 * MIB, 20 * MIB + 1, 21 * MIB, 30 * MIB, 45 * MIB]
+requests = st.one_of(
+    st.sampled_from(borders), st.integers(0, 4 * KIB), st.integers(0, 2 * MIB), st.integers(0, 50 * MIB)
+)
+capacities = st.one_of(st.none(), st.integers(0, 150).map(lambda count: count * 2 * MIB))
+options = st.one_of(
+    st.just(AllocatorSettings()),
+    st.builds(
+        AllocatorSettings,
+        max_split_size=st.sampled_from([None, 25 * MIB, 32 * MIB]),
+        max_non_split_rounding=st.sampled_from([20 * MIB, 30 * MIB]),
+        roundup_power2_divisions=st.sampled_from([0, 1, 2, 4, 8]),
+        large_segment=st.sampled_from([20 * MIB, 24 * MIB]),
+    ),
+)
+
+
+@st.composite
+def timelines(draw, longest=60):
+    """Blocks that come and go in any order, not all of them freed."""
+    order, sizes, alive = [], [], []
+    for size, frees in draw(st.lists(st.tuples(requests, st.lists(st.integers(0, 99), max_size=2)), max_size=longest)):
+        sizes.append(size)
+        order.append(len(sizes))
+        alive.append(len(sizes))
+        for which in frees:
+            order += [-alive.pop(which % len(alive))] if alive else []
+    return order, sizes
+
+
+def long_timeline(events, live=800, seed=0, smallest=8):
+    """So many events, about ``live`` blocks at once, sizes from ``2**smallest`` bytes to 64 MiB."""
+    draws = random.Random(seed)
+    order, sizes, alive = [], [], []
+    while len(order) < events:
+        if not alive or (len(alive) < live and draws.random() < 0.55):
+            sizes.append(int(2 ** draws.uniform(smallest, 26)))
+            order.append(len(sizes))
+            alive.append(len(sizes))
+        else:
+            order.append(-alive.pop(draws.randrange(len(alive))))
+    return order, sizes
+
+
+def step_through(order, sizes, *, expandable, capacity=None, options=None):
+    """Replay event by event: yields the memory, the allocator's live blocks as (small, start, end), in units."""
+    options = options or AllocatorSettings()
+    make = ExpandableSegments if expandable else FixedSegments
+    memory = make(options, None if capacity is None else capacity // UNIT)
+    allocator = CachingAllocator(memory)
+    rounded = round_sizes(sizes, options)
+    held = {}
+    for entry in order:
+        block = abs(entry) - 1
+        if entry < 0 and block in held:
+            allocator.give(held.pop(block))
+        elif entry > 0 and rounded[block]:
+            taken = allocator.take(rounded[block])
+            if taken == NO_BLOCK:
+                return
+            held[block] = taken
+        spans = [(block >> ADDRESS_BITS <= MIB // UNIT, *span(block)) for block in held.values()]
+        yield memory, spans
+
+
+def span(block):
+    """Where a block begins and ends, in units."""
+    start = block & ADDRESS_MASK
+    return start, start + (block >> ADDRESS_BITS)
+
+
+# -------------------------------------------------------------------------------------------------------- known cases
+
+CASES = {
+    # name: (order, sizes, allocated, reserved)
+    "nothing": ([], [], 0, 0),
+    "a block of no bytes is none": ([1, -1], [0], 0, 0),
+    "one byte": ([1], [1], 512, 2 * MIB),
+    "512 bytes and one": ([1], [513], 1024, 2 * MIB),
+    "two small segments: 512 bytes and 1 MiB leave no 1 MiB": ([1, 2, 3], [1, MIB, MIB], 2 * MIB + 512, 4 * MIB),
+    "the largest small block": ([1, 2], [MIB, MIB], 2 * MIB, 2 * MIB),
+    "the smallest large block": ([1], [MIB + 1], MIB + 512, 20 * MIB),
+    "large blocks share 20 MiB": ([1, 2], [MIB + 1, 9 * MIB], 10 * MIB + 512, 20 * MIB),
+    "10 MiB get their own segment": ([1, 2], [MIB + 1, 20 * MIB], 21 * MIB + 512, 40 * MIB),
+    "a byte less than 10 MiB gets 20": ([1], [10 * MIB - 512], 10 * MIB - 512, 20 * MIB),
+    "exactly 10 MiB": ([1], [10 * MIB], 10 * MIB, 10 * MIB),
+    "a byte more is rounded to 2 MiB, and split": ([1], [10 * MIB + 1], 10 * MIB + 512, 12 * MIB),
+    "a rest of 1 MiB is not split off": ([1], [11 * MIB], 12 * MIB, 12 * MIB),
+    "a rest of 512 bytes is not split off": ([1], [12 * MIB - 512], 12 * MIB, 12 * MIB),
+    "a rest of more than 1 MiB is split off": ([1], [11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
+    "a freed block is used again": ([1, -1, 2], [30 * MIB, 30 * MIB], 30 * MIB, 30 * MIB),
+    "a freed block is too small": ([1, -1, 2], [30 * MIB, 32 * MIB], 32 * MIB, 62 * MIB),
+    "best fit, not first": ([1, 2, -1, -2, 3, 4], [40 * MIB, 30 * MIB, 30 * MIB, 40 * MIB], 70 * MIB, 70 * MIB),
+    "small blocks do not use large segments": ([1, -1, 2], [30 * MIB, 512], 30 * MIB, 32 * MIB),
+    "neighbours merge": ([1, 2, -1, -2, 3], [8 * MIB, 8 * MIB, 20 * MIB], 20 * MIB, 20 * MIB),
+    "a hole between them does not": ([1, 2, 3, -1, -3, 4], [6 * MIB] * 3 + [9 * MIB], 18 * MIB, 40 * MIB),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_known_cases_have_known_bytes(case):
+    """With fixed segments these bytes follow from the rules by hand."""
+    order, sizes, allocated, reserved = case
+    peak = simulate(order, sizes)
+    assert (peak.allocated, peak.reserved) == (allocated, reserved)
+    assert not peak.out_of_memory
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reserved"),
+    [
+        ([60 * MIB, 40 * MIB + 512], 60 * MIB),
+        ([60 * MIB, 40 * MIB], 100 * MIB),
+        ([60 * MIB, 30 * MIB], 90 * MIB),
+        ([31 * MIB, 30 * MIB], 62 * MIB),
+    ],
+)
+def test_a_limit_on_splitting_leaves_large_blocks_to_large_requests(sizes, reserved):
+    """With a limit of 32 MiB, a larger block serves only what is larger too, and less than 20 MiB smaller than it."""
+    peak = simulate([1, -1, 2], sizes, settings=AllocatorSettings(max_split_size=32 * MIB))
+    assert peak.reserved == reserved
+
+
+def test_a_block_at_the_limit_is_handed_out_whole():
+    """A request of exactly the limit takes all of a free block, so that nothing remains for the next."""
+    order, sizes = [1, -1, 2, 3], [50 * MIB, 32 * MIB, 12 * MIB]
+    assert simulate(order, sizes, settings=AllocatorSettings(max_split_size=32 * MIB)).reserved == 62 * MIB
+    assert simulate(order, sizes).reserved == 50 * MIB
+
+
+def test_of_blocks_that_can_grow_alike_the_first_is_taken():
+    """A later block is preferred only if it could grow less."""
+    order = [1, 2, 3, 4, -1, -3, 5, 6]
+    sizes = [2 * MIB, 2 * MIB, 2 * MIB, 14 * MIB, MIB + 512, 2 * MIB]
+    peak = simulate([*order, -2, 7], [*sizes, 3 * MIB - 512], expandable_segments=True)
+    assert peak.reserved == 20 * MIB
+
+
+EXPANDABLE_CASES = {
+    "one byte": ([1], [1], 512, 2 * MIB),
+    "the largest small block": ([1, 2], [MIB, MIB], 2 * MIB, 2 * MIB),
+    "small blocks may lie across pages": ([1, 2, 3], [1, MIB, MIB], 2 * MIB + 512, 4 * MIB),
+    "the smallest large block": ([1], [MIB + 1], MIB + 512, 20 * MIB),
+    "10 MiB use what the page has": ([1, 2], [MIB + 1, 10 * MIB], 11 * MIB + 512, 20 * MIB),
+    "a rest of 512 bytes is split off": ([1], [20 * MIB - 512], 20 * MIB - 512, 20 * MIB),
+    "a freed block grows": ([1, -1, 2], [30 * MIB, 50 * MIB], 50 * MIB, 60 * MIB),
+    "a freed block that is shut in does not": ([1, 2, -1, 3], [40 * MIB, 40 * MIB, 60 * MIB], 100 * MIB, 140 * MIB),
+}
+
+
+@pytest.mark.parametrize("case", EXPANDABLE_CASES.values(), ids=EXPANDABLE_CASES.keys())
+def test_known_cases_of_expandable_segments(case):
+    """With expandable segments these bytes follow from the rules by hand."""
+    order, sizes, allocated, reserved = case
+    peak = simulate(order, sizes, expandable_segments=True)
+    assert (peak.allocated, peak.reserved) == (allocated, reserved)
+
+
+@pytest.mark.parametrize(
+    ("divisions", "size", "allocated"),
+    [
+        (0, 1200 * KIB + 1, 1200 * KIB + 512),
+        (1, 1200 * KIB + 1, 1200 * KIB + 512),
+        (4, 1200 * KIB, 1280 * KIB),
+        (4, 1024 * KIB, 1024 * KIB),
+        (4, 1024 * KIB + 1, 1280 * KIB),
+        (4, 1793 * KIB, 2048 * KIB),
+        (4, 2048, 2048),
+        (4, 2049, 2560),
+        (4, 1025, 1536),
+    ],
+)
+def test_sizes_are_rounded_to_parts_of_a_power_of_two(divisions, size, allocated):
+    """With divisions, a size goes up to the next of the equal parts between two powers of two."""
+    peak = simulate([1], [size], settings=AllocatorSettings(roundup_power2_divisions=divisions))
+    assert peak.allocated == allocated
+
+
+def test_the_place_of_the_peak_is_told():
+    """The first event at which the most is allocated, not a later one with as much."""
+    peak = simulate([1, 2, -2, 3, -3, -1], [MIB, 2 * MIB, 2 * MIB])
+    assert (peak.peak_position, peak.oom_position) == (1, None)
+
+
+# ------------------------------------------------------------------------------------------------ when memory runs out
+
+
+def test_caches_go_back_before_memory_has_run_out():
+    """A refused request frees the unused segments and asks again: one retry, and it runs."""
+    order, sizes = [1, -1, 2], [30 * MIB, 40 * MIB]
+    assert simulate(order, sizes).reserved == 70 * MIB
+    peak = simulate(order, sizes, capacity=40 * MIB)
+    assert peak == AllocatorPeak(allocated=40 * MIB, reserved=40 * MIB, alloc_retries=1, peak_position=2)
+
+
+def test_a_segment_in_use_stays():
+    """A segment of which one byte is in use is not freed, so the request does not fit: out of memory, after a retry."""
+    order, sizes = [1, 2, -1, 3], [9 * MIB, 2 * MIB, 30 * MIB]
+    peak = simulate(order, sizes, capacity=48 * MIB)
+    assert peak.out_of_memory
+    assert (peak.oom_position, peak.alloc_retries, peak.reserved) == (3, 1, 20 * MIB)
+    assert not simulate(order, sizes, capacity=50 * MIB).out_of_memory
+
+
+def test_free_pages_go_back_from_anywhere():
+    """Expandable segments give back a whole free page between two live blocks, where fixed ones could not."""
+    order = [1, 2, 3, -2, 4]
+    sizes = [20 * MIB, 20 * MIB, 20 * MIB, 40 * MIB]
+    peak = simulate(order, sizes, capacity=80 * MIB, expandable_segments=True)
+    assert peak == AllocatorPeak(allocated=80 * MIB, reserved=80 * MIB, alloc_retries=1, peak_position=4)
+    assert simulate(order, sizes, capacity=78 * MIB, expandable_segments=True).oom_position == 4
+
+
+def test_a_page_that_went_back_is_mapped_again_where_it_was():
+    """After a retry the hole is the lowest place that is not mapped, and it is used before the end of the range."""
+    order = [1, 2, 3, -2, 4, -4, 5, 6]
+    sizes = [20 * MIB, 20 * MIB, 20 * MIB, 40 * MIB, 20 * MIB, 20 * MIB]
+    peak = simulate(order, sizes, capacity=80 * MIB, expandable_segments=True)
+    assert (peak.out_of_memory, peak.reserved) == (False, 80 * MIB)
+
+
+def test_large_blocks_that_may_not_be_split_go_back_one_by_one():
+    """With max_split_size a refused request first frees what is large enough, and that is no retry."""
+    order, sizes = [1, -1, 2], [100 * MIB, 40 * MIB]
+    limited = AllocatorSettings(max_split_size=32 * MIB)
+    assert simulate(order, sizes, capacity=100 * MIB).allocated == 100 * MIB
+    peak = simulate(order, sizes, capacity=100 * MIB, settings=limited)
+    assert (peak.reserved, peak.alloc_retries, peak.out_of_memory) == (100 * MIB, 0, False)
+    assert simulate(order, sizes, settings=limited).reserved == 140 * MIB
+
+
+@given(timelines(), options, st.booleans())
+def test_in_less_than_the_requests_need_nothing_runs(timeline, options, expandable):
+    """One page below the floor the order does not run; with what it reserves undisturbed it does, without a retry."""
+    order, sizes = timeline
+    thresholds = find_thresholds(order, sizes, expandable_segments=expandable, settings=options)
+    assert thresholds.floor <= thresholds.tight <= thresholds.comfortable
+    if thresholds.floor:
+        below = simulate(order, sizes, capacity=thresholds.floor - 1, expandable_segments=expandable, settings=options)
+        assert below.out_of_memory
+    undisturbed = simulate(
+        order, sizes, capacity=thresholds.comfortable, expandable_segments=expandable, settings=options
+    )
+    assert undisturbed == simulate(order, sizes, expandable_segments=expandable, settings=options)
+    assert undisturbed.alloc_retries == 0
+    assert undisturbed.reserved == thresholds.comfortable
+
+
+@given(timelines(), options, st.booleans())
+def test_tight_is_an_edge(timeline, options, expandable):
+    """At the tight capacity the order runs within it, and in 2 MiB less it does not."""
+    order, sizes = timeline
+    tight = find_thresholds(order, sizes, expandable_segments=expandable, settings=options).tight
+    at = simulate(order, sizes, capacity=tight, expandable_segments=expandable, settings=options)
+    assert not at.out_of_memory
+    assert at.reserved <= tight
+    if tight:
+        less = simulate(order, sizes, capacity=tight - 2 * MIB, expandable_segments=expandable, settings=options)
+        assert less.out_of_memory
+
+
+@given(timelines(), options, st.booleans(), st.integers(0, 200))
+def test_more_than_enough_changes_nothing(timeline, options, expandable, pages):
+    """Every capacity from the comfortable one on gives the same result."""
+    order, sizes = timeline
+    free = simulate(order, sizes, expandable_segments=expandable, settings=options)
+    capacity = free.reserved + pages * MIB
+    assert simulate(order, sizes, capacity=capacity, expandable_segments=expandable, settings=options) == free
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes", "expandable", "thresholds"),
+    [
+        ([], [], False, Thresholds(comfortable=0, tight=0, floor=0)),
+        ([1], [1], False, Thresholds(comfortable=2 * MIB, tight=2 * MIB, floor=512)),
+        ([1, -1, 2], [30 * MIB, 40 * MIB], False, Thresholds(comfortable=70 * MIB, tight=40 * MIB, floor=40 * MIB)),
+        ([1, -1, 2], [30 * MIB, 40 * MIB], True, Thresholds(comfortable=40 * MIB, tight=40 * MIB, floor=40 * MIB)),
+        (
+            [1, 2, -1, 3],
+            [9 * MIB, 2 * MIB, 30 * MIB],
+            False,
+            Thresholds(comfortable=50 * MIB, tight=50 * MIB, floor=32 * MIB),
+        ),
+    ],
+)
+def test_known_thresholds(order, sizes, expandable, thresholds):
+    """Comfortable, tight and floor of cases that can be done by hand."""
+    assert find_thresholds(order, sizes, expandable_segments=expandable) == thresholds
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes", "expandable", "failing", "tight"),
+    [
+        ([1, -1, 2, -2, 3, 4, 5], [14, 22, 31, 18, 15], False, [68], 66),
+        ([1, 2, -1, 3, 4, 5], [25, 18, 37, 1.5, 0.3], True, [80], 62),
+    ],
+)
+def test_more_memory_can_be_worse(order, sizes, expandable, failing, tight):
+    """There are orders that run in one capacity and not in a larger one, so nothing here may rely on the opposite."""
+    sizes = [int(size * MIB) for size in sizes]
+    thresholds = find_thresholds(order, sizes, expandable_segments=expandable)
+    capacities = range(tight, thresholds.comfortable // MIB + 1, 2)
+    assert thresholds.tight == tight * MIB
+    assert failing == [
+        capacity
+        for capacity in capacities
+        if simulate(order, sizes, capacity=capacity * MIB, expandable_segments=expandable).out_of_memory
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- invariants
+
+
+@settings(max_examples=150)
+@given(timelines(), capacities, st.booleans(), options)
+def test_it_does_what_the_plain_rules_do(timeline, capacity, expandable, options):
+    """On any order it tells what the slow allocator tells: peaks, their place, retries, and where memory ran out."""
+    order, sizes = timeline
+    expected = PlainAllocator(capacity, expandable, options).run(order, sizes)
+    found = simulate(order, sizes, capacity=capacity, expandable_segments=expandable, settings=options)
+    assert found == expected
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("limit", [None, 21 * MIB])
+@pytest.mark.parametrize("smallest", [17, 21])
+def test_it_does_what_the_plain_rules_do_where_memory_is_short(expandable, limit, smallest):
+    """The same on longer orders with less than they would like, where caches go back again and again."""
+    options = AllocatorSettings(max_split_size=limit)
+    retries = 0
+    for seed in range(15):
+        order, sizes = long_timeline(120, live=12, seed=seed, smallest=smallest)
+        thresholds = find_thresholds(order, sizes, expandable_segments=expandable, settings=options)
+        for capacity in {thresholds.tight, (thresholds.tight + thresholds.comfortable) // 2}:
+            expected = PlainAllocator(capacity, expandable, options).run(order, sizes)
+            found = simulate(order, sizes, capacity=capacity, expandable_segments=expandable, settings=options)
+            assert found == expected
+            retries += found.alloc_retries
+    assert retries >= 10
+
+
+@given(timelines(), capacities, st.booleans(), options)
+def test_every_unit_is_live_or_free_and_never_both(timeline, capacity, expandable, options):
+    """After every event live and free blocks do not overlap, and together they are what is reserved."""
+    order, sizes = timeline
+    for memory, live in step_through(order, sizes, expandable=expandable, capacity=capacity, options=options):
+        total = 0
+        for is_small, pool in ((True, memory.small), (False, memory.large)):
+            assert pool.blocks == sorted(pool.blocks)
+            assert sorted(pool.starting.values()) == pool.blocks == sorted(pool._ending.values())
+            spans = [(start, end) for small, start, end in live if small == is_small]
+            spans += [span(block) for block in pool.blocks]
+            spans.sort()
+            assert all(left[1] <= right[0] for left, right in pairwise(spans))
+            total += sum(end - start for start, end in spans)
+        assert total == memory.reservation.reserved <= memory.reservation.peak
+        assert sum(end - start for _, start, end in live) <= memory.reservation.reserved
+        if capacity is not None:
+            assert memory.reservation.reserved * UNIT <= capacity
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gaps_between_mapped_pages_are_whole(seed):
+    """Pages that went back one after the other are one gap, and what is mapped is no part of one."""
+    order, sizes = long_timeline(120, live=12, seed=seed, smallest=21)
+    tight = find_thresholds(order, sizes, expandable_segments=True).tight
+    for memory, _ in step_through(order, sizes, expandable=True, capacity=tight):
+        for pool in (memory.small, memory.large):
+            assert sorted(pool.gaps) == pool._gap_starts
+            assert not any(start + length in pool.gaps for start, length in pool.gaps.items())
+            mapped = sum(later - start - pool.gaps[start] for start, later in pairwise(pool._gap_starts))
+            assert mapped + pool._gap_starts[0] <= memory.reservation.reserved
+
+
+def test_pages_that_go_back_join_the_gap_beside_them():
+    """A page joins a gap before it and one after it, also when they went back at other times."""
+    pool, reservation = ExpandablePool(page=4), Reservation(None)
+    first, second, third, _ = (pool.grow(4, reservation) for _ in range(4))
+    found = []
+    for block in (first, third, second):
+        pool.give(block)
+        assert pool.release() == 4
+        found.append([(start, length) for start, length in sorted(pool.gaps.items()) if start < 16])
+    assert found == [[(0, 4)], [(0, 4), (8, 4)], [(0, 12)]]
+
+
+@given(timelines(), options)
+def test_live_blocks_lie_within_one_segment(timeline, options):
+    """No block reaches from one fixed segment into another."""
+    order, sizes = timeline
+    for memory, live in step_through(order, sizes, expandable=False, options=options):
+        for _, first, last in live:
+            assert any(start <= first and last <= start + size for start, size in memory.segments.items())
+
+
+@given(timelines(), st.booleans(), options)
+def test_what_is_freed_becomes_whole_again(timeline, expandable, options):
+    """When everything is freed each segment is one free block, and all of it can go back."""
+    order, sizes = timeline
+    left = [block + 1 for block in range(len(sizes)) if -(block + 1) not in order]
+    order = [*order, *(-entry for entry in left)]
+    steps = [*step_through(order, sizes, expandable=expandable, options=options)]
+    if not steps:
+        return
+    memory, live = steps[-1]
+    assert live == []
+    free = len(memory.small.blocks) + len(memory.large.blocks)
+    assert free == len(memory.segments) if not expandable else free <= 2
+    memory.release()
+    assert memory.reservation.reserved == 0
+    assert memory.small.blocks == memory.large.blocks == []
+    if expandable:
+        assert len(memory.small.gaps) == len(memory.large.gaps) == 1
+
+
+@given(timelines(), st.booleans())
+def test_sizes_that_round_alike_are_alike(timeline, expandable):
+    """A request for what it would be rounded to anyway changes nothing, and neither does running it twice."""
+    order, sizes = timeline
+    rounded = [-(-size // 512) * 512 for size in sizes]
+    first = simulate(order, sizes, expandable_segments=expandable)
+    assert first == simulate(order, rounded, expandable_segments=expandable)
+    assert first == simulate(tuple(order), tuple(sizes), expandable_segments=expandable)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes", "message"),
+    [
+        ([1], [], "order[0] is 1, but there are sizes for blocks 1 to 0"),
+        ([0], [5], "order[0] is 0, but there are sizes for blocks 1 to 1"),
+        ([1, -2], [5], "order[1] is -2, but there are sizes for blocks 1 to 1"),
+        ([1, 1], [5], "order[1] is 1: block 1 is allocated again"),
+        ([-1], [5], "order[0] is -1: block 1 is freed, but it is not there"),
+        ([1, -1, -1], [5], "order[2] is -1: block 1 is freed, but it is not there"),
+        ([], [3, -7], "block 2 has -7 bytes; a size cannot be negative"),
+    ],
+)
+@pytest.mark.parametrize("function", [simulate, find_thresholds])
+def test_an_order_that_cannot_be_is_refused(function, order, sizes, message):
+    """The message names the place and the block, both as they were given."""
+    with pytest.raises(InvalidArgument) as caught:
+        function(order, sizes)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_split_size": 20 * MIB},
+        {"max_split_size": 24 * MIB, "large_segment": 24 * MIB},
+        {"max_non_split_rounding": MIB},
+        {"roundup_power2_divisions": -1},
+        {"roundup_power2_divisions": 3},
+        {"large_segment": 21 * MIB},
+        {"large_segment": 2 * MIB},
+    ],
+)
+def test_settings_that_torch_refuses_are_refused(values):
+    """A limit no larger than a segment, divisions that are no power of two and odd segments are no settings."""
+    with pytest.raises(ValidationError):
+        AllocatorSettings(**values)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_long_timeline_is_fast(expandable):
+    """50 000 events take less than a tenth of a second of computing; five times that on a busy machine."""
+    order, sizes = long_timeline(50_000)
+    seconds = []
+    while len(seconds) < 20 and min(seconds, default=1) > 0.1:
+        begin = time.process_time()
+        simulate(order, sizes, expandable_segments=expandable)
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.5

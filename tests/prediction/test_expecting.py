@@ -1,0 +1,321 @@
+"""A prediction says where the search begins, and trials have the last word."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from bisect import bisect_right
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nets import GPT, ConvNet, images, step, tokens
+from torch import nn
+from workloads import Plain, make_batch, mean_step
+
+import autobatch
+from autobatch.batch.layout import describe
+from autobatch.planning.evidence import Question, largest_fitting
+from autobatch.planning.planner import useful_sizes
+from autobatch.planning.search import most_trials, next_size
+from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.prior import Expectation, expect_largest, expects_expandable_segments
+from autobatch.prediction.timeline import combine
+from autobatch.prediction.tracing.trace import trace, trace_timeline
+from autobatch.records import Trial
+from autobatch.step.workload import Workload
+from autobatch.testing import FakeDevice
+
+SEGMENT = 20 * 2**20
+
+NETS = {
+    "convolutions": (ConvNet, images),
+    "transformer": (GPT, tokens),
+    "linear layers": (lambda: Plain(torch.float32), lambda: make_batch(2)),
+}
+
+
+class FakeCard(FakeDevice):
+    """A fake device that says it is a card."""
+
+    def describe(self):
+        return super().describe().model_copy(update={"kind": "cuda"})
+
+
+def workload_of(name):
+    """Model, batch and workload."""
+    make_model, make = NETS[name]
+    model = make_model()
+    run = mean_step if name == "linear layers" else step
+    return make(), Workload(model, run, None, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_on_a_card_the_search_begins_at_a_quarter_of_the_prediction(name):
+    """And the plan is of a size that ran."""
+    batch, workload = workload_of(name)
+    timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
+    estimate = Estimate(timeline, 4096 * 8 * 1024)
+    total = estimate.reserved(100) + 2**20
+    card = FakeCard(lambda n: int(estimate.allocated(0) * 0.5 + 2**18 * n), total)
+    plan = autobatch.fit(
+        workload.model, 256, batch=batch, step=workload.step, optimizer=workload.optimizer, device=card, headroom=0
+    )
+    expected = expect_largest(workload, describe(batch), total, useful_sizes(256, 256)).largest
+    assert expected // 6 <= plan.trials[0].micro_batch_size <= expected // 4
+    assert plan.micro_batch_size in {trial.micro_batch_size for trial in plan.trials}
+
+
+def search_a_card(draw):
+    """One search on a card whose reserved memory goes in segments, with a prediction that is up to 15 % off."""
+    limit = int(draw.choice([8, 16, 24, 40, 80]) * 0.95 * 2**30)
+    base, target = draw.uniform(0.02, 0.5) * limit, draw.choice([64, 256, 1000, 4096, 8192])
+    slope, error = (limit - base) / draw.uniform(2, 1.5 * target), draw.uniform(0.85, 1.15)
+
+    def reserve(size):
+        return -(-int(base + slope * size) // SEGMENT) * SEGMENT
+
+    sizes = useful_sizes(target, target)
+    expected = max((size for size in sizes if error * reserve(size) <= limit), default=0)
+    question = Question(bound=target, limit_bytes=limit, candidates=sizes, expected=expected)
+    trials = []
+    while (size := next_size(question, trials)) is not None:
+        peak = reserve(size)
+        outcome = "oom" if peak > 1.05 * limit else "fits"
+        trials.append(
+            Trial(
+                micro_batch_size=size,
+                outcome=outcome,
+                peak_allocated=int(base + slope * size),
+                peak_reserved=peak,
+                resident_bytes=int(0.8 * base),
+            )
+        )
+    best = max((size for size in sizes if reserve(size) <= limit), default=None)
+    return trials, largest_fitting(question, trials) == best
+
+
+def test_with_a_prediction_a_card_takes_three_trials_and_no_oom():
+    """In 99 of 100 of a thousand cards and steps, and the answer is the largest size in as many."""
+    draw = random.Random(0)
+    searches = [search_a_card(draw) for _ in range(1000)]
+    assert sum(len(trials) > 3 for trials, _ in searches) <= 10
+    assert sum(any(trial.outcome == "oom" for trial in trials) for trials, _ in searches) <= 10
+    assert sum(not is_best for _, is_best in searches) <= 10
+
+
+@pytest.mark.parametrize("gibibytes", [8, 24, 80])
+@pytest.mark.parametrize("name", NETS)
+def test_each_net_takes_three_trials_and_no_oom(name, gibibytes):
+    """On cards of that size whose allocator holds what the trace says, or a tenth less or more than was predicted."""
+    batch, workload = workload_of(name)
+    timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
+    reserve = cache(Estimate(timeline, 4096 * 8 * 1024).reserved)
+    total = gibibytes * 2**30
+    for target, error in itertools.product([256, 1000, 4096, 20_000, 100_000], [0.9, 1.0, 1.1]):
+        sizes = useful_sizes(target, target)
+        limit = int(0.95 * total)
+        expected = sizes[bisect_right(sizes, limit, key=reserve) - 1]
+        question = Question(bound=target, limit_bytes=limit, candidates=sizes, expected=expected)
+        trials = []
+        while (size := next_size(question, trials)) is not None:
+            peak = int(error * reserve(size))
+            outcome = "fits" if peak <= total else "oom"
+            trials.append(Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak))
+        assert len(trials) <= 3, (target, error, trials)
+        assert all(trial.outcome == "fits" for trial in trials), (target, error, trials)
+        best = sizes[bisect_right(sizes, limit, key=lambda size: int(error * reserve(size))) - 1]
+        assert largest_fitting(question, trials) == best
+
+
+def test_what_cannot_be_predicted_is_measured():
+    """A step that needs values is searched for as if nothing had been asked."""
+
+    def run(model, batch):
+        loss = mean_step(model, batch)
+        return loss if loss.item() > 0 else loss * 2
+
+    model = Plain(torch.float32)
+    assert expect_largest(Workload(model, run), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == Expectation()
+    card = FakeCard(lambda n: 1000 + 50 * n, total_bytes=4000)
+    plan = autobatch.fit(model, 256, batch=make_batch(2), step=run, device=card, headroom=0)
+    assert plan.micro_batch_size == 52
+    assert plan.out_of_memory_trials == 0
+
+
+@pytest.mark.parametrize("error", [OSError("no process"), KeyError("anything"), MemoryError()])
+def test_whatever_goes_wrong_the_trials_do_not_need_it(monkeypatch, error):
+    """An expectation that cannot be had is none."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("autobatch.prediction.prior.run_apart", fail)
+    assert (
+        expect_largest(Workload(Plain(), mean_step), describe(make_batch(2)), 2**30, (1, 2, 3, 4, 5)) == Expectation()
+    )
+
+
+def test_the_expectation_is_the_largest_that_fits():
+    """Of the sizes that were asked for; none where not even the smallest does."""
+    batch, workload = workload_of("transformer")
+    estimate = Estimate(run_apart(lambda: trace_timeline(workload, describe(batch))), 4096 * 8 * 1024)
+    sizes = useful_sizes(64, 64)
+    assert expect_largest(workload, describe(batch), estimate.reserved(16), sizes) == Expectation(16)
+    assert expect_largest(workload, describe(batch), 1000, sizes) == Expectation()
+
+
+@given(
+    base=st.integers(0, 1000),
+    slope=st.integers(1, 100),
+    limit=st.integers(1, 20_000),
+    expected=st.integers(0, 600),
+    target=st.integers(1, 500),
+)
+@settings(max_examples=200)
+def test_whatever_is_expected_the_answer_is_the_same(base, slope, limit, expected, target):
+    """A wrong prediction costs trials, never the answer; there are never more than a search may take."""
+    sizes = useful_sizes(target, target)
+    question = Question(bound=target, limit_bytes=limit, candidates=sizes, expected=expected)
+    trials = []
+    while (size := next_size(question, trials)) is not None:
+        peak = base + slope * size
+        outcome = "fits" if peak <= 2 * limit else "oom"
+        trials.append(Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak))
+    assert len(trials) <= most_trials(question)
+    assert len({trial.micro_batch_size for trial in trials}) == len(trials)
+    fitting = [size for size in sizes if base + slope * size <= limit]
+    assert largest_fitting(question, trials) == max(fitting, default=None)
+
+
+def test_on_a_cpu_nothing_is_traced(monkeypatch):
+    """There a trial is cheaper than a trace."""
+    monkeypatch.setattr("autobatch.fitting.size_search.expect_largest", lambda *_: pytest.fail("traced"))
+    autobatch.fit(nn.Linear(4, 4), 16, max_micro_batch=4)
+
+
+def test_where_everything_is_expected_to_fit_at_most_half_is_tried_first():
+    """A prediction that is twice too high costs no error out of memory."""
+    batch, workload = workload_of("linear layers")
+    sizes = useful_sizes(256, 256)
+    expected = expect_largest(workload, describe(batch), 2**40, sizes).largest
+    question = Question(bound=256, limit_bytes=2**40, candidates=sizes, expected=expected)
+    assert expected == 256
+    assert next_size(question, []) <= 128
+
+
+@given(target=st.integers(6, 10_000), share=st.floats(0, 1))
+def test_whatever_is_expected_at_most_half_of_it_is_tried_first(target, share):
+    """Or two samples, where half would be one, which is another program."""
+    sizes = useful_sizes(target, target)
+    expected = sizes[round(share * (len(sizes) - 1))]
+    question = Question(bound=target, limit_bytes=2**40, candidates=sizes, expected=expected)
+    assert next_size(question, []) <= max(expected // 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expandable"),
+    [
+        ({}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            False,
+        ),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_the_allocator_of_this_process_is_expected(monkeypatch, environment, expandable):
+    """As its environment sets it; where two variables do, as torch 2.13 was seen to read them."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert expects_expandable_segments() == expandable
+
+
+def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
+    """A size that fixed segments would fit, and expandable ones, in pages of 20 MiB, do not."""
+    batch, workload = workload_of("linear layers")
+    timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
+    fixed, expandable = (Estimate(timeline, 4096 * 8 * 1024, which).reserved(500_000) for which in (False, True))
+    assert fixed < expandable
+    sizes = useful_sizes(10**6, 10**6)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest == 500_000
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest < 500_000
+
+
+def test_nothing_is_expected_beyond_what_was_traced():
+    """Where all samples are compared with all, memory grows with the square, and a line beyond a trace is too low."""
+
+    def run(model, batch):
+        outputs = model(batch)
+        return (outputs @ outputs.T).mean()
+
+    workload = Workload(nn.Linear(2, 2), run)
+    expected = expect_largest(workload, describe(torch.zeros(2, 2)), 2**40, useful_sizes(10**6, 10**6))
+    assert 2 < expected.largest < 10_000
+    assert expected.knows_no_larger
+
+
+def _pad_to_128(model, batch):
+    return model(nn.functional.pad(batch, (0, 0, 0, -len(batch) % 128))).square().mean()
+
+
+def test_an_expectation_is_put_to_the_test_at_its_own_size():
+    """Padding to 128 looks as if any number of samples fitted."""
+    workload, layout = (
+        Workload(nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 16)), _pad_to_128),
+        describe(torch.zeros(2, 16)),
+    )
+    limit, sizes = 100 * 2**20, useful_sizes(8192, 8192)
+    expected = expect_largest(workload, layout, limit, sizes).largest
+    assert 256 < expected < 2048
+    traced = run_apart(lambda: trace(workload, layout, expected))
+    assert 0.7 * limit < Estimate(combine([traced]), 4096 * 8 * 1024).reserved(expected) <= limit
+
+
+def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_traced():
+    """Beyond the three sizes nothing is known then."""
+
+    def run(model, batch):
+        if len(batch) > 70:
+            raise ValueError("too many for me")
+        return model(batch).mean()
+
+    sizes = useful_sizes(4096, 4096)
+    expected = expect_largest(Workload(nn.Linear(2, 2), run), describe(torch.zeros(2, 2)), 2**40, sizes)
+    assert expected == Expectation(max(size for size in sizes if size <= 67), knows_no_larger=True)
+
+
+def search_concave_memory(fitting, *, expects_no_more):
+    """Whether a search that was told of 66 samples finds the largest size, where memory grows with the square root."""
+
+    def reserve(size):
+        return int(2**30 * (1 + size**0.5))
+
+    limit, sizes = reserve(fitting), useful_sizes(4096, 4096)
+    question = Question(bound=4096, limit_bytes=limit, candidates=sizes, expected=66, expects_no_more=expects_no_more)
+    trials = []
+    while (size := next_size(question, trials)) is not None:
+        peak, outcome = reserve(size), "fits" if reserve(size) <= limit else "oom"
+        trials.append(Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak))
+    return largest_fitting(question, trials) == max(size for size in sizes if size <= fitting)
+
+
+def test_a_prediction_that_knows_no_larger_sizes_ends_no_search():
+    """Two sizes prove nothing where memory is concave, and 67 samples are all that was traced."""
+    assert all(search_concave_memory(fitting, expects_no_more=False) for fitting in range(70, 1000, 13))
+    assert not all(search_concave_memory(fitting, expects_no_more=True) for fitting in range(70, 1000, 13))

@@ -1,0 +1,258 @@
+"""A function in a child of this process: its result, its errors, its death."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from autobatch.errors import CannotPredict
+from autobatch.prediction.child_process import begin_apart, run_apart
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
+
+
+def abort():
+    """As C++ does; pytest's own report of it would be noise."""
+    faulthandler.disable()
+    os.abort()
+
+
+class Unpicklable(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def test_the_result_comes_back_and_nothing_else():
+    """What the function changes stays in the child."""
+    seen = []
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+
+    def change():
+        seen.append(1)
+        with torch.no_grad():
+            model.weight.zero_()
+        return os.getpid(), float(model.weight.detach().sum())
+
+    child, total = run_apart(change)
+    assert (child != os.getpid(), total, seen) == (True, 0.0, [])
+    assert torch.equal(model.weight, before)
+
+
+def test_an_error_comes_out_as_it_was_raised():
+    """With its type and text."""
+    with pytest.raises(KeyError, match="missing"):
+        run_apart(lambda: {}["missing"])
+
+
+def test_an_error_that_does_not_travel_is_told():
+    """Its type and text are in the message."""
+
+    def fail():
+        raise Unpicklable("one", "two")
+
+    with pytest.raises(CannotPredict, match="Unpicklable: one two"):
+        run_apart(fail)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [(abort, "signal SIGABRT"), (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(3), "3")],
+    ids=["abort", "kill", "exit"],
+)
+def test_the_death_of_the_child_is_an_error_here(end, told):
+    """An abort in C++ ends the child alone."""
+    with pytest.raises(CannotPredict, match=f"ended the process that it ran in .*{told}"):
+        run_apart(end)
+
+
+def test_a_child_that_hangs_is_killed():
+    """After the time that it was given; none is left behind."""
+    started = time.monotonic()
+    with pytest.raises(CannotPredict, match="did not come to an end in time"):
+        run_apart(lambda: time.sleep(60), most_seconds=0.3)
+    assert time.monotonic() - started < 10
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_large_result_comes_whole():
+    """More than a pipe holds at once."""
+    assert run_apart(lambda: b"x" * 5_000_000) == b"x" * 5_000_000
+
+
+def test_a_process_that_waits_for_no_children_gets_its_answer():
+    """With SIGCHLD ignored the kernel has waited already."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert run_apart(lambda: 3) == 3
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_child_that_nobody_asked_may_be_gone():
+    """With SIGCHLD ignored there is nobody left to stop."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with begin_apart(lambda: 3):
+            time.sleep(0.5)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_step_that_leaves_is_told():
+    """``sys.exit`` in a step is the user's, and no crash."""
+    with pytest.raises(CannotPredict, match=r"the step ends its process \(sys.exit\(3\)\)"):
+        run_apart(lambda: sys.exit(3))
+
+
+def test_no_descriptor_stays_open():
+    """After an answer, an error, a death, or a child that nobody asked."""
+
+    def fail():
+        raise ValueError("no")
+
+    before = len([*Path("/proc/self/fd").iterdir()])
+    assert run_apart(lambda: 3) == 3
+    with pytest.raises(ValueError, match="no"):
+        run_apart(fail)
+    with pytest.raises(CannotPredict):
+        run_apart(abort)
+    with begin_apart(lambda: 3):
+        pass
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_many_open_files_are_no_hindrance():
+    """A data loader may hold more than the 1024 that select(2) knows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert run_apart(lambda: 3) == 3
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_answer_waits_for_nobody_else_who_holds_the_pipe():
+    """A process that the function left behind, or one that another thread forked just then."""
+
+    def leave_a_process():
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        return child
+
+    started = time.monotonic()
+    left = run_apart(leave_a_process, 60)
+    assert time.monotonic() - started < 50
+    os.kill(left, signal.SIGKILL)
+
+
+def test_a_child_computes_after_its_parents_threads_have():
+    """They are not there in the child, and an operation that waits for them would wait forever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        matrix = torch.ones(512, 512)
+        assert (matrix @ matrix).sum() == 512**3
+        assert torch.ones(10**6).exp().sum() > 10**6
+        assert run_apart(lambda: float((matrix @ matrix + torch.ones(512, 512).exp()).mean()), 30) > 512
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):
+    """And leaves no descriptor open."""
+
+    def refuse():
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(CannotPredict, match=r"there is none to be had .*no more processes"):
+        run_apart(lambda: 3)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_what_the_child_prints_goes_nowhere(capfd):
+    """A prediction is silent: warnings, prints and torch's own log."""
+
+    def chatter():
+        sys.stdout.write("out\n")
+        sys.stderr.write("error\n")
+        os.write(2, b"from C++")
+        return 3
+
+    assert run_apart(chatter) == 3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_last_words_of_a_child_that_dies_are_told():
+    """C++ says why it aborts on the error stream."""
+
+    def die():
+        os.write(2, b"something\nterminate called after throwing: no such thing\n")
+        abort()
+
+    with pytest.raises(CannotPredict, match=r"\(signal SIGABRT: terminate called after throwing: no such thing\)"):
+        run_apart(die)
+
+
+def test_children_run_side_by_side(tmp_path):
+    """Each begins when its block does, and waits for the other one; their results are read in any order."""
+
+    def meet(mine, other):
+        (tmp_path / mine).touch()
+        while not (tmp_path / other).exists():
+            time.sleep(0.01)
+        return os.getpid(), mine
+
+    with begin_apart(lambda: meet("one", "two"), 60) as one, begin_apart(lambda: meet("two", "one"), 60) as two:
+        (second, later), (first, earlier) = two(), one()
+    assert (earlier, later) == ("one", "two")
+    assert len({first, second, os.getpid()}) == 3
+
+
+def test_a_child_that_nobody_waits_for_ends_with_its_block():
+    """Its answer was not needed after all."""
+    started = time.monotonic()
+    with begin_apart(lambda: time.sleep(60)):
+        pass
+    assert time.monotonic() - started < 10
+
+
+def test_a_child_that_is_killed_takes_its_own_children_along(tmp_path):
+    """One that hangs would hang on for minutes after the answer is not wanted any more."""
+    note = tmp_path / "pid"
+
+    def hang():
+        with begin_apart(lambda: (note.write_text(str(os.getpid())), time.sleep(60))) as inner:
+            return inner()
+
+    with pytest.raises(CannotPredict, match="did not come to an end in time"):
+        run_apart(hang, 5.0)
+    grandchild = int(note.read_text())
+    deadline = time.monotonic() + 10
+    while is_running(grandchild):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    """Whether a process is there and no mere entry that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,289 @@
+"""``predict``: what it says, that it touches nothing, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import GPT, ConvNet, images, step, tokens
+from torch import nn
+from torch.nn import functional as F
+from workloads import bits_of, differences
+
+import autobatch
+from autobatch.batch.layout import describe
+from autobatch.errors import CannotPredict, InvalidArgument, InvalidStep
+from autobatch.prediction.card_table import GPUS
+from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.predict import MARGIN, MARGIN_REASON
+from autobatch.prediction.timeline import combine
+from autobatch.prediction.tracing.trace import Circumstances, trace
+from autobatch.step.workload import Workload
+
+
+def predict(model=None, batch=None, run=step, **options):
+    """A prediction that works, but for the options."""
+    model = model or GPT()
+    optimizer = torch.optim.AdamW(model.parameters())
+    arguments = {"gpu": "2GiB", "target_batch": 64, **options}
+    return autobatch.predict(model, tokens() if batch is None else batch, run, optimizer, **arguments)
+
+
+@pytest.fixture(scope="module")
+def prediction():
+    """Of a small transformer, on a card that it fits."""
+    return predict(GPT(layers=3))
+
+
+def test_a_prediction_says_what_fits(prediction):
+    """A plan that is marked predicted, within the card, with the margin on top."""
+    plan = prediction.plan
+    assert plan.predicted
+    assert plan.trials == ()
+    assert sum(plan.micro_batch_sizes) == 64
+    assert (plan.peak_bytes + prediction.context_bytes) * (1 + prediction.margin) <= prediction.gpu.total_bytes
+    assert plan.budget_bytes == prediction.gpu.total_bytes - prediction.context_bytes
+    assert plan.headroom_bytes == prediction.gpu.total_bytes - int(prediction.gpu.total_bytes / 1.1)
+    assert plan.peak_bytes <= plan.limit_bytes
+    assert plan.curve.peak_reserved(plan.micro_batch_size) >= plan.peak_bytes
+    assert plan.micro_batch_size <= prediction.reach.comfortable <= prediction.reach.tight
+    assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert "predicted peak" in str(plan)
+
+
+def test_where_the_memory_goes_adds_up(prediction):
+    """To the byte; parameters, gradients and optimizer state are as large as they are."""
+    kinds = {part.name: part.byte_count for part in prediction.breakdown}
+    point = next(point for point in prediction.points if point.size == prediction.judged_size)
+    assert sum(kinds.values()) == point.reserved
+    assert prediction.peak_bytes == point.reserved + prediction.context_bytes
+    assert list(kinds)[-1] == "held by the allocator beside them"
+    parameters = sum(p.nbytes for p in GPT(layers=3).parameters())
+    assert kinds["parameter"] == parameters
+    assert 2 * parameters <= kinds["optimizer state"] <= 2.1 * parameters
+    assert len(prediction.modules) == 10
+    assert prediction.per_sample_bytes > 0
+
+
+def test_all_cards_are_judged(prediction):
+    """Each that is known, with the same step."""
+    assert [card.gpu for card in prediction.cards] == [gpu.name for gpu in GPUS]
+    assert all(card.micro_batch_size == 64 for card in prediction.cards if card.total_bytes > 2**34)
+
+
+def test_the_margin_is_why_it_is(prediction):
+    """The one that ships says what it is for; one of the user's own says that it is."""
+    assert prediction.margin == MARGIN
+    assert prediction.margin_reason == MARGIN_REASON
+    own = predict(margin=0.25)
+    assert own.margin_reason == "because margin=0.25 was asked for"
+    assert (own.plan.peak_bytes + own.context_bytes) * 1.25 <= own.gpu.total_bytes
+
+
+def test_a_card_in_the_table_is_the_one_that_was_asked_for():
+    """The plan, and the line of the table, are of one estimate."""
+    asked = predict(gpu="L4", target_batch=100_000)
+    card = next(card for card in asked.cards if card.gpu == "L4")
+    assert card.micro_batch_size == asked.judged_size < 100_000
+    assert card.peak_bytes == asked.peak_bytes
+    assert card.accumulation_steps == len(asked.plan.micro_batch_sizes)
+
+
+def test_the_story_has_every_number(prediction):
+    """Each in its line, and one line for those in a hurry."""
+    story = prediction.explain()
+    assert story.startswith(str(prediction))
+    assert all(card.gpu in story for card in prediction.cards)
+    assert "nothing was run" in str(prediction)
+
+
+def test_nothing_is_touched():
+    """Bit for bit: model, gradients, optimizer, generators, modes, and torch's view of this machine."""
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, images()).backward()
+    optimizer.step()
+    before, accelerator = bits_of(model, optimizer), torch.accelerator.current_accelerator()
+    autobatch.predict(model, images(), step, optimizer, gpu="24GiB", target_batch=16)
+    assert differences(bits_of(model, optimizer), before) == []
+    assert torch.accelerator.current_accelerator() == accelerator
+
+
+def test_a_model_on_meta_is_predicted():
+    """Larger than this machine: no memory is needed but for the description."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(20_000, 20_000), nn.ReLU(), nn.Linear(20_000, 20_000))
+    prediction = autobatch.predict(
+        model, torch.zeros(2, 20_000), lambda m, b: m(b).mean(), torch.optim.Adam(model.parameters()), gpu="B200"
+    )
+    kinds = {part.name: part.byte_count for part in prediction.breakdown}
+    assert kinds["parameter"] == 2 * 4 * (20_000**2 + 20_000)
+
+
+def test_a_card_that_is_too_small_has_no_plan():
+    """Said in one line, with what one sample would need."""
+    prediction = predict(gpu="1GiB", model=GPT(width=1024, layers=4))
+    assert prediction.plan is None
+    assert prediction.judged_size == 1
+    assert "not even one sample fits" in str(prediction)
+    assert prediction.explain()
+
+
+def test_a_step_that_needs_values_is_refused_with_its_line():
+    """The user's own file, line and source."""
+
+    def run(model, batch):
+        loss = step(model, batch)
+        return loss if loss.item() > 0 else loss * 2
+
+    with pytest.raises(CannotPredict, match=r"test_prediction\.py:\d+: `return loss if loss\.item\(\) > 0"):
+        predict(run=run)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"gpu": "A"}, "gpu='A' could be"),
+        ({"gpu": "4091"}, "is not known; did you mean"),
+        ({"gpu": None}, "no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'"),
+        ({"margin": "10%"}, "margin='10%' must be a fraction from 0 to less than 1, such as 0.1"),
+        ({"margin": 1.5}, "margin=1.5 must be a fraction from 0 to less than 1, such as 0.1"),
+        ({"target_batch": 0}, "target_batch=0 must be an int of at least 1"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_is_refused(options, text):
+    """Before anything is traced."""
+    if options.get("gpu", "") is None and torch.cuda.is_available():
+        pytest.skip("there is a card here")
+    with pytest.raises(InvalidArgument) as caught:
+        predict(**options)
+    assert text in str(caught.value)
+
+
+def _pad_to_128(model, batch):
+    return model(F.pad(batch, (0, 0, 0, -len(batch) % 128))).square().mean()
+
+
+def _wide():
+    return nn.Sequential(nn.Linear(16, 4096), nn.GELU(), nn.Linear(4096, 16))
+
+
+@pytest.mark.parametrize("gpu", ["2GiB", "1.1GiB"])
+def test_a_prediction_holds_where_the_step_is_no_line(gpu):
+    """Padding to 128 takes the same at 2, 3 and 67 samples; at the size of the plan it is what a trace there says."""
+    model = _wide()
+    found = autobatch.predict(model, torch.zeros(2, 16), _pad_to_128, gpu=gpu, target_batch=4096, what_if=True)
+    assert found.interpolated
+    assert found.proven_at == found.judged_size == found.plan.micro_batch_size > 512
+    layout, workload = describe(torch.zeros(2, 16)), Workload(model, _pad_to_128)
+    direct = run_apart(lambda: trace(workload, layout, found.judged_size))
+    assert found.peak_bytes - found.context_bytes >= combine([direct]).at(found.judged_size).peak() > 2**25
+    assert all(change.peak_bytes > 2**25 for change in found.changes)
+
+
+def test_a_step_that_is_a_line_is_proven_at_the_size_of_the_plan(prediction):
+    """By one more trace, and the story says so."""
+    assert prediction.proven_at == prediction.judged_size == prediction.plan.micro_batch_size
+    assert prediction.doubt == ""
+    assert f"the step was traced at {prediction.proven_at} samples" in prediction.explain()
+
+
+def test_a_size_that_cannot_be_traced_is_said_to_be_in_doubt():
+    """With the reason of the step itself."""
+
+    def run(model, batch):
+        if len(batch) > 70:
+            raise ValueError("too many for me")
+        return model(batch).mean()
+
+    found = autobatch.predict(nn.Linear(4, 4), torch.zeros(2, 4), run, gpu="24GiB", target_batch=256)
+    assert found.proven_at == 0
+    assert "too many for me" in found.doubt
+    assert "the step was not traced at 256 samples" in " ".join(found.explain().split())
+
+
+def _with_outputs(model, batch):
+    outputs = model(batch)
+    return outputs.square().mean(), outputs
+
+
+def test_what_is_kept_beside_the_loss_is_of_all_micro_batches():
+    """As a trace of as many micro-batches says it, within what the allocator rounds."""
+    model = nn.Sequential(nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 8192))
+    batch, target = torch.zeros(2, 1024), 16384
+    found = autobatch.predict(model, batch, _with_outputs, gpu="2.5GiB", target_batch=target)
+    count = found.plan.accumulation_steps
+    assert count > 3
+    workload, circumstances = Workload(model, _with_outputs), Circumstances(micro_batches=count)
+    direct = run_apart(lambda: trace(workload, describe(batch), found.judged_size, circumstances))
+    estimate = Estimate(combine([direct]), found.gpu.cublas_workspace_bytes)
+    [point] = [point for point in found.points if point.size == found.judged_size]
+    assert point.allocated == pytest.approx(estimate.allocated(found.judged_size), rel=0.005)
+    # Where kept tensors lie, and what is held beside them, is the allocator's: they are added in whole segments.
+    assert 0.97 <= point.reserved / estimate.reserved(found.judged_size) <= 1.05
+    kinds = {part.name: part.byte_count for part in found.breakdown}
+    assert kinds["aux"] == pytest.approx(target * 8192 * 4, rel=0.02)
+
+
+class _Padded(nn.Linear):
+    """Its loss is the mean of what it returns."""
+
+
+def test_a_predicted_plan_warns_as_one_that_was_tried_does():
+    """Of the loss that is taken, of the optimizer that is not there, and of samples that were inferred."""
+    tried = autobatch.fit(_Padded(4, 4), 16, device="cpu")
+    predicted = autobatch.predict(_Padded(4, 4), gpu="24GiB", target_batch=16).plan
+    told = set(tried.warnings) & set(predicted.warnings)
+    assert {sentence.split(":")[0] for sentence in told} >= {
+        "no optimizer= was given",
+        "no step= was given and the output holds no loss",
+        "no batch= was given",
+    }
+    assert predicted.warnings[-1].startswith("predicted: ")
+
+
+def test_what_was_given_is_not_warned_of(prediction):
+    """With batch, step and optimizer one warning is left."""
+    assert [sentence.split(":")[0] for sentence in prediction.plan.warnings] == ["predicted"]
+
+
+def test_a_split_that_is_not_exact_is_warned_of():
+    """As fit would, by the layers' names; a step that is not split has nothing to be warned of."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+
+    def predict(target):
+        batch = torch.empty(4, 64)
+        return autobatch.predict(
+            model, batch, lambda m, b: m(b).mean(), None, gpu="1GiB", target_batch=target, margin=0.0
+        )
+
+    split, whole = predict(10_000_000), predict(64)
+    assert split.plan.accumulation_steps > 1
+    assert "splitting is not exact here: BatchNorm in train mode (1)" in split.plan.warnings[0]
+    assert not [warning for warning in whole.plan.warnings if "BatchNorm" in warning]
+    assert (split.plan.model, whole.plan.made_at > 0) == ("Sequential", True)
+
+
+def step_back(model, batch):
+    """Does the Runner's work itself."""
+    loss = model(batch).mean()
+    loss.backward()
+    return loss
+
+
+def test_what_the_runner_would_refuse_is_refused_here():
+    """In the same words: another network that is trained, unless it is frozen; and a step that goes back itself."""
+    model, other, batch = nn.Linear(4, 4), nn.Linear(4, 4), torch.zeros(2, 4)
+
+    def run(model, batch):
+        return (model(batch) + other(batch)).mean()
+
+    with pytest.raises(InvalidStep, match=r"trains a parameter of shape \(4, 4\) that is in neither the model nor"):
+        autobatch.predict(model, batch, run, gpu="L4")
+    with pytest.raises(InvalidStep, match=r"step\(\) calls backward; return the loss"):
+        autobatch.predict(model, batch, step_back, gpu="L4")
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    assert autobatch.predict(model, batch, run, optimizer, gpu="L4").plan
+    other.requires_grad_(False)
+    assert autobatch.predict(model, batch, run, gpu="L4").plan

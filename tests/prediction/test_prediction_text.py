@@ -1,0 +1,240 @@
+"""What people read of a prediction: numbers add up, nothing is said that is not so, and lines fit a window."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from nets import GPT, step, tokens
+from torch import nn
+
+import autobatch
+from autobatch._formatting import format_bytes
+from autobatch.prediction.card_table import GPUS
+from autobatch.prediction.cards import find_gpu
+from autobatch.prediction.record import Change, Reach
+
+NOMINAL = next(gpu.name for gpu in GPUS if not gpu.measured and gpu.total_bytes > 2**35)
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+BYTES = re.compile(r"(\d+(?:\.\d)?) (bytes|KiB|MiB|GiB)")
+
+
+def predict(**options):
+    """Of a small transformer on a card that has just a size."""
+    model = GPT()
+    arguments = {"gpu": "2GiB", "target_batch": 2000, **options}
+    return autobatch.predict(model, tokens(), step, torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
+
+
+@pytest.fixture(scope="module")
+def split():
+    """A target of which only a part fits at once."""
+    prediction = predict(gpu="1.25GiB", target_batch=4001)
+    assert prediction.plan.accumulation_steps > 1
+    return prediction
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A target that fits at once, on a card that stands in the table with a nominal total."""
+    return predict(gpu=NOMINAL)
+
+
+@pytest.fixture(scope="module")
+def nothing():
+    """A card on which not even one sample fits."""
+    with torch.device("meta"):
+        model = nn.Linear(20_000, 20_000)
+    return autobatch.predict(model, torch.zeros(2, 20_000), lambda m, b: m(b).mean(), gpu=2**30, target_batch=7)
+
+
+@pytest.fixture(params=["split", "whole", "nothing"])
+def any_prediction(request):
+    """Each of the three."""
+    return request.getfixturevalue(request.param)
+
+
+def section(prediction, title):
+    """The lines below a title."""
+    _, _, rest = prediction.explain().partition(f"\n{title}")
+    assert rest, f"there is no section {title!r}"
+    return rest.partition("\n\n")[0].splitlines()[1:]
+
+
+def read(text):
+    """``(bytes, by how much they may be rounded)`` of the first size in a text."""
+    number, unit = BYTES.search(text).groups()
+    return float(number) * UNITS[unit], 0.05 * UNITS[unit]
+
+
+def test_where_the_memory_goes_sums_to_the_peak_of_the_first_line(any_prediction):
+    """As it is printed, within what was rounded; in the record to the byte."""
+    *parts, total = section(any_prediction, "Where the memory goes")
+    sizes = [read(line) for line in parts]
+    whole, rounding = read(total)
+    assert "in all" in total
+    assert abs(sum(size for size, _ in sizes) - whole) <= rounding + sum(rounded for _, rounded in sizes)
+    assert f"{format_bytes(any_prediction.peak_bytes)} of " in str(any_prediction)
+    assert read(total) == read(format_bytes(any_prediction.peak_bytes))
+    held = sum(part.byte_count for part in any_prediction.breakdown)
+    assert held + any_prediction.context_bytes == any_prediction.peak_bytes
+
+
+def test_modules_are_of_the_tensors_and_have_their_own_heading(any_prediction):
+    """They are other parts of the same memory: no sum with kinds."""
+    size = any_prediction.judged_size
+    lines = section(any_prediction, f"Its tensors at {size} sample")
+    assert [line.split("   ")[-1] for line in lines] == [
+        part.name or "the model itself, outside its submodules" for part in any_prediction.modules
+    ]
+
+
+def test_lines_fit_a_window(any_prediction):
+    """Of 100 columns; the first line is one for a log."""
+    first, *others = any_prediction.explain().splitlines()
+    assert first == str(any_prediction)
+    assert len(first) <= 120
+    assert max(map(len, others)) <= 100
+    assert not any(line != line.rstrip() for line in others)
+
+
+def test_every_card_has_its_line(any_prediction):
+    """With what stands in the record; a nominal total is marked, and the mark is explained."""
+    judged = any_prediction.judged_size
+    header, *lines = section(any_prediction, "On every card that is known")
+    legend, *untraced = [line for line in lines if line.strip().startswith("*") or "was traced" in line]
+    lines = [line for line in lines if line not in {legend, *untraced}]
+    told = f"  {judged} was traced, if nothing else is said; other sizes follow from fewer samples"
+    assert untraced == ([told] if len({card.micro_batch_size for card in any_prediction.cards}) > 1 else [])
+    shown = {re.split(r"  +", line.strip())[0]: line for line in lines}
+    assert legend == "  * its memory is a nominal figure"
+    for card in any_prediction.cards:
+        line = shown[card.gpu if card.measured else f"{card.gpu} *"]
+        words = line.removesuffix("   <- this one").split()
+        fit = f"{card.micro_batch_size} {card.accumulation_steps} {format_bytes(card.peak_bytes)}"
+        assert " ".join(words).endswith(
+            f"{format_bytes(card.total_bytes)} {fit if card.micro_batch_size else 'none - -'}"
+        )
+        assert len(line.removesuffix("   <- this one")) == len(header)
+    assert len(shown) == len(any_prediction.cards)
+
+
+def test_the_asked_card_is_marked_where_it_is_in_the_table(whole, split):
+    """It is not among others, and a card that has just a size is not in the table."""
+    [line] = [line for line in section(whole, "On every card") if "<- this one" in line]
+    assert line.strip().startswith(f"{NOMINAL} *")
+    assert "<- this one" not in split.explain()
+
+
+def test_uneven_pieces_are_said_as_a_plan_says_them(split):
+    """``4001 = 3 x 1334 (one of 1333)``, not ``3 x 1334``, which is 4002."""
+    division = re.match(r"autobatch: (.*?) on ", str(split.plan)).group(1)
+    assert "(" in division
+    assert str(split).startswith(f"autobatch: predicted on {split.gpu.name}: {division}; peak ")
+
+
+def test_more_is_impossible_only_where_the_card_is_the_bound(split, whole, nothing):
+    """Where all of the target fits, nobody asked for more."""
+    assert "any larger size that saves a step is predicted to be impossible" in split.explain()
+    assert section(whole, "What fits") == ["  all 2000 of the target at once, with the margin"]
+    assert section(nothing, "What fits")[0].strip() == "none   with the margin: there is no plan"
+    assert "even one sample is predicted to be impossible" in nothing.explain()
+    tight = split.model_copy(update={"reach": Reach(comfortable=2001, tight=4001)})
+    assert "impossible" not in tight.explain()
+    assert "    all 4001   if it has to, which costs time" in tight.explain()
+
+
+def test_a_target_of_one_is_said_in_english():
+    """No "all 1 of the target", no "1 samples"."""
+    story = predict(target_batch=1).explain()
+    assert "the target, with the margin" in story
+    assert "at 1 sample\n" in story
+    assert not re.search(r"\b1 samples|all 1 of", story)
+
+
+def test_why_nothing_fits(nothing):
+    """The card is too small, or only the margin would not be free."""
+    needed = format_bytes(nothing.peak_bytes)
+    assert f"not even one sample fits: {needed} of 1.0 GiB;" in str(nothing)
+    roomy = nothing.model_copy(update={"gpu": find_gpu(nothing.peak_bytes + 2**20)})
+    assert f"one sample leaves less free than the margin of 10 %: {needed} of {needed};" in str(roomy)
+
+
+def test_the_margin_is_told_with_its_reason(split):
+    """Whose it is, and of what."""
+    [line] = [line for line in section(split, "How sure this is") if "is left free" in line]
+    assert line.startswith("  10 % of the peak, CUDA's own part included, is left free on top of it: at which")
+    own = split.model_copy(update={"margin": 1e-9, "margin_reason": "because margin=1e-09 was asked for"})
+    assert "1e-07 % of the peak" in own.explain()
+    assert "because margin=1e-09 was" in own.explain()
+
+
+def test_a_nominal_total_and_an_interpolated_curve_are_told(whole, split):
+    """Both are reasons to be less sure."""
+    told = " ".join(" ".join(section(whole, "How sure this is")).split())
+    assert "the card's memory is nominal: " in told
+    assert "are on lines through" not in told
+    guessed = split.model_copy(update={"interpolated": True})
+    assert "all numbers for sizes that were not traced are on lines" in " ".join(guessed.explain().split())
+    assert "nominal: " not in split.explain()
+
+
+def test_of_sizes_that_were_not_judged_nothing_is_said(split):
+    """The card may well take more: that is not impossible, and nothing that saves memory would show it."""
+    size = split.judged_size
+    known = {"largest_judged": size, "interpolated": True, "reach": Reach(comfortable=size, tight=size)}
+    story = split.model_copy(update={**known, "changes": CHANGES}).explain()
+    assert f"nothing is said of larger ones: no size above {size} was judged" in story
+    assert "impossible" not in story
+    assert "the plan has the largest size that was judged: this would only save memory" in story
+
+
+CHANGES = (
+    Change(name="checkpointing of 4 Block blocks", effect="more time", saved_bytes=2**30, micro_batch_size=20),
+    Change(name="fused AdamW", saved_bytes=0, micro_batch_size=10),
+    Change(name="Adam", effect="another optimizer", saved_bytes=-(2**20), micro_batch_size=0),
+    Change(name="bfloat16 autocast", effect="lower precision", failed="in train.py:12: " + "it cannot be traced " * 9),
+)
+
+
+def test_changes_are_a_table(split):
+    """What each saves, how far it gets, and what it costs besides; a failure tells its reason, in lines that fit."""
+    story = split.model_copy(update={"changes": CHANGES})
+    lines = section(story, "What would help")
+    assert [" ".join(line.split()) for line in lines[1:4]] == [
+        "1.0 GiB 20 checkpointing of 4 Block blocks (more time)",
+        "no change 10 fused AdamW",
+        "-1.0 MiB none Adam (another optimizer)",
+    ]
+    assert "bfloat16 autocast: in train.py:12: it cannot be traced" in lines[4]
+    assert max(map(len, lines)) <= 100
+    assert " ".join(" ".join(lines).split()).count("it cannot be traced") == 9
+
+
+def test_changes_that_do_not_help_are_said_not_to(split, whole, nothing):
+    """Where nothing was asked for it is said how to ask."""
+    assert "ask with what_if=True" in section(split, "What would help")[0]
+    closing = f"none of it lets more than {split.judged_size} samples into a micro-batch"
+    assert closing in split.model_copy(update={"changes": CHANGES}).explain()
+    assert (
+        closing
+        not in split.model_copy(
+            update={"changes": (Change(name="Adam", micro_batch_size=split.judged_size + 1),)}
+        ).explain()
+    )
+    assert "all of the target fits as it is" in whole.model_copy(update={"changes": CHANGES}).explain()
+    none = nothing.model_copy(update={"changes": (CHANGES[2], CHANGES[3])})
+    assert section(none, "What would help")[-1] == "  still nothing fits"
+
+
+def test_the_table_of_sizes_marks_the_plan(split):
+    """And says what the process takes with what CUDA takes for itself."""
+    header, *lines, more = section(split, "Memory by size")
+    assert header.split() == ["size", "allocated", "reserved", "process"]
+    [marked] = [line for line in lines if "<- the plan" in line]
+    assert marked.split()[0] == str(split.judged_size)
+    assert format_bytes(split.peak_bytes) in marked
+    assert more == (
+        f"  one sample more than {split.judged_size} takes {format_bytes(split.per_sample_bytes)} in tensors"
+    )

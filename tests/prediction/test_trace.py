@@ -1,0 +1,554 @@
+"""``prediction.tracing.trace``: a user's step becomes its allocations, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections import Counter
+
+import pytest
+import torch
+from nets import GPT, ConvNet, images, step, tokens
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from workloads import bits_of, differences
+
+import autobatch.prediction.tracing.trace as trace_module
+from autobatch.batch.layout import describe
+from autobatch.errors import CannotPredict
+from autobatch.prediction.timeline import Replay
+from autobatch.prediction.tracing.failures import TooLong
+from autobatch.prediction.tracing.retrace import check_timeline
+from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
+from autobatch.step.losses import Mean
+from autobatch.step.workload import Workload
+
+pytestmark = pytest.mark.apart
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _adamw(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def _workload(model, optimizer=_adamw, run=step):
+    return Workload(model, run, None, optimizer(model) if optimizer else None)
+
+
+def _gpt_layout():
+    return describe(tokens())
+
+
+def _bytes_by(replay, kind):
+    return sum(size for size, block in zip(replay.sizes, replay.blocks, strict=True) if block.kind == kind)
+
+
+def _peak(workload, layout, n=16, **options):
+    return trace_timeline(workload, layout, **options).at(n).peak()
+
+
+def _autocast_step(device, dtype):
+    def run(model, batch):
+        with torch.autocast(device, dtype=dtype):
+            return step(model, batch)
+
+    return run
+
+
+def _channels_last_convnet():
+    return ConvNet().to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("make", "run", "example", "optimizer"),
+    [
+        (ConvNet, step, images, _sgd),
+        (ConvNet, step, images, _adamw),
+        (_channels_last_convnet, step, images, _sgd),
+        (ConvNet, _autocast_step("cuda", torch.bfloat16), images, _adamw),
+        (GPT, step, tokens, _sgd),
+        (GPT, step, tokens, _adamw),
+        (GPT, _autocast_step("cuda", torch.float16), tokens, _sgd),
+        (lambda: GPT(checkpointed=True), step, tokens, _adamw),
+        (lambda: GPT(checkpointed=False), _autocast_step("cuda", torch.bfloat16), tokens, _sgd),
+        (lambda: GPT().bfloat16(), step, tokens, _adamw),
+    ],
+)
+def test_the_timeline_equals_a_direct_trace_at_any_size(make, run, example, optimizer):
+    """Traced at 2 and 3 samples, the step at 4 to 256 is the directly traced one: order, bytes, kinds and modules."""
+    workload, layout = _workload(make(), optimizer, run), describe(example())
+    timeline = trace_timeline(workload, layout)
+    assert not timeline.interpolated
+    for n in (4, 16, 64, 256):
+        direct, replay = trace(workload, layout, n), timeline.at(n)
+        assert (replay.order, replay.sizes, replay.blocks) == (direct.order, direct.sizes, direct.blocks)
+
+
+def test_what_is_resident_is_the_model_its_gradients_and_its_optimizers_state():
+    """Bytes by kind are the model's own: tied weights once, AdamW's state twice the parameters."""
+    model = GPT()
+    replay = trace_timeline(_workload(model), _gpt_layout()).at(4)
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    assert _bytes_by(replay, "parameter") == parameters
+    assert _bytes_by(replay, "optimizer state") == 2 * parameters  # step counts stay on the host
+    assert _bytes_by(replay, "gradient") == 2 * parameters  # in each of two steps
+    assert _bytes_by(replay, "input") == 4 * 2 * 4 * 32 * 8  # micro-batches, tensors, samples, length, int64
+
+
+def test_gradients_stay_from_the_first_micro_batch_to_the_update():
+    """Between two backward passes of a step, all gradients are there: the second micro-batch meets them."""
+    model = GPT(dropout=0.0)
+    traced = trace(_workload(model, _sgd), _gpt_layout(), 2)
+    parameters, live, at_input = sum(parameter.nbytes for parameter in model.parameters()), 0, []
+    for event in traced.order:
+        block = traced.blocks[abs(event) - 1]
+        if block.kind == "gradient":
+            live += traced.sizes[abs(event) - 1] * (1 if event > 0 else -1)
+        if block.kind == "input" and event > 0:
+            at_input.append(live)
+    assert at_input == [0, 0, parameters, parameters] * 2
+
+
+def test_modules_are_named_in_forward_and_backward():
+    """Every submodule with an operator has activations, and backward blocks carry the name of the same module."""
+    traced = trace(_workload(ConvNet()), describe(images()), 2)
+    phases = {(block.module, block.phase) for block in traced.blocks}
+    for name in ("stem.0", "body.1.first", "body.2.second_norm", "head"):
+        assert {(name, "forward"), (name, "backward"), (name, "before")} <= phases
+
+
+def test_everything_is_freed_but_what_stays():
+    """After the last step only parameters, buffers and optimizer state are alive."""
+    traced = trace(_workload(ConvNet()), describe(images()), 2)
+    alive = set()
+    for event in traced.order:
+        alive.add(event - 1) if event > 0 else alive.remove(-event - 1)
+    assert {traced.blocks[block].kind for block in alive} == {"parameter", "buffer", "optimizer state"}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_lowers_the_peak(use_reentrant):
+    """Recomputed activations are not there all at once; as many are made in backward instead."""
+    plain = _peak(_workload(GPT(layers=4)), _gpt_layout())
+    assert _peak(_workload(GPT(layers=4, checkpointed=use_reentrant)), _gpt_layout()) < 0.8 * plain
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_autocast_means_the_gpu_whatever_it_names(device):
+    """A region for CUDA, or for the model's own device, halves activations and keeps a copy of each weight once."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[1].weight = model[0].weight
+
+    def run(module, batch):
+        with torch.autocast(device_type=device, dtype=torch.bfloat16):
+            return module(batch).float().mean()
+
+    traced = trace(Workload(model, run), describe(torch.zeros(2, 64)), 100)
+    made = Counter(size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == "activation")
+    assert made[64 * 64 * 2] == 4  # one copy for two layers, in each of four micro-batches
+    assert made[100 * 64 * 4] == 0 or made[100 * 64 * 2] > 0
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32():
+    """As the Runner does it: a sum takes 4 bytes a parameter, and is rounded once."""
+    model = nn.Linear(32, 32, bias=False).bfloat16()
+    traced = trace(Workload(model, lambda m, b: m(b).float().mean()), describe(torch.zeros(2, 32).bfloat16()), 2)
+    gradients = [s for s, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == "gradient"]
+    assert sorted(set(gradients)) == [32 * 32 * 2, 32 * 32 * 4]
+
+
+def test_a_models_values_are_never_needed():
+    """A model on the meta device gives the same timeline."""
+    with torch.device("meta"):
+        model = GPT()
+    assert trace_timeline(_workload(model), _gpt_layout()) == trace_timeline(_workload(GPT()), _gpt_layout())
+
+
+def test_nothing_of_the_users_changes():
+    """Weights, buffers, gradients, optimizer state, generators, hooks, attributes: bit for bit as before."""
+
+    class Counting(ConvNet):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.calls = [], 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            self.seen.append(inputs.shape)
+            self.last = torch.rand(1)
+            return super().forward(inputs)
+
+    model = Counting()
+    optimizer = _adamw(model)
+    step(model, images()).backward()
+    optimizer.step()
+    model.head.register_forward_hook(lambda *_: None)
+    before, contents = bits_of(model, optimizer), {name: vars(m) for name, m in model.named_modules()}
+    trace_timeline(Workload(model, step, None, optimizer), describe(images()))
+    assert differences(bits_of(model, optimizer), before) == []
+    assert all(vars(module) is contents[name] for name, module in model.named_modules())
+    assert len(model.seen) == 1
+
+
+def test_nothing_changes_when_the_step_fails_either():
+    """An error in the middle of the step leaves the model as it was."""
+    model = ConvNet()
+    before = bits_of(model)
+
+    def run(module, batch):
+        module.head = None
+        step(module, batch)
+
+    with pytest.raises(CannotPredict):
+        trace(Workload(model, run), describe(images()), 2)
+    assert differences(bits_of(model), before) == []
+
+
+def test_a_step_may_close_over_the_model_and_a_loss_with_weights():
+    """What the step reaches without its argument is traced just as well."""
+    model, criterion = ConvNet(), nn.CrossEntropyLoss(weight=torch.ones(10))
+
+    def run(_, batch):
+        return criterion(model(batch[0]), batch[1])
+
+    expected = trace_timeline(_workload(model), describe(images())).at(8)
+    found = trace_timeline(_workload(model, run=run), describe(images())).at(8)
+    assert abs(found.peak() - expected.peak()) <= 1024  # the weights of ten classes
+
+
+def test_devices_that_the_step_names_are_the_fake_one():
+    """Moving to "cuda", to the model's device or by cuda() moves nothing."""
+    model = ConvNet()
+
+    def run(module, batch):
+        inputs, labels = batch
+        assert inputs.is_cuda
+        device = torch.device("cuda", 0)
+        return F.cross_entropy(module(inputs.to(device)), labels.cuda() + torch.zeros(1, device="cuda").long())
+
+    assert trace(_workload(model, run=run), describe(images()), 2).samples == 2
+
+
+_VALUES = [
+    lambda model, batch: step(model, batch) * batch[0].sum().item(),
+    lambda model, batch: step(model, batch) if batch[0].sum() > 0 else None,
+    lambda model, batch: step(model, (batch[0][batch[1] > 0], batch[1][batch[1] > 0])),
+    lambda model, batch: step(model, batch) * float(batch[0].detach().cpu().numpy().sum()),
+    lambda model, batch: step(model, batch) * batch[0].flatten().tolist()[0],
+]
+
+
+@pytest.mark.parametrize("run", _VALUES)
+def test_a_step_that_needs_values_is_refused_by_its_own_line(run):
+    """The message names file, line and source of the user's code."""
+    with pytest.raises(CannotPredict) as caught:
+        trace(_workload(ConvNet(), run=run), describe(images()), 2)
+    line = run.__code__.co_firstlineno
+    assert f"{__file__}:{line}: `{linecache.getline(__file__, line).strip()}`" in str(caught.value)
+
+
+def test_an_error_in_the_backward_pass_is_told_and_does_not_abort():
+    """A hook that raises while autograd runs comes out with its line."""
+
+    def run(model, batch):
+        logits = model(batch[0])
+        logits.register_hook(lambda gradient: gradient.sum().item())
+        return F.cross_entropy(logits, batch[1])
+
+    with pytest.raises(CannotPredict, match=re.escape("gradient.sum().item()")):
+        trace(_workload(ConvNet(), run=run), describe(images()), 2)
+
+
+def test_a_step_that_loops_over_samples_is_interpolated():
+    """Another number of operators at each size cannot be aligned: the record says so, traced sizes stay exact."""
+    model = nn.Linear(16, 16)
+
+    def run(module, batch):
+        return torch.stack([module(sample).tanh().mean() for sample in batch]).mean()
+
+    workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
+    timeline = trace_timeline(workload, layout)
+    assert timeline.interpolated
+    assert timeline.at(8).sizes == trace(workload, layout, 8).sizes
+    direct = trace(workload, layout, 12)
+    peak = Replay(order=direct.order, sizes=direct.sizes, blocks=direct.blocks).peak()
+    assert timeline.measure(12, Replay.peak) == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adafactor,
+        torch.optim.Adagrad,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RMSprop,
+        lambda p: torch.optim.AdamW(p, fused=True),
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1)),
+        lambda p: torch.optim.AdamW(p, foreach=False),
+    ],
+)
+def test_any_of_torchs_optimizers_is_rebuilt(make):
+    """State is made on the fake device by the optimizer's own class and options."""
+    model = nn.Linear(8, 8)
+    workload = Workload(model, lambda m, b: m(b).mean(), None, make(model.parameters()))
+    assert _bytes_by(trace(workload, describe(torch.zeros(2, 8)), 2), "optimizer state") > 0
+
+
+def test_a_scheduler_on_the_optimizer_steps_nothing():
+    """Schedulers put a step() of their own into the optimizer, which belongs to the original."""
+    model = ConvNet()
+    optimizer = _sgd(model)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    before = bits_of(model, optimizer)
+    trace(Workload(model, step, None, optimizer), describe(images()), 2)
+    assert differences(bits_of(model, optimizer), before) == []
+
+
+def test_a_scaler_adds_what_unscaling_takes():
+    """The scaled loss and the unscaling's few scalars, and no more."""
+    layout = _gpt_layout()
+    plain, scaled = (trace(_workload(GPT()), layout, 2, Circumstances(scaler=scaler)) for scaler in (False, True))
+    assert 0 < sum(scaled.sizes) - sum(plain.sizes) < 1024
+
+
+def test_counts_that_only_values_tell_are_not_read():
+    """A step that states its own count is traced: the count changes no allocation."""
+
+    def run(model, batch):
+        return Mean(step(model, batch), over=(batch[1] != -100).sum())
+
+    assert trace(_workload(ConvNet(), run=run), describe(images()), 2).samples == 2
+
+
+def test_a_step_that_loops_over_samples_is_not_traced_without_end(monkeypatch):
+    """Sizes are traced until the next one would have too many events; beyond, it is a line."""
+    model, sizes = nn.Linear(16, 16), []
+
+    def run(module, batch):
+        sizes.append(len(batch))
+        return torch.stack([module(sample).tanh().mean() for sample in batch]).mean()
+
+    monkeypatch.setattr(trace_module, "_MOST_EVENTS", 1000)
+    monkeypatch.setattr(trace_module, "SIZES", (2, 3, 17))
+    workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
+    timeline = trace_timeline(workload, layout)
+    assert timeline.interpolated
+    assert max(sizes) == 17  # traced in any case
+    assert [step.samples for step in timeline.traced][:4] == [2, 3, 4, 8]
+    assert timeline.measure(160, Replay.peak) > 3 * timeline.measure(16, Replay.peak)
+
+
+def test_a_step_whose_operators_do_not_depend_on_samples_is_traced_at_all_sizes(monkeypatch):
+    """However many operators it has: what bends with the square needs the far sizes."""
+    monkeypatch.setattr(trace_module, "_MOST_EVENTS", 10)
+    monkeypatch.setattr(trace_module, "_LADDER", (4, 256, 1024))
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    timeline = trace_timeline(_workload(model, run=_contrast), describe((torch.zeros(2, 16), torch.zeros(2))))
+    assert [step.samples for step in timeline.traced] == [2, 3, 4, 67, 256, 1024]
+
+
+def test_an_encoder_in_eval_mode_takes_its_usual_way():
+    """Its packed one needs the mask's values; torch's switch is as before afterwards."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+
+    def run(model, batch):
+        model[0].eval()
+        with torch.no_grad():
+            hidden = model[0](batch, src_key_padding_mask=torch.zeros(batch.shape[:2], device=batch.device).bool())
+        return model[1](hidden).mean()
+
+    model = nn.Sequential(encoder, nn.Linear(16, 4))
+    assert trace(Workload(model, run), describe(torch.zeros(2, 5, 16)), 2).samples == 2
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_step_may_wait_for_the_card():
+    """There is nothing to wait for."""
+
+    def run(model, batch):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return step(model, batch)
+
+    plain = trace(_workload(ConvNet()), describe(images()), 2)
+    assert trace(_workload(ConvNet(), run=run), describe(images()), 2).sizes == plain.sizes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on loading the compiler
+def test_a_wrapper_does_not_hide_compiled_code_from_the_trace():
+    """What-if puts a function around the step; what is compiled inside still runs as written."""
+    model = ConvNet()
+    compiled = torch.compile(step)
+
+    def run(module, batch):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return compiled(module, batch)
+
+    plain = trace(_workload(model, run=_autocast_step("cuda", torch.bfloat16)), describe(images()), 2)
+    assert trace(_workload(model, run=run), describe(images()), 2).sizes == plain.sizes
+
+
+def test_gradients_that_meet_are_added_in_place():
+    """Autograd adds to the first gradient where nobody else holds it; an observer must not see a copy."""
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+
+    def run(module, batch):
+        hidden = module[0](batch)
+        return (module[1](hidden) + module[2](hidden)).mean()
+
+    traced = trace(Workload(model, run), describe(torch.zeros(2, 64)), 50)
+    size = 50 * 64 * 4
+    backward = [s for s, block in zip(traced.sizes, traced.blocks, strict=True) if block.phase == "backward"]
+    # mean's gradient, and one from each of the two layers; their sum would be one more
+    assert backward.count(size) == 4 * 3
+
+
+def test_a_parameter_outside_of_all_modules_is_refused():
+    """Its gradient would go to the user's own tensor."""
+    scale = nn.Parameter(torch.ones(10))
+    with pytest.raises(CannotPredict, match=r"parameter of shape \(10,\)"):
+        trace(Workload(ConvNet(), lambda m, b: F.cross_entropy(m(b[0]) * scale, b[1])), describe(images()), 2)
+    assert scale.grad is None
+
+
+def test_wrappers_for_several_devices_are_refused():
+    """The module inside is what one rank runs."""
+    with pytest.raises(CannotPredict, match="DataParallel"):
+        trace(Workload(nn.DataParallel(ConvNet()), step), describe(images()), 2)
+
+
+def _contrast(model, batch):
+    hidden = model(batch[0])
+    return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden), device=hidden.device))
+
+
+def _pad(model, batch):
+    return _pad_to(8)(model, batch)
+
+
+def _pad_to(multiple):
+    def run(model, batch):
+        inputs = batch[0]
+        return model(F.pad(inputs, (0, 0, 0, -len(inputs) % multiple))).square().mean()
+
+    return run
+
+
+def _split(model, batch):
+    parts = [checkpoint(model, part, use_reentrant=False).square().sum() for part in batch[0].split(16)]
+    return sum(parts) / len(batch[0])
+
+
+@pytest.mark.parametrize("run", [_contrast, _pad, _split])
+def test_what_is_no_line_in_the_samples_is_not_called_exact(run):
+    """The square of the samples, padding and chunks look like lines at 2 and 3; between traced sizes they are near."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    layout = describe((torch.zeros(2, 16), torch.zeros(2)))
+    workload = _workload(model, run=run)
+    timeline = trace_timeline(workload, layout)
+    assert timeline.interpolated
+    for samples in (100, 600):
+        direct = Replay(**trace(workload, layout, samples).model_dump(exclude={"samples"})).peak()
+        assert timeline.measure(samples, Replay.peak) == pytest.approx(direct, rel=0.5)
+
+
+def _direct_peak(workload, layout, samples):
+    return Replay(**trace(workload, layout, samples).model_dump(exclude={"samples"})).peak()
+
+
+@pytest.mark.parametrize("multiple", [128, 1000])
+@pytest.mark.parametrize("samples", [256, 2600, 4096])
+def test_what_looks_like_a_line_at_three_sizes_is_seen_at_a_fourth(multiple, samples):
+    """Padding to more than the largest of the three takes the same at each of them; where it is checked it is exact."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    layout = describe((torch.zeros(2, 16), torch.zeros(2)))
+    workload = _workload(model, run=_pad_to(multiple))
+    lines = trace_timeline(workload, layout)
+    changed = check_timeline(lines, workload, layout, samples, Circumstances())
+    if multiple > samples:
+        assert changed is None
+        return
+    assert changed.interpolated
+    assert changed.measure(samples, Replay.peak) == _direct_peak(workload, layout, samples)
+    assert changed.measure(600, Replay.peak) == pytest.approx(_direct_peak(workload, layout, 600), rel=0.7)
+    assert changed.at(samples).peak() != lines.at(samples).peak()
+
+
+def test_a_line_that_holds_at_a_fourth_size_stays_one():
+    """Nothing is changed, and nothing is said to be."""
+    workload, layout = _workload(ConvNet(), _sgd), describe(images())
+    assert check_timeline(trace_timeline(workload, layout), workload, layout, 300, Circumstances()) is None
+
+
+def test_chunks_too_large_for_three_sizes_are_seen_and_too_many_are_not_traced():
+    """A step that takes 100 samples at a time runs more operators than can be traced, at a size that is far enough."""
+    model = nn.Linear(16, 16)
+
+    def run(module, batch):
+        return sum(module(part).square().sum() for part in batch.split(100)) / len(batch)
+
+    workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
+    lines = trace_timeline(workload, layout)
+    assert not lines.interpolated
+    changed = check_timeline(lines, workload, layout, 250, Circumstances())
+    assert changed.measure(250, Replay.peak) == _direct_peak(workload, layout, 250)
+    with pytest.raises(TooLong, match="more than 30000 times"):
+        check_timeline(lines, workload, layout, 10**6, Circumstances())
+    with pytest.raises(TooLong, match="too many to trace"):
+        check_timeline(changed, workload, layout, 10**6, Circumstances())
+
+
+def test_the_trace_of_one_step_is_how_one_of_two_begins():
+    """For each kind of net, in order and bytes: that is what a check of one step relies on."""
+    for model, example in ((ConvNet(), images), (GPT(dropout=0.1), tokens)):
+        workload, layout = _workload(model), describe(example())
+        once, twice = (trace(workload, layout, 3, c) for c in (Circumstances().once(), Circumstances()))
+        assert (once.order, once.sizes) == (twice.order[: len(once.order)], twice.sizes[: len(once.sizes)])
+        assert len(once.order) < 0.7 * len(twice.order)
+
+
+def test_what_stands_beside_the_loss_is_told_apart():
+    """It stays until the last micro-batch has run; what was there before the forward pass is not counted with it."""
+    model = nn.Linear(64, 64)
+
+    def run(module, batch):
+        outputs = module(batch)
+        return outputs.square().mean(), {"outputs": outputs, "count": torch.zeros(3), "weight": module.weight}
+
+    traced = trace(Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 64)), 10)
+    sizes = [size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == "aux"]
+    assert sizes == [10 * 64 * 4] * 4
+
+
+def test_a_model_in_eval_mode_is_traced_in_train_mode_and_stays_as_it_is():
+    """As trials and the Runner run it: dropout's masks are memory."""
+    model = GPT().eval()
+    assert trace(_workload(model), _gpt_layout(), 2).sizes == trace(_workload(GPT()), _gpt_layout(), 2).sizes
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_caller_without_gradients_gets_the_same_trace():
+    """The step is a training step wherever it is asked about."""
+    with torch.no_grad():
+        asked = trace(_workload(GPT()), _gpt_layout(), 2)
+    assert asked.sizes == trace(_workload(GPT()), _gpt_layout(), 2).sizes
+
+
+@pytest.mark.parametrize(
+    "make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop], ids=lambda make: make.__name__
+)
+def test_an_optimizer_takes_all_parameters_at_once_as_on_a_card(make):
+    """Where nobody has chosen torch chooses foreach on CUDA; a choice of the user's stands."""
+    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(16)])
+    layout = describe((torch.zeros(2, 256), torch.zeros(2, dtype=torch.long)))
+
+    def peak(**options):
+        optimizer = make(model.parameters(), lr=0.1, weight_decay=0.1, **options)
+        return Replay(**trace(Workload(model, step, None, optimizer), layout, 2).model_dump(exclude={"samples"})).peak()
+
+    assert peak() == peak(foreach=True) > peak(foreach=False)

@@ -1,0 +1,101 @@
+"""The text twin: the HTML's numbers in 80 columns."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from report_cases import CASES, Page, card_plan, make_run, plans
+
+from autobatch.report.breakdown import memory_parts
+from autobatch.report.html import render_report
+from autobatch.report.text import explain_plan, show_plan
+
+RUNS = (
+    make_run([43, 43, 20, 43], retries=[2], outcome="failed", reason="CannotRetry: memory ended"),
+    make_run([7] * 60, id="0c0c0c0c0c0c"),
+)
+
+
+def words(text):
+    """Text without its line breaks and runs of spaces."""
+    return re.sub(r"\s+", " ", text)
+
+
+def check_same_numbers(plan, runs):
+    """Every cell and every note of the HTML stands in the text, row by row and in order."""
+    shown, page = show_plan(plan, runs), Page(render_report(plan, runs)).root
+    lines = [line.split() for line in shown.splitlines()]
+    for table in page.iter("table"):
+        for row in table.find("tbody"):
+            cells = [cell.text or "" for cell in row if cell.get("class") != "long"]
+            wanted = [word for cell in cells for word in cell.split()]
+            assert any(is_within(wanted, line) for line in lines), (table.get("aria-label"), wanted)
+    for note in page.iter("p"):
+        assert words(note.text) in words(shown)
+
+
+def is_within(wanted, line):
+    """Whether the words come in this order, with others between them at most."""
+    rest = iter(line)
+    return all(word in rest for word in wanted)
+
+
+@given(plans())
+def test_any_plan_has_the_same_numbers_in_both(plan):
+    """In at most 80 columns, without trailing spaces."""
+    check_same_numbers(plan, ())
+    for line in show_plan(plan).splitlines():
+        assert len(line) <= 80
+        assert line == line.rstrip()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_with_runs_has_the_same_numbers_in_both(name):
+    """Runs, their steps and setbacks too, whatever the plan lacks."""
+    check_same_numbers(CASES[name], RUNS)
+    assert max(map(len, show_plan(CASES[name], RUNS).splitlines())) <= 80
+
+
+def test_long_words_are_broken():
+    """Names without end, in any place, stay within 80 columns and whole."""
+    plan = card_plan(model="Q" * 300, fingerprint="f" * 200, warnings=("w" * 500,))
+    shown = show_plan(plan, (make_run([4], id="r" * 100, reason="e" * 300),))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("Q") == 300
+    assert shown.count("w") >= 500
+
+
+@given(plans())
+def test_the_bar_is_of_the_parts(plan):
+    """As many characters as the bar has, in the order of the parts; none is off by one or more."""
+    (bar,) = re.findall(r"^  \[(.*)\]$", show_plan(plan), flags=re.MULTILINE)
+    parts = memory_parts(plan)
+    total = sum(part.size_bytes for part in parts)
+    assert len(bar) == 72
+    assert bar == "".join(part.symbol * bar.count(part.symbol) for part in parts)
+    for part in parts:
+        assert abs(bar.count(part.symbol) * total - part.size_bytes * 72) < total
+
+
+def test_show_tells_what_explain_tells():
+    """Every sentence of the whole story is in it, and the plan's facts besides."""
+    shown = words(show_plan(card_plan()))
+    assert words(explain_plan(card_plan()).split("\n", 1)[1]) in shown
+    assert "model ResNet" in shown
+
+
+def test_what_is_predicted_is_not_called_unused():
+    """A plan that never ran has no gap between tensors and allocator to advise on."""
+    assert "held but not used" not in explain_plan(CASES["predicted"])
+
+
+def test_reports_are_fast_to_import():
+    """Under a second and without torch, with all that they need."""
+    program = "import sys, autobatch.report.html, autobatch.report.difference; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=60)

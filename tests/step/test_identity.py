@@ -1,0 +1,211 @@
+"""A plan of another model or optimizer: used as it is, and warned of once, with what differs."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from workloads import Plain, make_batch, mean_step
+
+import autobatch
+from autobatch.events import PlanDiffers
+from autobatch.plan import Plan
+from autobatch.step.model_identity import identify_model
+
+
+class Other(nn.Module):
+    """Another model for the same batches."""
+
+    def __init__(self, classes=4):
+        super().__init__()
+        self.head = nn.Linear(6, classes)
+
+    def forward(self, inputs):
+        return self.head(inputs.float())
+
+
+def make_model():
+    """The model that plans are made for."""
+    return Plain(torch.float32)
+
+
+def adamw(model):
+    """Over all that is trained."""
+    return torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def make_plan():
+    """As a user gets one."""
+    model = make_model()
+    return autobatch.fit(model, 16, batch=make_batch(4), step=mean_step, optimizer=adamw(model), max_micro_batch=4)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """One for all tests: it is a value."""
+    return make_plan()
+
+
+def start(plan, model, optimizer, caplog):
+    """The lines that a runner's start logs."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "autobatch"):
+        autobatch.Runner(plan, model, mean_step, optimizer)
+    return [record.getMessage() for record in caplog.records]
+
+
+def frozen():
+    """The same with a part that is not trained."""
+    model = make_model()
+    model.body.requires_grad_(False)
+    return model
+
+
+OTHERS = {
+    "another model": (Other, "it was made for Plain with 230 parameters in 8 tensors, and this is Other with 28"),
+    "frozen layers": (frozen, "230 of 230 parameters were trained, and now 50 are"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("via", ["fit", "file", "prediction"])
+def test_another_model_is_warned_of_once_with_what_differs(plan, tmp_path, caplog, name, via):
+    """Whether the plan was just made, comes from a file or was predicted; the runner works all the same."""
+    make, message = OTHERS[name]
+    if via == "prediction":
+        model = make_model()
+        plan = autobatch.predict(model, make_batch(4), mean_step, adamw(model), gpu="L4", target_batch=16).plan
+    if via == "file":
+        plan.save(tmp_path / "plan.json")
+        plan = Plan.load(tmp_path / "plan.json")
+    model = make()
+    [line] = start(plan, model, adamw(model), caplog)
+    assert message in line
+    assert line.endswith("its sizes may not fit, so run fit() again")
+    assert len(line.splitlines()) == 1
+    heard = []
+    runner = autobatch.Runner(plan, model, mean_step, adamw(model), hooks=[heard.append])
+    for _ in range(2):
+        runner.step(make_batch(16))
+    assert sum(isinstance(event, PlanDiffers) for event in heard) == 1
+
+
+def test_another_number_of_classes_is_warned_of(caplog):
+    """Which may be meant: it is a warning and no error."""
+    model = Other(4)
+    plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step, optimizer=adamw(model))
+    wider = Other(1000)
+    assert (
+        "Other with 28 parameters in 2 tensors, and this is Other with 7000"
+        in start(plan, wider, adamw(wider), caplog)[0]
+    )
+    autobatch.Runner(plan, wider, mean_step, adamw(wider)).step(make_batch(16))
+
+
+def test_another_optimizer_is_warned_of(plan, caplog):
+    """Its state and its step were not measured."""
+    model = make_model()
+    [line] = start(plan, model, torch.optim.SGD(model.parameters(), lr=0.1), caplog)
+    assert "the optimizer was AdamW, and now is SGD" in line
+
+
+def test_a_runner_that_only_accumulates_needs_no_optimizer(plan, caplog):
+    """The update is the user's."""
+    assert start(plan, make_model(), None, caplog) == []
+
+
+def test_a_plan_made_without_an_optimizer_says_so_itself(caplog):
+    """In its own warnings, so that the runner need not."""
+    plan = autobatch.fit(make_model(), 16, batch=make_batch(4), step=mean_step)
+    model = make_model()
+    assert start(plan, model, adamw(model), caplog) == []
+
+
+def test_a_plan_that_does_not_say_what_it_is_for_is_not_judged(plan, caplog):
+    """One that was written by hand."""
+    model = Other()
+    assert start(plan.model_copy(update={"identity": None}), model, adamw(model), caplog) == []
+
+
+def trained():
+    """The same model after a step."""
+    model = make_model()
+    optimizer = adamw(model)
+    mean_step(model, make_batch(4)).backward()
+    optimizer.step()
+    return model
+
+
+def compiled_part():
+    """A part of it compiled."""
+    model = make_model()
+    model.body = torch.compile(model.body, backend="eager")
+    return model
+
+
+def compiled_in_place():
+    """Without a wrapper."""
+    model = make_model()
+    model.compile(backend="eager")
+    return model
+
+
+SAME = {
+    "the same": make_model,
+    "other values": trained,
+    "compiled": lambda: torch.compile(make_model(), backend="eager"),
+    "compiled in place": compiled_in_place,
+    "a part compiled": compiled_part,
+    "bfloat16": lambda: make_model().to(torch.bfloat16),
+    "float64": lambda: make_model().double(),
+    "eval mode": lambda: make_model().eval(),
+    "DataParallel": lambda: DataParallel(make_model()),
+    "in another class": lambda: type("Wrapper", (Plain,), {})(torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_model_in_another_form_is_not_warned_of(plan, caplog, name):
+    """Compiled, wrapped, cast, trained on."""
+    model = SAME[name]()
+    assert start(plan, model, adamw(model), caplog) == []
+
+
+@pytest.mark.apart
+def test_a_model_in_ddp_is_the_same_compiled_or_not(plan, caplog):
+    """Of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for wrap in (
+            DistributedDataParallel,
+            lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+        ):
+            model = wrap(make_model())
+            assert start(plan, model, adamw(model), caplog) == []
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_plan_for_a_wrapped_model_is_for_the_model_itself(caplog):
+    """And names its class, not the wrapper's."""
+    model = torch.compile(make_model(), backend="eager")
+    plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step, optimizer=adamw(model))
+    assert plan.model == "Plain"
+    inner = make_model()
+    assert start(plan, inner, adamw(inner), caplog) == []
+
+
+def test_it_takes_no_time_worth_speaking_of():
+    """A thousand parameters in a fraction of what one step of such a model takes."""
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(500))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seconds = []
+    for _ in range(5):
+        began = time.process_time()
+        identify_model(model, optimizer)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.05

@@ -1,0 +1,263 @@
+"""A step that writes into its batch is refused wherever it is run, and the batch is put back."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from test_verification import small
+from torch.nn import functional as F
+from workloads import bits_of, differences, make_batch, mean_step
+
+import autobatch
+from autobatch.errors import InvalidStep
+from autobatch.exactness.verification import verify
+from autobatch.testing import oom_at
+from autobatch.training.batch_mutation import WROTE_INTO_BATCH, WatchedBatch
+
+
+def write_by_method(batch):
+    """The usual way."""
+    batch[0].mul_(2)
+
+
+def write_into_view(batch):
+    """Some columns."""
+    batch[0][:, :2].zero_()
+
+
+def write_labels(batch):
+    """Another tensor of the batch."""
+    batch[1].clamp_(0, 2)
+
+
+def write_without_grad(batch):
+    """Noise that is added."""
+    with torch.no_grad():
+        batch[0].add_(torch.randn_like(batch[0]))
+
+
+def write_by_index(batch):
+    """Through a mask."""
+    batch[0][batch[0] > 0.5] = 0.5
+
+
+def write_through_out(batch):
+    """As a result of another operator."""
+    torch.mul(batch[0].detach(), 2, out=batch[0].detach())
+
+
+def write_through_data(batch):
+    """Not counted by torch."""
+    batch[0].data.mul_(2)
+
+
+COUNTED = [write_by_method, write_into_view, write_labels, write_without_grad, write_by_index, write_through_out]
+WRITES = [*COUNTED, write_through_data]
+
+
+def writing(write):
+    """A step that writes first."""
+
+    def step(model, batch):
+        write(batch)
+        return mean_step(model, batch)
+
+    return step
+
+
+def train(step, batch, *, run=1):
+    """A Runner's steps in micro-batches of 4."""
+    torch.manual_seed(0)
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    plan = autobatch.fit(model, 8, batch=make_batch(8), step=mean_step, optimizer=optimizer, max_micro_batch=4)
+    runner = autobatch.Runner(plan, model, step, optimizer)
+    for _ in range(run):
+        before = bits_of(model, optimizer)
+        try:
+            runner.step(batch)
+        except Exception:
+            assert differences(bits_of(model, optimizer), before) == []
+            raise
+
+
+ASKED = {
+    "fit": lambda step, batch: autobatch.fit(small(), 16, batch=batch, step=step, max_micro_batch=4),
+    "verify": lambda step, batch: verify(small(), batch, step),
+    "runner": train,
+    "predict": lambda step, batch: autobatch.predict(small(), batch, step, gpu="24GiB", target_batch=16),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("write", COUNTED)
+def test_a_write_into_the_batch_is_refused_by_all_alike(asked, write):
+    """fit, verify, Runner and predict say the same, and the user's batch is as it was."""
+    batch = make_batch(8)
+    before = copy.deepcopy(batch)
+    with pytest.raises(InvalidStep) as caught:
+        ASKED[asked](writing(write), batch)
+    assert str(caught.value) == WROTE_INTO_BATCH
+    assert all(torch.equal(*pair) for pair in zip(batch, before, strict=True))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_everything_is_as_before_a_refused_step(write):
+    """Batch, parameters, optimizer and generators; also where torch does not count the write."""
+    batch = make_batch(8)
+    batch[0][3, 3] = torch.nan
+    before = copy.deepcopy(batch)
+    with pytest.raises(InvalidStep, match="wrote into its batch"):
+        train(writing(write), batch)
+    assert torch.equal(batch[0].view(torch.int32), before[0].view(torch.int32))
+    assert torch.equal(batch[1], before[1])
+
+
+def test_a_step_that_writes_and_then_fails_leaves_the_batch_as_it_was():
+    """Its own error comes out; what it has written is undone with the rest of the step."""
+    batch = make_batch(8)
+    before = copy.deepcopy(batch)
+
+    def step(model, part):
+        part[0].zero_()
+        raise KeyError("no such column")
+
+    with pytest.raises(KeyError, match="no such column"):
+        train(step, batch)
+    assert torch.equal(batch[0], before[0])
+
+
+def test_memory_that_ends_after_a_write_does_not_make_a_retry_run_on_it():
+    """The retry sees the batch as it was."""
+    batch, seen = make_batch(8), []
+    before = copy.deepcopy(batch)
+
+    def step(model, part):
+        seen.append(part[0].clone())
+        if len(seen) == 1:
+            part[0].zero_()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return mean_step(model, part)
+
+    train(step, batch)
+    assert torch.equal(batch[0], before[0])
+    assert torch.equal(torch.cat(seen[1:]), before[0])
+
+
+def test_a_write_in_a_later_step_is_refused_and_said_to_stay():
+    """Only some steps are recorded; in others the message does not promise what was not done."""
+    batch, calls = make_batch(8), []
+
+    def step(model, part):
+        calls.append(1)
+        if len(calls) > 2 * 2:  # the third step, which is not recorded
+            part[0].mul_(2)
+        return mean_step(model, part)
+
+    with pytest.raises(InvalidStep, match=r"wrote into its batch.*stay as step\(\) left them"):
+        train(step, batch, run=3)
+
+
+def test_memory_that_ends_after_a_write_that_stays_is_no_retry():
+    """What was written and not copied must not be trained on."""
+    batch, calls = make_batch(8), []
+
+    def step(model, part):
+        calls.append(1)
+        if len(calls) == 5:
+            part[0].mul_(2)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return mean_step(model, part)
+
+    with pytest.raises(InvalidStep, match="wrote into its batch"):
+        train(step, batch, run=3)
+    assert len(calls) == 5
+
+
+def make_arrays(samples=8):
+    """A batch of NumPy arrays, one of them with nan."""
+    inputs, labels = make_batch(samples)
+    arrays = {"inputs": inputs.numpy().copy(), "labels": labels.numpy().copy(), "weight": np.full(samples, np.nan)}
+    return {**arrays, "names": np.array([f"n{row}" for row in range(samples)])}
+
+
+def array_step(model, batch):
+    """Reads arrays."""
+    return F.cross_entropy(model(torch.tensor(batch["inputs"])), torch.tensor(batch["labels"]))
+
+
+ARRAY_WRITES = {
+    "by NumPy": lambda batch: np.multiply(batch["inputs"], 2, out=batch["inputs"]),
+    "by torch": lambda batch: torch.from_numpy(batch["inputs"]).mul_(2),
+    "labels": lambda batch: batch["labels"].__setitem__(0, 3 - batch["labels"][0]),
+    "nan": lambda batch: batch["weight"].__setitem__(0, 1.0),
+    "texts": lambda batch: batch["names"].__setitem__(0, "x"),
+}
+
+
+@pytest.mark.parametrize("asked", ["fit", "verify", "runner"])
+@pytest.mark.parametrize("write", ARRAY_WRITES)
+def test_numpy_arrays_are_watched_the_same_way(asked, write):
+    """A write that torch cannot count is refused all the same, and undone."""
+    batch = make_arrays()
+    before = copy.deepcopy(batch)
+
+    def step(model, part):
+        ARRAY_WRITES[write](part)
+        return array_step(model, part)
+
+    with pytest.raises(InvalidStep, match="wrote into its batch"):
+        ASKED[asked](step, batch)
+    assert all(batch[name].tobytes() == before[name].tobytes() for name in batch)
+
+
+@pytest.mark.parametrize("asked", ["fit", "verify", "runner"])
+def test_arrays_that_are_only_read_are_left_alone(asked):
+    """Read-only ones, and ones of objects, are no reason to fail."""
+    batch = make_arrays()
+    batch["inputs"].flags.writeable = False
+    batch["objects"] = np.array([{"row": row} for row in range(8)], dtype=object)
+    ASKED[asked](array_step, batch)
+
+
+def test_what_only_looks_like_a_write_is_accepted():
+    """A tensor of its own, a changed container, metadata."""
+
+    def step(model, batch):
+        inputs = batch[0].detach().clone().mul_(2)
+        batch[0].requires_grad_()
+        return mean_step(model, (inputs, batch.__class__(batch)[1]))
+
+    for ask in ASKED.values():
+        ask(step, make_batch(8))
+
+
+def test_predict_lets_a_step_write_into_what_is_copied_to_the_card():
+    """A batch in host memory beside a model elsewhere is copied in training, and the copy may be written into."""
+    model = small().to("meta")
+    autobatch.predict(model, make_batch(8), writing(write_by_method), gpu="24GiB", target_batch=16)
+
+
+def test_wherever_memory_ends_the_batch_is_as_it_was():
+    """Before the copy, in it, or after the write."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plan = autobatch.fit(model, 8, batch=make_batch(8), step=mean_step, optimizer=optimizer, max_micro_batch=4)
+    for position in range(1, 16):
+        batch = make_batch(8)
+        before = copy.deepcopy(batch)
+        runner = autobatch.Runner(plan, model, writing(write_by_method), optimizer)
+        with oom_at(position), pytest.raises(InvalidStep, match="wrote into its batch"):
+            runner.step(batch)
+        assert torch.equal(batch[0], before[0])
+
+
+def test_a_storage_of_somebody_else_is_not_the_batchs():
+    """Its copy is made by whoever watches it."""
+    inputs = torch.zeros(4)
+    watched = WatchedBatch((inputs,), copies_arrays=False)
+    assert watched.save(inputs.untyped_storage()._cdata)
+    assert not watched.save(torch.zeros(4).untyped_storage()._cdata)
