@@ -51,10 +51,9 @@ _ELSEWHERE = {
     "../README.md": "index.md",
     "../CHANGELOG.md": "changelog.md",
     "../CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "results.md",
-    "docs/ARCHITECTURE.md": "ARCHITECTURE.md",
-    "docs/concepts.md": "concepts.md",
-    "docs/rooms.svg": "rooms.svg",
+    "docs/": "",
 }
 # What a comment above a block tells the tests, as readers should see it.
 _MARKS = {"not run": r"*Not run by the tests: \1.*\n", "shown": r"*\1*\n", "file": r"*\1*\n"}
