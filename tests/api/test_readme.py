@@ -209,6 +209,26 @@ def test_each_figure_of_the_comparison_is_one_that_was_measured() -> None:
     assert all(f"{name} {version}" in RESULTS for name, version in versions)
 
 
+def test_what_others_leave_behind_is_what_was_measured() -> None:
+    """Each cell marked *ran* that has a figure or a state stands on the page of results."""
+    measured = RESULTS.partition("# What others leave behind")[2].partition("<!--")[0]
+    for shown, found in (
+        ("two continued with 16 and 10, *ran*", "they continue with 16 and 10."),
+        ("16 x 2 became 14 x 2, *ran*", "| Trainer, `auto_find_batch_size` | 32 | 28 |"),
+        ("of the same 32 samples, *ran*", "| autobatch `Runner` | 32 | 32 |"),
+        ("as before, bit for bit, *ran*", "| autobatch `fit` | as before | as before | as before |"),
+        ("random generators and non-persistent buffers not, *ran*", "| as before | changed | changed |"),
+        ("weights and generators changed, *ran*", "`find_executable_batch_size` | changed | changed | changed |"),
+        ("stays at 2, *ran*", "is 2 before the search and 2 after it"),
+        (
+            "starts again at step 0 with weights already trained, *ran*",
+            "continues at step 0 with weights that are already",
+        ),
+    ):
+        assert shown in COMPARISON, shown
+        assert found in measured, found
+
+
 def test_the_readme_compares_with_the_same_figures() -> None:
     """The few figures in the README are cells of that table."""
     paragraph = README.partition("## Compared with other tools\n")[2].partition("##")[0]
