@@ -96,7 +96,7 @@ def bind_runner(training: Training) -> Way:
     )
 
     def accumulate(model: nn.Module, batch: Batch, step: Step) -> None:
-        autobatch.Runner(plan, model, step, None, device=device).accumulate(batch)
+        autobatch.Runner(plan, model, step=step, optimizer=None, device=device).accumulate(batch)
 
     return accumulate
 

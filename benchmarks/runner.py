@@ -104,7 +104,7 @@ def compare(case: Case, pairs: int) -> Comparison:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
     batch = _make_batch(case, model, optimizer)
     plan = _fit(model, optimizer, batch, near=case.near)
-    runner = autobatch.Runner(plan, model, classify, optimizer)
+    runner = autobatch.Runner(plan, model, step=classify, optimizer=optimizer)
     by_hand = write_loop(model, optimizer, batch)
     with undisturbed():
         pairs_timed = pair_up(by_hand, lambda: runner.step(batch), pairs + _WARM_PAIRS)
@@ -158,7 +158,7 @@ def measure_peaks(samples: int = 64, width: int = 32) -> Table:
 def _peaks_of(training: Training) -> tuple[int, int]:
     model, batch, device = training.model, training.batch, CpuDevice()
     optimizer = torch.optim.AdamW(model.parameters())
-    runner = autobatch.Runner(_fit(model, optimizer, batch, near=True), model, classify, optimizer)
+    runner = autobatch.Runner(_fit(model, optimizer, batch, near=True), model, step=classify, optimizer=optimizer)
     runner.step(batch)  # makes the optimizer's state
     ours = runner.step(batch).peak_bytes
     by_hand = write_loop(model, optimizer, batch)

@@ -1,6 +1,6 @@
 """How Sphinx makes the site; ``make docs`` runs it.
 
-Covers the settings, and the pages that are not written twice: parts of README.md, CHANGELOG.md and the measurements are
+Covers the settings, and the pages that are not written twice: CHANGELOG.md, CONTRIBUTING.md and the measurements are
 read from where they are. Nothing is asked from a network: themes and fonts are files of the site or the reader's own.
 """
 
@@ -48,24 +48,21 @@ add_module_names = False
 
 # Where links of pages that also live outside this folder lead on the site.
 _ELSEWHERE = {
-    "../README.md": "contract.md",
+    "../README.md": "index.md",
     "../CHANGELOG.md": "changelog.md",
+    "../CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "benchmarks/RESULTS.md": "results.md",
-    "docs/ARCHITECTURE.md": "ARCHITECTURE.md",
-    "docs/concepts.md": "concepts.md",
+    "docs/": "",
 }
 # What a comment above a block tells the tests, as readers should see it.
 _MARKS = {"not run": r"*Not run by the tests: \1.*\n", "shown": r"*\1*\n", "file": r"*\1*\n"}
-_BORROWED = re.compile(r"^<!-- from (?P<file>[\w./]+)(?:: (?P<sections>.+))? -->$", re.MULTILINE)
+_BORROWED = re.compile(r"^<!-- from (?P<file>[\w./]+) -->$", re.MULTILINE)
 
 
 def _borrow(match: re.Match[str]) -> str:
-    """What stands there, of the named sections; titles a level deeper, as the page has one of its own."""
-    text = (ROOT / match["file"]).read_text(encoding="utf-8")
-    if match["sections"]:
-        found = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, flags=re.MULTILINE | re.DOTALL))
-        return "\n".join(f"## {title}\n{found[title]}" for title in match["sections"].split(", "))
-    return re.sub(r"^#", "##", text, flags=re.MULTILINE)
+    """What stands there; titles a level deeper, as the page has one of its own."""
+    return re.sub(r"^#", "##", (ROOT / match["file"]).read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
 def _read_page(_app: Sphinx, _name: str, content: list[str]) -> None:

@@ -104,7 +104,7 @@ def train(name: str, train_set: Batch, test_set: Batch, budget: int | None, tena
     print(f"\n{name}\n{plan}")
     for warning in plan.warnings:
         print(f"  ! {warning}")
-    runner = autobatch.Runner(plan, model, step, optimizer)
+    runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer)
     largest_peak = retries = 0
     with ExitStack() as visitors, logging_redirect_tqdm(), tqdm(range(EPOCHS), desc="epochs", file=sys.stderr) as bar:
         for epoch in bar:

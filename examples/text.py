@@ -178,7 +178,7 @@ def main() -> int:
     for warning in plan.warnings:
         print(f"  ! {warning}")
     before = bits_per_byte(model, judging)
-    results = train(autobatch.Runner(plan, model, step, optimizer, weigh=weigh), loader)
+    results = train(autobatch.Runner(plan, model, step=step, optimizer=optimizer, weigh=weigh), loader)
     after = bits_per_byte(model, judging)
     largest_peak = max(result.peak_bytes for result in results)
     print(f"\n{'bits per byte, unseen':<24}{before:>8.2f} -> {after:.2f}")

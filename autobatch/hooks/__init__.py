@@ -1,6 +1,6 @@
 """Hooks: what a run tells, handed to where people watch it. One line to add, and nothing is imported before it is used.
 
-    runner = autobatch.Runner(plan, model, step, optimizer, hooks=[autobatch.hooks.tensorboard(writer)])
+    runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer, hooks=[autobatch.hooks.tensorboard(writer)])
 
 A hook that raises costs a log line, never a step.
 """

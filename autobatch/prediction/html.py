@@ -1,6 +1,6 @@
 """Renders a prediction as HTML for a notebook.
 
-Covers the same sections as its text. Nothing in it runs or is fetched, and whatever comes from a prediction is escaped.
+Covers the same sections as its text. Nothing in it runs or is fetched, and all text is escaped (``report.templating``).
 Does not cover any estimate: every number shown stands in the record.
 """
 
@@ -11,10 +11,8 @@ from collections.abc import Iterable, Iterator
 from autobatch._formatting import plural
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.prediction.text import explain_trust, summarise_prediction
-from autobatch.report.html_table import render_table
-from autobatch.report.style import SCOPE, STYLE
-from autobatch.report.svg import element, escape
 from autobatch.report.tables import Bytes, Cell, Table
+from autobatch.report.templating import Section, render_template
 
 __all__ = ["render_prediction"]
 
@@ -23,38 +21,27 @@ _NONE = "none"
 
 def render_prediction(prediction: PredictionRecord) -> str:
     """One element for a page that is there already; its styles reach nothing else, and it has no ids."""
-    return element(
-        "div",
-        f"<style>{STYLE}</style>",
-        element("p", escape(summarise_prediction(prediction).removeprefix("autobatch: ")), class_="summary"),
-        *_list(prediction.warnings, "warnings"),
-        *_sections(prediction),
-        element("h2", "How sure this is"),
-        *_list(explain_trust(prediction), ""),
-        class_=SCOPE,
+    return render_template(
+        "fragment.html",
+        summary=summarise_prediction(prediction).removeprefix("autobatch: "),
+        warnings=prediction.warnings,
+        sections=list(_sections(prediction)),
     )
 
 
-def _sections(prediction: PredictionRecord) -> Iterator[str]:
+def _sections(prediction: PredictionRecord) -> Iterator[Section]:
     size = plural(prediction.judged_size, "sample")
     chosen = prediction.plan.micro_batch_size if prediction.plan else None
-    yield from _section(f"Where the memory goes at {size}", _part_table(prediction))
-    yield from _section(f"Its tensors at {size}, by module", _module_table(prediction))
-    yield from _section("Memory by size", _point_table(prediction), chosen)
-    yield from _section("What would help", _change_table(prediction.changes))
-    yield from _section("On every card that is known", _card_table(prediction))
-
-
-def _section(title: str, table: Table, planned: int | None = None) -> Iterator[str]:
-    if table.rows:
-        yield element("h2", escape(title))
-        yield render_table(table, title, planned=planned)
-
-
-def _list(sentences: Iterable[str], kind: str) -> Iterator[str]:
-    items = [element("li", escape(sentence)) for sentence in sentences]
-    if items:
-        yield element("ul", *items, class_=kind, aria_label=kind)
+    for title, table, planned in (
+        (f"Where the memory goes at {size}", _part_table(prediction), None),
+        (f"Its tensors at {size}, by module", _module_table(prediction), None),
+        ("Memory by size", _point_table(prediction), chosen),
+        ("What would help", _change_table(prediction.changes), None),
+        ("On every card that is known", _card_table(prediction), None),
+    ):
+        if table.rows:
+            yield Section(title, table, title, planned)
+    yield Section("How sure this is", items=list(explain_trust(prediction)))
 
 
 def _part_table(prediction: PredictionRecord) -> Table:

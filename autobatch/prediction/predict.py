@@ -62,9 +62,9 @@ def predict(
     step: Step | None = None,
     optimizer: Any | None = None,
     *,
-    gpu: str | int | None = None,
-    target_batch: int = 256,
     weigh: Weigh | None = None,
+    target_batch: int = 256,
+    gpu: str | int | None = None,
     margin: float = MARGIN,
     expandable_segments: bool = False,
     scaler: bool = False,
@@ -81,10 +81,10 @@ def predict(
         batch: An example batch, as for ``fit``; only shapes and dtypes count.
         step: ``step(model, micro_batch)``, as for ``fit``.
         optimizer: Its state and its step's own memory are part of the prediction.
+        weigh: As for ``fit``; it is not called.
+        target_batch: Samples one optimizer step should see.
         gpu: A card's name (``"H100-80GB"``; of ``"H100"`` it is the commonest, and ``warnings`` says which), all of its
             memory (``"24GiB"``), or ``None`` for the one of this machine.
-        target_batch: Samples one optimizer step should see.
-        weigh: As for ``fit``; it is not called.
         margin: The fraction of the predicted peak that is left free on top of it; of all that the process takes.
         expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` will be set.
         scaler: Whether the loss will be scaled by a ``GradScaler``.

@@ -16,7 +16,7 @@ class Prediction(PredictionRecord):
     """What one training step would need on a card that need not be there; frozen, and equal by content.
 
     Example:
-        >>> prediction = autobatch.predict(model, batch, step, optimizer, gpu="L4")  # doctest: +SKIP
+        >>> prediction = autobatch.predict(model, batch=batch, step=step, gpu="L4")  # doctest: +SKIP
         >>> print(prediction)  # doctest: +SKIP
         autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s
     """

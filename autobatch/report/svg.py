@@ -6,10 +6,11 @@ drawn where (``charts``). No element has an id, so that any number of charts can
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+import markupsafe
 
 from autobatch.report.scales import Scale, Tick
 
@@ -24,6 +25,7 @@ __all__ = [
     "label",
     "picture",
     "polyline",
+    "replace_unprintable",
     "room_for",
     "triangle",
 ]
@@ -45,7 +47,12 @@ class Frame:
 
 def escape(text: str) -> str:
     """Safe in HTML and in SVG, as text and as an attribute; what neither may hold becomes U+FFFD."""
-    return html.escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text))
+    return str(markupsafe.escape(replace_unprintable(text)))
+
+
+def replace_unprintable(text: str) -> str:
+    """With U+FFFD for each character that neither HTML nor SVG may hold; not escaped."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def element(name: str, *children: str, **attributes: float | str) -> str:

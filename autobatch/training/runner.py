@@ -63,12 +63,12 @@ class Runner:
         optimizer: Any,
         *,
         weigh: Weigh | None = None,
+        device: torch.device | str | Device | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
-        device: torch.device | str | Device | None = None,
     ) -> None:
         """Bind a plan to a model.
 

@@ -34,9 +34,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 PICTURES = sorted(path.name for path in DOCS.glob("*.svg"))
 BORROWED = {
-    DOCS / "contract.md": ROOT / "README.md",
     DOCS / "results.md": ROOT / "benchmarks" / "RESULTS.md",
     DOCS / "changelog.md": ROOT / "CHANGELOG.md",
+    DOCS / "contributing.md": ROOT / "CONTRIBUTING.md",
 }
 """Pages whose headings stand in another file."""
 

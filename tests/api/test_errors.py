@@ -9,6 +9,8 @@ import pytest
 
 from autobatch import errors
 
+pytestmark = pytest.mark.quick
+
 EVERY_NAME = sorted(errors.__all__)
 
 

@@ -82,22 +82,29 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    """Every file of the package and ``py.typed`` is shipped, the licence too, and no test."""
+    """Every file of the package is shipped, templates and ``py.typed`` too; the licence too, and no test."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    here = {file.relative_to(ROOT).as_posix() for file in PACKAGE.rglob("*") if file.suffix in {".py", ".typed"}}
+    files = [file for file in PACKAGE.rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    here = {file.relative_to(ROOT).as_posix() for file in files}
     metadata = {name for name in names if ".dist-info/" in name}
     assert set(names) - metadata == here
-    assert "autobatch/py.typed" in here
+    assert {"autobatch/py.typed", "autobatch/report/templates/fragment.html"} <= here
     assert any(name.endswith("/LICENSE") for name in metadata)
 
 
 def test_wheel_says_what_it_needs(wheel: Path) -> None:
-    """It is called torch-autobatch, is of the version that is here, and asks for the four libraries it is built on."""
+    """It is called torch-autobatch, is of the version that is here, and asks for the five libraries it is built on."""
     with zipfile.ZipFile(wheel) as archive:
         (path,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         metadata = importlib.metadata.PathDistribution(zipfile.Path(archive, str(Path(path).parent) + "/")).metadata
     needs = {need for need in metadata.get_all("Requires-Dist") or [] if "extra ==" not in need}
     assert metadata["Name"] == "torch-autobatch"
     assert metadata["Version"] == autobatch.__version__
-    assert {re.split(r"[<>=!~]", need)[0] for need in needs} == {"torch", "nvidia-ml-py", "pydantic", "platformdirs"}
+    assert {re.split(r"[<>=!~]", need)[0] for need in needs} == {
+        "torch",
+        "nvidia-ml-py",
+        "pydantic",
+        "platformdirs",
+        "jinja2",
+    }

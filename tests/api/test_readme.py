@@ -1,12 +1,15 @@
-"""The pages that strangers read first: what they show runs and prints that, and what they name is there.
+"""The pages that newcomers read first: what they show runs and prints that, and what they name exists.
 
-Covers README.md, docs/ARCHITECTURE.md and the picture. Does not cover what the pages claim in words, nor addresses
-outside the repository.
+Covers README.md, the first screen of docs/index.md, docs/contract.md, docs/comparison.md, docs/ARCHITECTURE.md,
+CONTRIBUTING.md and their pictures. Does not cover what the pages claim in words, nor addresses outside the repository.
 """
 
 from __future__ import annotations
 
 import ast
+import code
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -23,8 +26,14 @@ tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML by it
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+INDEX = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+COMPARISON = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 ARCHITECTURE = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
 PICTURE = ROOT / "docs" / "how-it-works.svg"
+MOST_WORDS = 900
 
 PLAN_LINE = re.compile(
     r"autobatch: \d+ = \d+ x \d+( \(\w+ of \d+\))? on .+; peak [\d.]+( [KMG]iB)? of [\d.]+ [KMG]iB; "
@@ -39,10 +48,10 @@ class Example(NamedTuple):
     printed: str
 
 
-def _examples() -> list[Example]:
-    """Every Python block of the README in the order in which they run."""
+def _examples(page: str = README) -> list[Example]:
+    """Every Python block of a page in the order in which they run."""
     pattern = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", flags=re.DOTALL)
-    return [Example(code, printed) for code, printed in pattern.findall(README)]
+    return [Example(code, printed) for code, printed in pattern.findall(page)]
 
 
 def _without_times(text: str) -> str:
@@ -108,6 +117,33 @@ def test_the_first_screen_can_be_pasted_into_python(tmp_path: Path) -> None:
     assert set(done.stderr.split()) <= {">>>", "..."}
 
 
+@pytest.mark.parametrize("page", [README, INDEX], ids=["README.md", "docs/index.md"])
+def test_no_pasted_line_is_taken_wrongly(page: str) -> None:
+    """An interactive console, given the first block line by line, sees no syntax error and ends with a whole statement.
+
+    Nothing is run: each statement is compiled as soon as it is complete, as ``python`` does it.
+    """
+    console, pending = code.InteractiveConsole({}), False
+    console.runcode = lambda _: None  # type: ignore[method-assign]
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        for line in _examples(page)[0].code.splitlines():
+            pending = console.push(line)
+    assert errors.getvalue() == ""
+    assert not pending
+
+
+def test_the_docs_begin_with_the_readmes_first_screen() -> None:
+    """The same sentence, script and output come before everything else on both pages."""
+    assert INDEX.partition("\n```\n\nThis can be")[0] == README.partition("\n```\n\nThis can be")[0]
+    assert _first_example().printed in INDEX.partition("This can be")[0]
+
+
+def test_the_readme_is_short() -> None:
+    """Everything that a newcomer need not read first is in docs/."""
+    assert len(README.split()) <= MOST_WORDS
+
+
 def test_the_first_screen_is_a_sentence_a_script_and_a_plan() -> None:
     """One sentence, a script of at most 25 lines, the plan it prints, and two commands come before everything else."""
     sentence, rest = README.removeprefix("# autobatch\n\n").split("\n\n", 1)
@@ -139,17 +175,70 @@ def test_the_picture_shows_the_page_plan() -> None:
     assert not re.search(r"href|https?://(?!www\.w3\.org/2000/svg)", PICTURE.read_text())
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(tests/\w+\.py::\w+)`", README))))
-def test_each_test_that_is_named_exists(name: str) -> None:
-    """What the page says is shown by a test, is a function of that name in that file."""
-    file, _, function = name.partition("::")
-    assert any(
-        isinstance(node, ast.FunctionDef) and node.name == function
-        for node in ast.parse((ROOT / file).read_text()).body
-    )
+def _test_functions() -> set[str]:
+    """The names of all tests in this folder."""
+    return {
+        node.name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/ARCHITECTURE.md", "CHANGELOG.md"])
+def test_each_test_that_is_named_exists() -> None:
+    """What the page says is shown by a test, is a function of that name; each guarantee of the table names one."""
+    table = CONTRACT.partition("| guarantee | shown by |\n")[2].partition("\n\n")[0]
+    rows = table.splitlines()[1:]
+    assert len(rows) >= 12
+    assert all(re.search(r"`test_\w+`", row.split(" | ")[-1]) for row in rows)
+    assert set(re.findall(r"`(test_\w+)`", CONTRACT)) <= _test_functions()
+
+
+def test_each_figure_of_the_comparison_is_one_that_was_measured() -> None:
+    """Rows of the table of searches, and the versions of peers, are those of benchmarks/RESULTS.md."""
+    measured = {}
+    for row in re.findall(r"^\| (.+? \| 300 \| .+) \|$", RESULTS, flags=re.MULTILINE):
+        who, _, found, pieces, _, trials, shortages, _, samples = row.split(" | ")
+        measured[who] = [found, pieces, trials, shortages, samples]
+    table = COMPARISON.partition("| who | found |")[2].partition("\n\n")[0]
+    shown = {row[2:-2].split(" | ")[0]: row[2:-2].split(" | ")[1:] for row in table.splitlines()[2:]}
+    assert {"autobatch", "Lightning `BatchSizeFinder`, binsearch"} < set(shown)
+    assert shown == {who: measured[who] for who in shown}
+    versions = re.findall(r"(pytorch-lightning|accelerate) ([\d.]+\d)", COMPARISON.partition("## ")[0])
+    assert len(versions) == 2
+    assert all(f"{name} {version}" in RESULTS for name, version in versions)
+
+
+def test_what_others_leave_behind_is_what_was_measured() -> None:
+    """Each cell marked *ran* that has a figure or a state stands on the page of results."""
+    measured = RESULTS.partition("# What others leave behind")[2].partition("<!--")[0]
+    for shown, found in (
+        ("two continued with 16 and 10, *ran*", "they continue with 16 and 10."),
+        ("16 x 2 became 14 x 2, *ran*", "| Trainer, `auto_find_batch_size` | 32 | 28 |"),
+        ("of the same 32 samples, *ran*", "| autobatch `Runner` | 32 | 32 |"),
+        ("as before, bit for bit, *ran*", "| autobatch `fit` | as before | as before | as before |"),
+        ("random generators and non-persistent buffers not, *ran*", "| as before | changed | changed |"),
+        ("weights and generators changed, *ran*", "`find_executable_batch_size` | changed | changed | changed |"),
+        ("stays at 2, *ran*", "is 2 before the search and 2 after it"),
+        (
+            "starts again at step 0 with weights already trained, *ran*",
+            "continues at step 0 with weights that are already",
+        ),
+    ):
+        assert shown in COMPARISON, shown
+        assert found in measured, found
+
+
+def test_the_readme_compares_with_the_same_figures() -> None:
+    """The few figures in the README are cells of that table."""
+    paragraph = README.partition("## Compared with other tools\n")[2].partition("##")[0]
+    table = COMPARISON.partition("| who | found |")[2].partition("\n\n")[0]
+    figures = set(re.findall(r"\d+", paragraph)) - {"8192", "300"}
+    assert len(figures) >= 8
+    assert figures <= set(re.findall(r"\d+", table))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"])
 def test_each_link_into_the_repository_leads_somewhere(page: str) -> None:
     """Files that a page links to are there, and so are the headings."""
     file = ROOT / page
@@ -164,12 +253,15 @@ def test_each_link_into_the_repository_leads_somewhere(page: str) -> None:
 def test_each_command_that_is_named_can_be_made() -> None:
     """A ``make`` target that a page names is in the Makefile."""
     made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", README + ARCHITECTURE, flags=re.MULTILINE)) <= made
+    assert (
+        set(re.findall(r"(?:^|`)make ([a-z-]+)", README + ARCHITECTURE + CONTRACT + CONTRIBUTING, flags=re.MULTILINE))
+        <= made
+    )
 
 
 def test_each_public_name_in_the_pages_exists() -> None:
     """``autobatch.something`` on a page is a public name, or a module of the package."""
-    for name in re.findall(r"\bautobatch\.(\w+)", README + ARCHITECTURE):
+    for name in re.findall(r"\bautobatch\.(\w+)", README + ARCHITECTURE + CONTRACT + COMPARISON):
         assert name in autobatch.__all__
 
 

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from autobatch._formatting import format_bytes, plural, spell
 
+pytestmark = pytest.mark.quick
+
 UNITS = {"bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 # The upper end is 16 PiB: more than any one device holds.
 BYTES = st.integers(min_value=-(2**54), max_value=2**54)

@@ -15,6 +15,8 @@ import torch
 from autobatch.batch.tree import count_bytes, count_elements, fields_of, map_tensors, tensors_of
 from autobatch.errors import InvalidBatch
 
+pytestmark = pytest.mark.quick
+
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the untyped kind is what old code uses
 
 

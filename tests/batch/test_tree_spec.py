@@ -12,6 +12,8 @@ from autobatch.batch.layout import Layout, describe
 from autobatch.batch.tree_spec import TreeSpec
 from autobatch.errors import InvalidBatch
 
+pytestmark = pytest.mark.quick
+
 
 class Pair(NamedTuple):
     """Inputs and labels."""

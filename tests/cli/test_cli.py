@@ -135,6 +135,7 @@ def test_a_saved_plan_is_shown_compared_and_reported_by_its_file(ask):
     assert ask("report", "plan.json", "-o", "-")[1].lstrip().lower().startswith("<!doctype html>")
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("here")
 def test_options_say_what_the_function_does_not(ask):
     """And what both say, the command line says."""
@@ -302,6 +303,7 @@ def test_warnings_of_a_plan_are_said_once(ask):
     assert error == ""
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("here")
 def test_devices_tells_the_hosts_memory(ask):
     """Also where there is no card."""
@@ -355,6 +357,7 @@ def time_best(*arguments, **environment):
     return min(seconds)
 
 
+@pytest.mark.quick
 def test_help_answers_at_once():
     """Beside what Python itself takes to start: under 0.3 s."""
     assert time_best("-m", "autobatch", "--help") - time_best("-c", "pass") < 0.3
@@ -494,6 +497,7 @@ def test_a_ledger_that_is_turned_off_is_no_trouble(ask, monkeypatch):
     assert "fine    plans are not kept: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("command", "why"),

@@ -11,6 +11,8 @@ import autobatch
 from autobatch.distributed.ranks import refuse_many_ranks, world_size
 from autobatch.errors import AutobatchError
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def ranks(request):

@@ -26,6 +26,8 @@ from autobatch.events import (
 )
 from autobatch.records import Trial
 
+pytestmark = pytest.mark.quick
+
 GIB = 1024**3
 
 TRIAL = Trial(micro_batch_size=43, outcome="fits", peak_reserved=18 * GIB, seconds=0.316)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from autobatch.exactness.determinism import still, widen
 
+pytestmark = pytest.mark.quick
+
 
 def attend(inputs):
     """The function by itself, with dropout and weights of ones: ``[length, samples, 3]`` to ``[samples, 3]``."""

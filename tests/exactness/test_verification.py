@@ -451,6 +451,7 @@ def test_an_exact_split_is_exact_to_rounding(name):
     assert verdict.causes == ()
 
 
+@pytest.mark.quick
 def test_a_verdict_leaves_no_trace():
     """Parameters, gradients, buffers, generators, modes, hooks and counters are bit for bit as before."""
     model = Everything().bfloat16()
@@ -462,6 +463,7 @@ def test_a_verdict_leaves_no_trace():
     assert model.drop.p == 0.3
 
 
+@pytest.mark.quick
 def test_the_batch_is_left_alone():
     """A step that writes into its batch is refused, and the user's batch has not been written into."""
     batch = make_batch(8)
@@ -623,6 +625,7 @@ def test_a_part_without_labels_is_not_exact():
     assert "!= -100" in verdict.causes[0]
 
 
+@pytest.mark.quick
 def test_two_causes_are_both_named():
     """BatchNorm does not hide that the loss is a sum."""
     verdict = verify(with_batch_norm(), make_batch(16), sum_loss)

@@ -65,6 +65,7 @@ def test_the_plan_has_the_fewest_steps_and_balanced_sizes(largest, sizes):
     assert not plan.predicted
 
 
+@pytest.mark.quick
 @settings(max_examples=60)
 @given(
     base=st.integers(0, 5000),
@@ -80,6 +81,7 @@ def test_on_linear_memory_four_trials_and_no_oom(base, slope, largest, target):
     assert plan.accumulation_steps == -(-target // min(largest, target))
 
 
+@pytest.mark.quick
 @settings(max_examples=60)
 @given(st.data())
 def test_the_plans_size_has_always_run(data):
@@ -167,6 +169,7 @@ def test_a_real_budget_on_the_cpu_is_kept(batch_form):
         assert result.retries == 0
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("earlier_steps", [0, 2])
 @pytest.mark.parametrize("budget", [None, "tight"])
 @pytest.mark.parametrize(
@@ -210,6 +213,7 @@ def test_fit_that_does_not_fit_leaves_no_trace_either():
     assert not differences(bits_of(model, optimizer), before)
 
 
+@pytest.mark.quick
 def test_an_error_of_the_users_step_comes_out_unchanged():
     """A bug is not an OOM: it comes out as it was raised, and the state is restored."""
     model = Everything()
@@ -302,6 +306,7 @@ def test_the_objective_memory_takes_the_smallest_size_that_is_as_fast():
     assert chosen.samples_per_second >= 0.98 * best
 
 
+@pytest.mark.quick
 def test_one_log_line_a_plan(caplog):
     """A fit logs its plan in one line, at INFO, and prints nothing."""
     with caplog.at_level(logging.INFO, logger="autobatch"):

@@ -22,6 +22,8 @@ from autobatch.errors import InvalidArgument
 from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished, emit
 from autobatch.testing import FakeDevice, oom_at
 
+pytestmark = pytest.mark.quick
+
 FINISHED = StepFinished(
     step=7, micro_batch_sizes=(86, 85, 85), retries=1, peak_bytes=5 * 2**30, seconds=0.25, budget_bytes=8 * 2**30
 )

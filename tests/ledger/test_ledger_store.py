@@ -22,6 +22,8 @@ from autobatch.ledger.sqlite_journal_mode import transaction
 from autobatch.ledger.store import Store
 from autobatch.records import DeviceInfo
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):

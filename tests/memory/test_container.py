@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 
+pytestmark = pytest.mark.quick
+
 MIB = 2**20
 UNLIMITED_V1 = 9223372036854771712
 

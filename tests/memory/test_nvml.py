@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from autobatch.memory import nvml
 from autobatch.records import Tenant
 
+pytestmark = pytest.mark.quick
+
 UUID = "5d3aa3c2-5a8e-4c8a-9d7e-1f1c5a6f0b11"
 GIB = 1024**3
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from autobatch.memory.oom import describe_error, is_oom
 
+pytestmark = pytest.mark.quick
+
 CUDA_OOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 21.96 GiB."
 KERNEL_HINT = "\nCUDA kernel errors might be asynchronously reported at some other API call."
 

@@ -11,6 +11,8 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import UNLIMITED, MemoryCurve, fit_curve
 from autobatch.records import Trial
 
+pytestmark = pytest.mark.quick
+
 MIB = 2**20
 
 

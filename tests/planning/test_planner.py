@@ -11,6 +11,8 @@ from autobatch.planning.evidence import Question
 from autobatch.planning.planner import balance, choose_size, divide_evenly, spread, useful_sizes
 from autobatch.records import Trial
 
+pytestmark = pytest.mark.quick
+
 totals = st.integers(1, 20_000)
 largests = st.integers(1, 20_000)
 

@@ -23,6 +23,8 @@ from autobatch.planning.search import (
 )
 from autobatch.records import Outcome, Trial
 
+pytestmark = pytest.mark.quick
+
 Memory = Callable[[int], int]
 MIB = 2**20
 

@@ -10,6 +10,8 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.shrinking import shrink
 
+pytestmark = pytest.mark.quick
+
 LINE = MemoryCurve(allocated=((0, 100), (10, 200)), reserved=((0, 100), (10, 200)), reserved_floor=105)
 FLAT = MemoryCurve(allocated=((0, 100), (10, 100)), reserved=((0, 100), (10, 100)))
 

@@ -20,6 +20,8 @@ from autobatch.prediction.allocator.fixed_segments import FixedSegments
 from autobatch.prediction.allocator.settings import AllocatorSettings, round_sizes
 from autobatch.prediction.allocator.simulation import AllocatorPeak, Thresholds, find_thresholds, simulate
 
+pytestmark = pytest.mark.quick
+
 KIB, MIB = 2**10, 2**20
 
 

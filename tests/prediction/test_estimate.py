@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, combine
 
+pytestmark = pytest.mark.quick
+
 MIB = 2**20
 WEIGHT = Block(phase="before", kind="parameter", module="layer")
 ACTIVATION = Block(phase="forward", kind="activation", module="layer")

@@ -13,7 +13,7 @@ import autobatch
 from autobatch._formatting import format_bytes
 from autobatch.prediction.record import Change
 
-HOSTILE = "<script>alert(1)</script>"
+HOSTILE = '<script>alert(\'1\')</script>"><b onclick="x">'
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.append(data)
+        self.texts += [data] if data.strip() else []
 
 
 def test_it_is_one_closed_element(prediction):

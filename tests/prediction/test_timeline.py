@@ -5,10 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.prediction.timeline import Block, Replay, TracedStep, align, combine
+
+pytestmark = pytest.mark.quick
 
 _ACTIVATION = Block(phase="forward", kind="activation", module="body")
 _WEIGHT = Block(phase="before", kind="parameter", module="body")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_cases import CASES, GIB, card_plan, make_plan, make_trial, plans
 
 from autobatch.records import DeviceInfo
 from autobatch.report.difference import diff_plans, diff_plans_data
+
+pytestmark = pytest.mark.quick
 
 
 @given(plans())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from report_cases import CASES, GIB, HOSTILE, Page, card_plan, make_plan, make_run, make_trial, plans
 
+import autobatch.report
 from autobatch._formatting import format_bytes
 from autobatch.events.run_history import Setback
 from autobatch.records import DeviceInfo, Tenant, Verdict
@@ -17,6 +19,7 @@ from autobatch.report.html import render_fragment, render_report
 from autobatch.report.style import PAGE_STYLE, SCOPE, STYLE
 from autobatch.report.svg import escape
 
+ROOT = Path(__file__).resolve().parents[2]
 RUNS = (make_run([43, 43, 20, 43], retries=[2], outcome="failed", reason="CannotRetry: memory ended"),)
 TAGS = {"all", "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "div", "p", "ul", "li", "figure"}
 TAGS |= {"figcaption", "svg", "desc", "text", "path", "circle", "rect", "table", "thead", "tbody", "tr", "th", "td"}
@@ -204,3 +207,87 @@ def test_ranks_are_told_where_there_are_several():
     """One rank is no news."""
     plan = make_plan([make_trial(4, GIB)], 4, 8, 2 * GIB, target_batch=16, world_size=2)
     assert dict(numbers(Page(render_report(plan)).table("the plan")))["ranks"] == 2
+
+
+OUTLINE = [
+    "h1: autobatch: ResNet on NVIDIA L4",
+    "p summary: 256 = 6 x 43 (two of 42) on NVIDIA L4; p",
+    "p : splitting is not exact: 16 samples in 0 ",
+    "ul warnings: 1",
+    "figcaption: Peak memory by micro-batch size",
+    "picture: 42 elements",
+    "ul keys: 7",
+    "figcaption: Speed by micro-batch size",
+    "picture: 38 elements",
+    "ul keys: 4",
+    "figcaption: Where the memory goes at 43 samples",
+    "picture: 19 elements",
+    "table where the memory goes: 5 x 4, 0 planned",
+    "p aside: In all 21.6 GiB, the budget.",
+    "figcaption: Run f0f0f0f0f0f0: size and retries by step",
+    "picture: 28 elements",
+    "ul keys: 3",
+    "h2: The plan",
+    "table the plan: 12 x 2, 0 planned",
+    "h2: Budget",
+    "table budget: 4 x 3, 0 planned",
+    "p : process 4711 (python) holds 2.0 GiB",
+    "h2: Trials",
+    "table trials: 5 x 7, 1 planned",
+    "p aside: Each trial: two micro-batches accumulate",
+    "p aside: Where memory ended (oom), peaks are what",
+    "h2: Memory curve",
+    "table memory curve: 4 x 3, 1 planned",
+    "p aside: The curve puts the largest size within t",
+    "h2: What would help",
+    "ul : 3",
+    "h2: Runs",
+    "table runs: 1 x 6, 0 planned",
+    "p aside: Run f0f0f0f0f0f0 ended: CannotRetry: mem",
+    "h2: Run f0f0f0f0f0f0: steps",
+    "table steps of run f0f0f0f0f0f0: 4 x 5, 0 planned",
+    "p aside: On a card these rates are of the time un",
+    "h2: Run f0f0f0f0f0f0: setbacks",
+    "table setbacks of run f0f0f0f0f0f0: 1 x 6, 0 planned",
+    "summary: The plan as JSON",
+]
+
+
+def outline(text):
+    """The page's blocks in order: headings and lists as they are, tables and pictures by what they hold."""
+    lines = []
+    for element in Page(text).root.iter():
+        kind = element.get("class") or ""
+        if element.tag in {"h1", "h2", "figcaption", "summary"}:
+            lines.append(f"{element.tag}: {element.text}")
+        elif element.tag == "table":
+            rows = list(element.find("tbody"))
+            planned = [row.get("class") for row in rows].count("planned")
+            lines.append(f"table {element.get('aria-label')}: {len(rows)} x {len(rows[0])}, {planned} planned")
+        elif element.tag == "ul":
+            lines.append(f"ul {kind}: {len(element)}")
+        elif element.tag == "svg" and element.get("role") == "img":
+            lines.append(f"picture: {len(list(element.iter()))} elements")
+        elif element.tag == "p":
+            lines.append(f"p {kind}: {element.text[:40]}")
+    return lines
+
+
+def test_the_blocks_of_a_page_are_those_that_are_recorded():
+    """Headings, charts, tables and lists, in this order and of this size."""
+    assert outline(render_report(card_plan(), RUNS)) == OUTLINE
+
+
+def test_templates_escape_all_that_they_insert():
+    """No template switches escaping off, and only charts, swatches and style sheets come to them as markup."""
+    folder = Path(autobatch.report.__file__).parent
+    templates = sorted((folder / "templates").glob("*.html"))
+    assert [template.name for template in templates] == ["fragment.html", "macros.html", "page.html"]
+    for template in templates:
+        assert not re.search(r"\|\s*safe|autoescape|set_block", template.read_text(encoding="utf-8")), template
+    made = {
+        file.name: file.read_text(encoding="utf-8").count(" Markup(")
+        for file in (ROOT / "autobatch").rglob("*.py")
+        if " Markup(" in file.read_text(encoding="utf-8")
+    }
+    assert made == {"html.py": 1, "templating.py": 2}

@@ -15,6 +15,8 @@ from autobatch.report.breakdown import memory_parts
 from autobatch.report.html import render_report
 from autobatch.report.text import explain_plan, show_plan
 
+pytestmark = pytest.mark.quick
+
 RUNS = (
     make_run([43, 43, 20, 43], retries=[2], outcome="failed", reason="CannotRetry: memory ended"),
     make_run([7] * 60, id="0c0c0c0c0c0c"),

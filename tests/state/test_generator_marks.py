@@ -12,6 +12,8 @@ from autobatch.state import generator_marks
 from autobatch.state.generator_marks import mark_numpy, mark_python
 from autobatch.state.random_state import HostRandomState
 
+pytestmark = pytest.mark.quick
+
 PYTHON = {
     "random": random.random,
     "gauss": lambda: random.gauss(0, 1),

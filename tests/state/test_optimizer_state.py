@@ -10,6 +10,8 @@ from workloads import differences
 from autobatch.state.optimizer_state import forget_state, make_state
 from autobatch.testing import oom_at
 
+pytestmark = pytest.mark.quick
+
 OPTIMIZERS = {
     "Adadelta": torch.optim.Adadelta,
     "Adafactor": torch.optim.Adafactor,

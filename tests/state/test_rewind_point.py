@@ -12,6 +12,8 @@ from workloads import Everything, bits_of, differences, make_batch
 
 from autobatch.state.rewind_point import RewindPoint
 
+pytestmark = pytest.mark.quick
+
 CPU = torch.device("cpu")
 
 

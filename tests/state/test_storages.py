@@ -8,6 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autobatch.torch_internals.storages import bytes_of, storages_of
 
+pytestmark = pytest.mark.quick
+
 quietly = pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta", "ignore:.*prototype stage")
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from autobatch.errors import InvalidStep
 from autobatch.step.default_step import call_model, default_step, explain_default, loss_of
 
+pytestmark = pytest.mark.quick
+
 X, Y = torch.ones(4, 3), torch.full((4, 3), 2.0)
 
 

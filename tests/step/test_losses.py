@@ -9,6 +9,8 @@ import autobatch
 from autobatch.errors import InvalidStep
 from autobatch.step.losses import Mean, PerStep, Sum, read_terms
 
+pytestmark = pytest.mark.quick
+
 
 def make_loss(value: float = 3.0) -> torch.Tensor:
     """A scalar with a graph."""

@@ -82,6 +82,7 @@ def test_a_step_is_the_full_batchs_step(with_oom):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.quick
 def test_the_optimizer_steps_exactly_once_and_gradients_are_gone():
     """One ``optimizer.step()`` and one ``scheduler.step()`` a step, whatever the retries; ``.grad`` is None after."""
     calls = []
@@ -116,6 +117,7 @@ def test_the_smaller_size_is_kept_for_one_clean_step_and_told():
     assert [(event.step, event.new_size) for event in events if isinstance(event, SizeChanged)] == [(2, 8)]
 
 
+@pytest.mark.quick
 def test_one_log_line_a_retry(caplog):
     """A retry is one line at WARNING with sizes, bytes and reason; steps are DEBUG."""
     _, _, runner = make_runner(16, 8)
@@ -249,6 +251,7 @@ def make_update(*, scaled, plan=None):
     return model, optimizer, runner
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("scaled", [False, True])
 def test_an_oom_before_the_optimizers_step_undoes_the_step(scaled):
     """State, room, unscaling and clipping can still be undone, and a scaler can be used again at once."""
@@ -297,6 +300,7 @@ def test_a_loop_inside_autocast_trains_as_one_that_enters_it_each_step():
     assert losses[3] < losses[0]
 
 
+@pytest.mark.quick
 def test_the_target_is_never_changed_in_silence(caplog):
     """After any number of retries all samples of the batch are in the update."""
     _, _, runner = make_runner(37, 37)
@@ -342,6 +346,7 @@ def test_a_tuple_of_tensors_is_one_batch_and_no_several():
         runner.step_over((torch.zeros(4, 2), torch.zeros(4)))
 
 
+@pytest.mark.quick
 def test_a_step_that_never_fits_restores_all_and_raises():
     """Out of memory at the fewest samples: DoesNotFit, and parameters, buffers, gradients, generators are as before."""
     model = Everything()

@@ -17,6 +17,8 @@ from autobatch.testing import oom_at
 from autobatch.training.accumulation_state import Shortage
 from autobatch.training.transaction import Accumulation
 
+pytestmark = pytest.mark.quick
+
 CLASS_WEIGHTS = torch.tensor([0.1, 3.0, 1.0, 0.5], dtype=torch.float64)
 
 

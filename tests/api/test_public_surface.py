@@ -1,0 +1,191 @@
+"""The public surface: names, signatures, and how the pages call them.
+
+Covers ``autobatch.__all__``, the arguments of ``fit``, ``predict``, ``verify`` and ``Runner``, and every call of these
+four in README.md, docs/, examples/ and benchmarks/. Does not cover what they do. ``typed_usage.py`` beside this file
+uses the same names as a user's typed code does; ``make lint`` checks it with ``mypy --strict``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autobatch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+USAGE = Path(__file__).with_name("typed_usage.py")
+
+NAMES = [
+    "AutobatchError",
+    "CannotPredict",
+    "CannotRetry",
+    "DeviceInfo",
+    "DoesNotFit",
+    "InexactSplit",
+    "InvalidArgument",
+    "InvalidBatch",
+    "InvalidStep",
+    "Mean",
+    "MemoryCurve",
+    "NeedsBatch",
+    "PerStep",
+    "Plan",
+    "Prediction",
+    "Runner",
+    "StepResult",
+    "Sum",
+    "Trial",
+    "Verdict",
+    "__version__",
+    "batches",
+    "fit",
+    "hooks",
+    "is_oom",
+    "predict",
+    "testing",
+    "verify",
+]
+
+# A change here changes the public contract: it belongs into CHANGELOG.md. ``*`` begins the keyword-only arguments.
+SIGNATURES = {
+    "fit": "model target_batch * batch=None step=None optimizer=None weigh=None device=None budget=None headroom=None "
+    "max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True progress=True",
+    "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 gpu=None margin=0.1 "
+    "expandable_segments=False scaler=False what_if=False",
+    "verify": "model batch step=None weigh=None * device=None",
+    "Runner": "plan model step optimizer * weigh=None device=None scaler=None max_grad_norm=None scheduler=None "
+    "hooks=() keep=()",
+    "Runner.step": "batch",
+    "Runner.accumulate": "batch",
+    "Runner.step_over": "batches",
+    "Mean": "loss over",
+    "Sum": "loss count",
+    "PerStep": "loss",
+    "is_oom": "error * memory_is_low=None handled=None",
+    "Plan.load": "path",
+    "Plan.save": "path",
+    "Plan.settings": "framework",
+    "Plan.explain": "",
+}
+
+ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "device"]
+BY_POSITION = {"fit": 2, "predict": 1, "verify": 1, "Runner": 2}
+"""How many arguments a page writes without a name: those before ``batch=``."""
+
+
+def spell_signature(name: str) -> str:
+    """Arguments in order, each with its default, ``self`` left out."""
+    target = autobatch
+    for part in name.split("."):
+        target = getattr(target, part)
+    words: list[str] = []
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        words.append(f"{parameter.name}{default}")
+    return " ".join(words)
+
+
+def test_the_public_names_are_those_that_are_recorded() -> None:
+    """A name that comes or goes has to be written down here."""
+    assert sorted(autobatch.__all__) == NAMES
+    assert all(hasattr(autobatch, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_a_signature_is_the_one_that_is_recorded(name: str) -> None:
+    """Names, order, defaults and what is keyword-only."""
+    assert spell_signature(name) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_common_arguments_come_in_one_order(name: str) -> None:
+    """``fit``, ``predict``, ``verify`` and ``Runner`` begin alike, each leaving out what it does not take.
+
+    ``target_batch`` of ``predict`` has a default and is keyword-only, so its position means nothing.
+    """
+    parameters = inspect.signature(getattr(autobatch, name)).parameters
+    common = [each for each in parameters if each in ORDER and not (name == "predict" and each == "target_batch")]
+    assert common == sorted(common, key=ORDER.index)
+    shared = len(common) + (name == "predict")
+    assert set(list(parameters)[:shared]) == {each for each in parameters if each in ORDER}
+
+
+@pytest.mark.parametrize(
+    ("name", "positional", "named"),
+    [
+        ("fit", ["model", "target_batch"], ["budget"]),
+        ("predict", ["model", "batch", "step", "optimizer"], ["gpu"]),
+        ("verify", ["model", "batch", "step"], ["weigh"]),
+        ("Runner", ["plan", "model", "step", "optimizer"], ["weigh", "scaler", "max_grad_norm", "scheduler", "hooks"]),
+    ],
+)
+def test_the_calls_of_the_contract_bind(name: str, positional: list[str], named: list[str]) -> None:
+    """Each argument of the short calls, by position or by name, is the parameter of that name."""
+    bound = inspect.signature(getattr(autobatch, name)).bind(*positional, **{each: each for each in named})
+    assert bound.arguments == {each: each for each in (*positional, *named)}
+
+
+def shown_code() -> Iterator[tuple[str, str]]:
+    """Every Python block of a page, and every example and benchmark."""
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        text = page.read_text(encoding="utf-8")
+        for code in re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL):
+            yield page.relative_to(ROOT).as_posix(), code
+    for folder in ("examples", "benchmarks"):
+        for script in sorted((ROOT / folder).glob("*.py")):
+            yield script.relative_to(ROOT).as_posix(), script.read_text(encoding="utf-8")
+
+
+def shown_calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """Every ``autobatch.fit(...)`` and its like in them."""
+    for source, code in shown_code():
+        for node in ast.walk(ast.parse(code)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and node.func.value.id == "autobatch"
+                and node.func.attr in BY_POSITION
+            ):
+                yield source, node.func.attr, node
+
+
+def test_pages_name_their_arguments_from_the_batch_on() -> None:
+    """At most plan, model and target are written by position, and every keyword is a parameter."""
+    calls = list(shown_calls())
+    assert {name for _, name, _ in calls} == set(BY_POSITION)
+    for source, name, call in calls:
+        assert len(call.args) <= BY_POSITION[name], f"{source}: {ast.unparse(call)}"
+        known = inspect.signature(getattr(autobatch, name)).parameters
+        assert {keyword.arg for keyword in call.keywords if keyword.arg} <= set(known), f"{source}: {ast.unparse(call)}"
+
+
+def test_typed_code_of_a_user_runs(tmp_path: Path) -> None:
+    """What mypy has checked is also what happens; and no public name is left out of it, but for the version."""
+    program = f"import pathlib, typed_usage; typed_usage.main(pathlib.Path({str(tmp_path)!r}))"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{USAGE.parent}", "AUTOBATCH_LEDGER": "off"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    used = set(re.findall(r"\bautobatch\.(\w+)", USAGE.read_text(encoding="utf-8")))
+    assert set(autobatch.__all__) - used == {"__version__"}
+
+
+def test_a_users_typed_code_imports_public_names_only() -> None:
+    """Besides ``autobatch`` itself, its documented module of events."""
+    modules = set(re.findall(r"^(?:from|import) (autobatch[\w.]*)", USAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    assert modules == {"autobatch", "autobatch.events"}
