@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from autobatch.accumulation.progress import Accumulated, Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, describe, is_one_batch
+from autobatch.counted_steps import CountedSteps
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
@@ -29,7 +30,7 @@ from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import least_size
 from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.report.refusal import SCENES
-from autobatch.request import find_device
+from autobatch.request import check_choice, find_device
 from autobatch.result import StepResult
 from autobatch.room import Room
 from autobatch.state.user_objects import check_objects
@@ -69,6 +70,7 @@ class Runner:
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
         device: torch.device | str | Device | None = None,
+        enforce: Literal["auto", "always"] = "auto",
     ) -> None:
         """Bind a plan to a model.
 
@@ -89,6 +91,12 @@ class Runner:
                 puts them back. Each has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict()``,
                 or is a module, a tensor, a generator, or a dict or list of these.
             device: The device's memory; default: where the model is.
+            enforce: On a CPU, where a budget is enforced by counting what each operator returns: ``"always"`` counts
+                every step. ``"auto"`` does not count steps that cannot come near the budget, nor, near it, steps like
+                those that were counted and took no more than is free; one in 31 of these is counted in any case. A step
+                that takes more than those of its sizes did may then pass the budget without an error; the next counted
+                one meets it and is retried with less. On CUDA torch's allocator enforces the budget in each step,
+                whatever this says.
 
         Raises:
             InvalidArgument: An argument cannot mean anything.
@@ -99,6 +107,7 @@ class Runner:
         scheduler = unwrap_scheduler(scheduler)
         check_options(scaler, max_grad_norm, scheduler)
         hooks = check_hooks(hooks)
+        check_choice("enforce", enforce, ("auto", "always"))
         self.plan = plan
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
@@ -130,6 +139,7 @@ class Runner:
         self._telling = Telling(plan, hooks, keeper)
         self._telling.tell_plan(model, optimizer)
         self._told_gradients = False
+        self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
         self._largest_elements = 0.0
         self._peak_bytes = 0
 
@@ -203,10 +213,10 @@ class Runner:
         started, thrashed = time.perf_counter(), False
         try:
             layouts = self._describe(batches)
-            if self._needs_limit(layouts):
+            self._room.is_counted = self._is_counted(layouts, update=update)
+            if self._room.is_counted:
                 accumulated, thrashed = self._accumulate_counted(layouts, update=update)
             else:
-                self._change_pace(self._pace.before_step(None, None), self.steps)
                 accumulated = self._accumulate(layouts, update=update)
         except BaseException as error:
             self._telling.tell_failed(self.steps, error)
@@ -237,12 +247,11 @@ class Runner:
             self._device.watch(layout.tensors())
         with self._device.limit(self.plan.budget_bytes):
             self._change_pace(self._look_ahead(), self.steps)
-            self._device.reset_peak()
-            alloc_retries = self._device.usage().alloc_retries
+            before = self._counted_steps.begin(layouts, self._pace.size, update=update)
             accumulated = self._accumulate(layouts, update=update)
-            usage = self._device.usage()
+            usage = self._counted_steps.end(is_skipped=accumulated is None)
         self._peak_bytes = usage.peak_allocated
-        return accumulated, usage.alloc_retries > alloc_retries
+        return accumulated, usage.alloc_retries > before.alloc_retries
 
     def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Accumulated | None:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
@@ -261,10 +270,13 @@ class Runner:
 
     def _look_ahead(self) -> Pace:
         """The size for this step: less only if less is free even when all that is unused is given back."""
-        pace = self._pace.before_step(self._room.there(), self._room.left())
+        pace = self._read_pace()
         if pace.size >= self._pace.size:
             return pace
         self._device.reclaim()
+        return self._read_pace()
+
+    def _read_pace(self) -> Pace:
         return self._pace.before_step(self._room.there(), self._room.left())
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
@@ -283,16 +295,22 @@ class Runner:
             self._telling.tell_size(self.steps, samples)
         return layouts
 
-    def _needs_limit(self, layouts: Sequence[Layout]) -> bool:
-        """Whether to count: near the budget, in the first two steps, and at samples larger than before."""
+    def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
+        """Whether to count: near the budget what is not known, the first two steps, and samples larger than before."""
         is_new = self.steps < _ALWAYS_COUNTED
         for layout in layouts:
             elements = layout.elements / layout.count
             if elements > self._largest_elements:
                 is_new, self._largest_elements = True, elements
-        return self._device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes) or (
-            is_new and self._device.measures
-        )
+        device = self._device
+        if (is_new or self._enforce == "always") and device.measures:
+            return True
+        if not device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes):
+            self._change_pace(self._pace.before_step(None, None), self.steps)
+            return False
+        if not self._counted_steps.cover(layouts, self._pace.size, update=update):
+            return True
+        return self._pace.size < self._pace.goal and self._read_pace() is not self._pace
 
     def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
         """A step that has nothing to take a mean over has not happened, and says so."""
@@ -319,6 +337,7 @@ class Runner:
         self._pace = pace
 
     def _shrink(self, shortage: Shortage) -> int:
+        self._counted_steps.add_shortage()
         least = max(shortage.least_size, self._pace.smallest)
         if shortage.failed_size <= least:
             raise DoesNotFit(self._explain_shortage(shortage))
