@@ -56,6 +56,7 @@ VERIFICATION_TESTS = ("tests/test_verification.py",)
 LOOP_GUARD_TESTS = ("tests/test_loop_guard.py",)
 BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
 MOVING_TESTS = ("tests/test_moving_state.py",)
+IN_PLACE_TESTS = ("tests/test_changed_in_place.py",)
 LIFETIME_TESTS = ("tests/test_step_lifetimes.py",)
 
 
@@ -352,8 +353,8 @@ MUTANTS = (
     Mutant(
         "what modules hold is never looked at again",
         "autobatch/state/module_state.py",
-        "        if not self.is_complete or not self.attributes_are_current():\n",
-        "        if not self.is_complete:\n",
+        "            and self.attributes_are_current()\n            and self.headers.renew()\n",
+        "            and self.headers.renew()\n",
         MOVING_TESTS,
     ),
     Mutant(
@@ -418,6 +419,20 @@ MUTANTS = (
         "                if not rows or count not in (0, rows):",
         "                if count not in (0, rows):",
         ("tests/test_tree_spec.py",),
+    ),
+    Mutant(
+        "tensors that were swapped are taken for the ones before",
+        "autobatch/state/tensor_header.py",
+        "        if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):",
+        "        if False:",
+        IN_PLACE_TESTS,
+    ),
+    Mutant(
+        "a buffer with memory of its own is taken for the one without",
+        "autobatch/state/module_state.py",
+        "            and [*map(torch.Tensor.stride, self._strided)] == self._strides",
+        "            and True",
+        IN_PLACE_TESTS,
     ),
     Mutant(
         "a batch of another kind is taken for the last one's",

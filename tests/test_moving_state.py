@@ -119,7 +119,7 @@ def test_a_write_that_was_seen_in_an_earlier_step_is_put_back():
 
 
 def test_micro_batches_are_remembered_from_a_failure_on_that_showed_a_draw():
-    """The second failure of the same step keeps what was finished, although at its begin nothing had to be remembered."""
+    """The second failure of the same step keeps what was finished, although nothing had to be remembered at first."""
     calls, retried = [], []
 
     def step(model, batch):
