@@ -435,6 +435,20 @@ MUTANTS = (
         IN_PLACE_TESTS,
     ),
     Mutant(
+        "a generator that the user has put in front of Python's is not seen",
+        "autobatch/state/generator_marks.py",
+        'getattr(random.getstate, "__self__", None) is not _PYTHON',
+        "False",
+        ("tests/test_generator_marks.py",),
+    ),
+    Mutant(
+        "a bit generator is known by its address",
+        "autobatch/state/generator_marks.py",
+        "    if generator is not _latest[0]:",
+        "    if generator.ctypes.state_address != _latest[1]:",
+        ("tests/test_generator_marks.py",),
+    ),
+    Mutant(
         "a batch of another kind is taken for the last one's",
         "autobatch/batch/tree_spec.py",
         "            if list(batch) != self._keys:\n",
