@@ -56,6 +56,8 @@ VERIFICATION_TESTS = ("tests/test_verification.py",)
 LOOP_GUARD_TESTS = ("tests/test_loop_guard.py",)
 BATCH_TESTS = ("tests/test_layout_rules.py", "tests/test_batch_types.py")
 MOVING_TESTS = ("tests/test_moving_state.py",)
+IN_PLACE_TESTS = ("tests/test_changed_in_place.py",)
+LIFETIME_TESTS = ("tests/test_step_lifetimes.py",)
 
 
 SMALLEST_TESTS = ("tests/test_smallest_piece.py",)
@@ -351,8 +353,8 @@ MUTANTS = (
     Mutant(
         "what modules hold is never looked at again",
         "autobatch/state/module_state.py",
-        "        if not self.is_complete or not self.attributes_are_current():\n",
-        "        if not self.is_complete:\n",
+        "            and self.attributes_are_current()\n            and self.headers.renew()\n",
+        "            and self.headers.renew()\n",
         MOVING_TESTS,
     ),
     Mutant(
@@ -361,6 +363,90 @@ MUTANTS = (
         "if not (self._draws or self.moves_modules or begun.memory or begun.has_copies or self._objects):",
         "if True:",
         MOVING_TESTS,
+    ),
+    Mutant(
+        "a parameter of a later forward pass takes its gradient into the next step",
+        TRANSACTION,
+        "        made_some = not self.start.modules.attributes_are_current()",
+        "        made_some = self._state.moves_modules",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "a micro-batch's graph lives while the next one runs",
+        TRANSACTION,
+        "                    share = aux = None",
+        "                    pass",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "finished samples are held until the update",
+        PROGRESS,
+        "        piece.leaves = ()  # the step",
+        "        pass  # the step",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "failed samples are held while the next size is chosen",
+        PROGRESS,
+        "        failed.leaves = ()",
+        "        pass",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "attributes of parameters are held until the next step",
+        "autobatch/state/tensor_header.py",
+        "        self._aliases, self._held, self._hooks = [], [], []",
+        "        self._aliases = []",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "a step that has failed goes on as one in which nothing moves",
+        REWIND_POINT,
+        "        self._draws |= draws\n        self.is_still = False\n",
+        "        self._draws |= draws\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "an optimizer's state is counted instead of looked at",
+        "autobatch/state/optimizer_state.py",
+        "    if len(held) == len(state) and all(map(is_, held, state)):",
+        "    if len(held) == len(state):",
+        ("tests/test_optimizer_state.py",),
+    ),
+    Mutant(
+        "a tensor without rows has as many as the others",
+        "autobatch/batch/layout.py",
+        "                if not rows or count not in (0, rows):",
+        "                if count not in (0, rows):",
+        ("tests/test_tree_spec.py",),
+    ),
+    Mutant(
+        "tensors that were swapped are taken for the ones before",
+        "autobatch/state/tensor_header.py",
+        "        if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):",
+        "        if False:",
+        IN_PLACE_TESTS,
+    ),
+    Mutant(
+        "a buffer with memory of its own is taken for the one without",
+        "autobatch/state/module_state.py",
+        "            and [*map(torch.Tensor.stride, self._strided)] == self._strides",
+        "            and True",
+        IN_PLACE_TESTS,
+    ),
+    Mutant(
+        "a generator that the user has put in front of Python's is not seen",
+        "autobatch/state/generator_marks.py",
+        'getattr(random.getstate, "__self__", None) is not _PYTHON',
+        "False",
+        ("tests/test_generator_marks.py",),
+    ),
+    Mutant(
+        "a bit generator is known by its address",
+        "autobatch/state/generator_marks.py",
+        "    if generator is not _latest[0]:",
+        "    if generator.ctypes.state_address != _latest[1]:",
+        ("tests/test_generator_marks.py",),
     ),
     Mutant(
         "a batch of another kind is taken for the last one's",

@@ -135,7 +135,9 @@ class Progress:
 
     def fail(self) -> None:
         """Memory has ended in the next piece."""
-        self.failed_size, self.retries = self.todo[0].size, self.retries + 1
+        failed = self.todo[0]
+        failed.leaves = ()  # what is left is cut anew, and these may have gradients
+        self.failed_size, self.retries = failed.size, self.retries + 1
 
     def begin_anew(self) -> None:
         """Nothing is done."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -47,15 +47,20 @@ class TensorHeaders:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Look at all of them, each given once."""
         self.tensors = tensors
-        self._attributes = [*map(vars, tensors)]
+        self._attributes, self._classes = [*map(vars, tensors)], [*map(type, tensors)]
         with self._undisturbed():
             self._is_usual = not any(is_traceable_wrapper_subclass(t) or t.is_inference() for t in tensors)
         self.renew()
 
-    def renew(self) -> None:
-        """Look at them again: where they refer to now is where ``put_back`` leads."""
+    def renew(self) -> bool:
+        """Look at them again: where they refer to now is where ``put_back`` leads.
+
+        Returns:
+            Whether they are of the kinds they were. If not (``swap_tensors``, ``materialize``), nothing was looked at.
+        """
         tensors = self.tensors
-        self._classes = [*map(type, tensors)]
+        if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):
+            return False
         with self._undisturbed():
             if self._is_usual:
                 self._aliases = [*map(_MAKE_ALIAS, repeat(torch.Tensor), tensors)]
@@ -67,6 +72,7 @@ class TensorHeaders:
             self._are_leaves = [*map(_IS_LEAF, tensors)]
             self._hooks = [*map(_HOOKS, tensors)]
         self._held = [{}] * len(tensors) if not any(self._attributes) else [held.copy() for held in self._attributes]
+        return True
 
     def forget(self) -> None:
         """Let go of the memory that they refer to; they can be looked at again."""
