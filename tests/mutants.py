@@ -208,7 +208,7 @@ MUTANTS = (
     Mutant(
         "zero_grad in the step is let through",
         LOOP_GUARD,
-        "        zeroed.append(_ZERO_GRAD)\n",
+        "        self.refused.append(self.message)\n",
         "        pass\n",
         LOOP_GUARD_TESTS,
     ),
@@ -447,6 +447,27 @@ MUTANTS = (
         "    if generator is not _latest[0]:",
         "    if generator.ctypes.state_address != _latest[1]:",
         ("tests/test_generator_marks.py",),
+    ),
+    Mutant(
+        "a guard removes another thread's",
+        LOOP_GUARD,
+        "            elif front is refusal:\n",
+        "            else:\n",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a guard puts back another thread's that has gone",
+        LOOP_GUARD,
+        "                front.earlier = earlier if front.earlier is refusal else front.earlier\n",
+        "",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a later backward pass is not noticed",
+        LOOP_GUARD,
+        "setattr(parameter, _HOOKS, OrderedDict({self: note}))",
+        "pass",
+        LOOP_GUARD_TESTS,
     ),
     Mutant(
         "a batch of another kind is taken for the last one's",

@@ -92,7 +92,7 @@ def test_where_the_layout_is_unknown_the_public_state_is_read(lost, monkeypatch)
 def wrap(monkeypatch):
     """As a tool that logs calls does."""
     original = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: original())
+    monkeypatch.setattr(random, "getstate", lambda *_: original())
 
 
 def rebind(monkeypatch):

@@ -245,7 +245,7 @@ class Accumulation:
         """Run all micro-batches that are left; returns None, or why memory ended. Nothing of the error stays."""
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         try:
-            with self.workload.guard():
+            with self.workload.guard(transaction.parameters):
                 while progress.todo and progress.counts:
                     self._begin_piece(progress, transaction)
                     piece = progress.todo[0]

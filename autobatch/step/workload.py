@@ -7,7 +7,7 @@ loss may be (``losses``) nor how the parts of a batch are added up (``accumulati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.objects import is_instance_with, takes_none
 from autobatch.state.tensor_header import is_uninitialized
-from autobatch.step.loop_guard import LoopGuard
+from autobatch.step.loop_guard import BACKWARD, LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.step.outside import find_outside
 from autobatch.storages import bytes_of
@@ -138,8 +138,9 @@ class Workload:
         """
         guard = self._guard
         if not guard.is_active:
-            with self.guard():
+            with self.guard(self.parameters()):
                 return self.call_step(micro_batch)
+        guard.reached.clear()
         try:
             if self._was_called:
                 returned = self.step(self.model, micro_batch)
@@ -148,18 +149,25 @@ class Workload:
                     returned = self.step(self.model, micro_batch)
                 self._was_called.append(True)
         except Exception as error:
-            if guard.refused and not isinstance(error, InvalidStep):
-                raise InvalidStep(guard.refused[0]) from error
+            named = BACKWARD if guard.reached else [*guard.refused, ""][0]
+            if named and (named != str(error) or not isinstance(error, InvalidStep)):
+                raise InvalidStep(named) from error
             raise
-        if guard.refused or guard.zeroed:
-            raise InvalidStep([*guard.refused, *guard.zeroed][0])
+        if guard.reached or guard.refused or guard.zeroed:
+            raise InvalidStep(BACKWARD if guard.reached else [*guard.refused, *guard.zeroed][0])
         return returned
 
-    def guard(self) -> LoopGuard:
-        """A context around several calls of the step, which enter none of their own then."""
-        if self._guard.is_new:
-            self._guard.find(self.step, self.optimizer, self.parameters())
-        return self._guard
+    def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
+        """A context around several calls of the step, which enter none of their own then.
+
+        Args:
+            parameters: Which no backward pass may reach in them.
+        """
+        guard = self._guard
+        if guard.is_new:
+            guard.find(self.step, self.optimizer, parameters)
+        guard.parameters = parameters
+        return guard
 
     def check_leaves(self, loss: torch.Tensor) -> None:
         """See ``check_leaves``, of the parameters of both."""
