@@ -83,7 +83,9 @@ class CpuDevice:
         Counting costs about 10 us an operator (torch 2.13, 2 cores), which more than doubles the time of a model of
         small layers, and a job that needs 1 GiB of 24 gains nothing by it.
         """
-        return _FAR * expected_bytes > min(budget_bytes, self._recently_available()) - _STORAGE.live_bytes
+        if time.monotonic() - self._read_at > _READ_AGAIN_SECONDS:
+            self._recently_available()
+        return _FAR * expected_bytes > min(budget_bytes, self._available) - _STORAGE.live_bytes
 
     def _recently_available(self) -> int:
         now = time.monotonic()

@@ -50,23 +50,19 @@ class LoopGuard:
         is_active: Whether it was entered.
         refused: What the step was refused for since, also where it caught the error.
         zeroed: The same for ``zero_grad``, which does nothing meanwhile.
+        refusals: What is put in front of which methods; ``None`` before the first ``find``.
         reached: The parameters that a backward pass has reached since somebody cleared this.
         parameters: Those that are watched for it.
     """
 
     def __init__(self) -> None:
         """Nothing is known before the first ``find``."""
-        self._refusals: list[_Refusal] | None = None
+        self.refusals: list[_Refusal] | None = None
         self.is_active = False
         self.refused: list[str] = []
         self.zeroed: list[str] = []
         self.reached: list[torch.Tensor] = []
         self.parameters: Sequence[torch.Tensor] = ()
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the step has not been looked through."""
-        return self._refusals is None
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
         """Look for what may not be stepped.
@@ -78,14 +74,26 @@ class LoopGuard:
         """
         known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
         owners = _find_owners(step, optimizer, known)
-        self._refusals = [_refuse_step(owner, message, self.refused) for owner, message in owners]
+        self.refusals = [_refuse_step(owner, message, self.refused) for owner, message in owners]
         optimizers = [owner for owner, message in owners if message is _OPTIMIZER]
-        self._refusals += [_refuse_zero_grad(owner, self.zeroed) for owner in optimizers if _clears_gradients(owner)]
+        self.refusals += [_refuse_zero_grad(owner, self.zeroed) for owner in optimizers if _clears_gradients(owner)]
 
     def __enter__(self) -> None:
         """From here on refuse."""
         try:
-            self._enter()
+            self.is_active = True
+            self.refused.clear()
+            self.zeroed.clear()
+            for refusal in self.refusals or ():
+                refusal.earlier = refusal.table.get(refusal.key, _MISSING)
+                refusal.table[refusal.key] = refusal
+            note = self.reached.append  # a function in C: no call of Python's for each parameter
+            for parameter in filter(_IS_LEAF, filter(_REQUIRES_GRAD, self.parameters)):
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - its public twin takes five times as long
+                if hooks is None:
+                    setattr(parameter, _HOOKS, OrderedDict({self: note}))
+                else:
+                    hooks[self] = note
         except BaseException:
             self._leave()  # interrupted: nobody leaves what was not entered
             raise
@@ -98,24 +106,9 @@ class LoopGuard:
             self._leave()  # interrupted
             raise
 
-    def _enter(self) -> None:
-        self.is_active = True
-        self.refused.clear()
-        self.zeroed.clear()
-        for refusal in self._refusals or ():
-            refusal.earlier = refusal.table.get(refusal.key, _MISSING)
-            refusal.table[refusal.key] = refusal
-        note = self.reached.append  # a function in C: no call of Python's for each parameter
-        for parameter in filter(_IS_LEAF, filter(_REQUIRES_GRAD, self.parameters)):
-            hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - its public twin takes five times as long
-            if hooks is None:
-                setattr(parameter, _HOOKS, OrderedDict({self: note}))
-            else:
-                hooks[self] = note
-
     def _leave(self) -> None:
         self.is_active = False
-        for refusal in self._refusals or ():
+        for refusal in self.refusals or ():
             table, key, earlier = refusal.table, refusal.key, refusal.earlier
             front = table.get(key)
             if front is refusal and earlier is _MISSING:

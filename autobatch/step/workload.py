@@ -24,7 +24,7 @@ from autobatch.step.outside import find_outside
 from autobatch.storages import bytes_of
 from autobatch.wording import name_type, show_value
 
-__all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
+__all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "split_output", "warn_of_no_optimizer"]
 
 Step = Callable[[nn.Module, Any], Any]
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
@@ -117,18 +117,11 @@ class Workload:
         """Call the user's step and check that a gradient can come from what it returned.
 
         Raises:
-            InvalidStep: A loss is no tensor, has more than one element, or has no graph; or a second one stands beside
-                it; or the step called ``backward`` or stepped an optimizer.
+            InvalidStep: As ``call_step``; or a loss is no tensor, has more than one element, or has no graph, or a
+                second one stands beside it.
         """
-        returned = self.call_step(micro_batch)
-        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        terms = read_terms(loss)
-        if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
-            raise InvalidStep(
-                "step() returned a second loss, of which no gradient would be taken: return both by name, as "
-                '{"left": loss, "right": other}, or (loss, other.detach())'
-            )
-        return StepOutput(terms, aux if aux is None else map_tensors(aux, torch.Tensor.detach))
+        loss, aux = split_output(self.call_step(micro_batch))
+        return StepOutput(read_terms(loss), aux)
 
     def call_step(self, micro_batch: Any) -> Any:
         """Whatever the user's step returns.
@@ -164,7 +157,7 @@ class Workload:
             parameters: Which no backward pass may reach in them.
         """
         guard = self._guard
-        if guard.is_new:
+        if guard.refusals is None:
             guard.find(self.step, self.optimizer, parameters)
         guard.parameters = parameters
         return guard
@@ -172,6 +165,22 @@ class Workload:
     def check_leaves(self, loss: torch.Tensor) -> None:
         """See ``check_leaves``, of the parameters of both."""
         check_leaves(loss, self.parameters())
+
+
+def split_output(returned: Any) -> tuple[Any, Any]:
+    """The losses that a step returned, and what it returned beside them, detached.
+
+    Raises:
+        InvalidStep: A second loss stands beside the first.
+    """
+    loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
+        read_terms(loss)  # what is wrong with it is said first
+        raise InvalidStep(
+            "step() returned a second loss, of which no gradient would be taken: return both by name, as "
+            '{"left": loss, "right": other}, or (loss, other.detach())'
+        )
+    return loss, aux if aux is None else map_tensors(aux, torch.Tensor.detach)
 
 
 def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
