@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autobatch.accumulation.progress import Accumulated, Shortage
+from autobatch.accumulation.progress import Progress, Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.errors import DoesNotFit
@@ -270,7 +270,7 @@ class Probe:
         finally:
             setattr(readings, phase, self.device.usage())
 
-    def _accumulate(self, batches: list[Layout], size: int) -> Accumulated:
+    def _accumulate(self, batches: list[Layout], size: int) -> Progress:
         # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
         workload = replace(self.workload, step=self._run_step, weigh=None)
         accumulation = Accumulation(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autobatch.accumulation.progress import Accumulated, Shortage
+from autobatch.accumulation.progress import Progress, Shortage
 from autobatch.accumulation.transaction import Accumulation
 from autobatch.batch.layout import Layout, describe, is_one_batch
 from autobatch.counted_steps import CountedSteps
@@ -44,6 +44,8 @@ from autobatch.wording import format_bytes, name_type
 from autobatch.wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 
 __all__ = ["Runner"]
+
+_NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 
 _ALWAYS_COUNTED = 2
 """Steps measured in any case: in the first the optimizer makes its state, from the second on it is there."""
@@ -165,7 +167,8 @@ class Runner:
                 the plan's ``max_micro_batch``; nothing was run.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
-        self._check_update()
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
         return self._run([batch], update=True)
 
     def step_over(self, batches: Iterable[Any]) -> StepResult:
@@ -182,7 +185,8 @@ class Runner:
             DoesNotFit: As ``step``.
             CannotRetry: As ``step``.
         """
-        self._check_update()
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
         if is_one_batch(batches):
             raise InvalidArgument(
                 "step_over() takes several batches, such as a list of them; for one batch call step()"
@@ -205,10 +209,6 @@ class Runner:
         """
         return self._run([batch], update=False)
 
-    def _check_update(self) -> None:
-        if self._update is None:
-            raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
-
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
         started, thrashed = time.perf_counter(), False
         try:
@@ -221,7 +221,7 @@ class Runner:
         except BaseException as error:
             self._telling.tell_failed(self.steps, error)
             raise
-        if accumulated is None:
+        if accumulated is None or accumulated.loss is None:
             return self._skip(layouts, started)
         result = StepResult(
             loss=accumulated.loss,
@@ -229,7 +229,7 @@ class Runner:
             retries=accumulated.retries,
             peak_bytes=self._peak_bytes,
             seconds=time.perf_counter() - started,
-            aux=accumulated.aux,
+            aux=tuple(accumulated.aux),
         )
         if update and self._accumulation.had_gradients and not self._told_gradients:
             self._told_gradients = True
@@ -240,7 +240,7 @@ class Runner:
         self._change_pace(self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed), self.steps)
         return result
 
-    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[Accumulated | None, bool]:
+    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[Progress | None, bool]:
         """The step inside the budget, and whether the allocator had to give memory back in it."""
         self._device.watch(self._workload.resident_tensors())
         for layout in layouts:
@@ -249,11 +249,11 @@ class Runner:
             self._change_pace(self._look_ahead(), self.steps)
             before = self._counted_steps.begin(layouts, self._pace.size, update=update)
             accumulated = self._accumulate(layouts, update=update)
-            usage = self._counted_steps.end(is_skipped=accumulated is None)
+            usage = self._counted_steps.end(is_skipped=accumulated is None or accumulated.loss is None)
         self._peak_bytes = usage.peak_allocated
         return accumulated, usage.alloc_retries > before.alloc_retries
 
-    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Accumulated | None:
+    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Progress | None:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
         if self._accumulation.smallest > 1:
             self._refuse_larger_pieces(layouts)
@@ -306,7 +306,8 @@ class Runner:
         if (is_new or self._enforce == "always") and device.measures:
             return True
         if not device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes):
-            self._change_pace(self._pace.before_step(None, None), self.steps)
+            if self._pace.goal != self._pace.size:
+                self._change_pace(self._pace.before_step(None, None), self.steps)
             return False
         if not self._counted_steps.cover(layouts, self._pace.size, update=update):
             return True

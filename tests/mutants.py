@@ -121,8 +121,13 @@ MUTANTS = (
         "        self.todo, self.done, self.aux = [*self.done, *self.todo], [], []\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
     ),
-    Mutant("a piece that counts for nothing is run", TRANSACTION, "        if not piece.counts:", "        if False:"),
-    Mutant("earlier gradients are lost", TRANSACTION, "            aside.add()\n", ""),
+    Mutant(
+        "a piece that counts for nothing is run",
+        TRANSACTION,
+        "                    if not piece.counts:",
+        "                    if False:",
+    ),
+    Mutant("earlier gradients are lost", TRANSACTION, "                aside.add()\n", "                pass\n"),
     Mutant(
         "earlier gradients are not put back",
         GRADIENTS,
@@ -208,7 +213,7 @@ MUTANTS = (
     Mutant(
         "zero_grad in the step is let through",
         LOOP_GUARD,
-        "        zeroed.append(_ZERO_GRAD)\n",
+        "        self.refused.append(self.message)\n",
         "        pass\n",
         LOOP_GUARD_TESTS,
     ),
@@ -249,7 +254,7 @@ MUTANTS = (
     Mutant(
         "each micro-batch is clipped",
         TRANSACTION,
-        "        coalesce_gradients(stamps.parameters)\n",
+        "            coalesce_gradients(stamps.parameters)\n",
         "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n",
     ),
     Mutant(
@@ -360,7 +365,7 @@ MUTANTS = (
     Mutant(
         "nothing is remembered before other micro-batches",
         REWIND_POINT,
-        "if not (self._draws or self.moves_modules or begun.memory or begun.has_copies or self._objects):",
+        "if not (self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects):",
         "if True:",
         MOVING_TESTS,
     ),
@@ -374,8 +379,9 @@ MUTANTS = (
     Mutant(
         "a micro-batch's graph lives while the next one runs",
         TRANSACTION,
-        "                    share = aux = None",
-        "                    pass",
+        "                        progress.finish(piece, *self._run_piece(piece, progress, stamps))",
+        "                        held = self._run_piece(piece, progress, stamps)\n"
+        "                        progress.finish(piece, *held)",
         LIFETIME_TESTS,
     ),
     Mutant(
@@ -445,8 +451,29 @@ MUTANTS = (
         "a bit generator is known by its address",
         "autobatch/state/generator_marks.py",
         "    if generator is not _latest[0]:",
-        "    if generator.ctypes.state_address != _latest[1]:",
+        "    if _latest[1] is None or generator.ctypes.state_address != ctypes.addressof(_latest[1]):",
         ("tests/test_generator_marks.py",),
+    ),
+    Mutant(
+        "a guard removes another thread's",
+        LOOP_GUARD,
+        "            elif front is refusal:\n",
+        "            else:\n",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a guard puts back another thread's that has gone",
+        LOOP_GUARD,
+        "                front.earlier = earlier if front.earlier is refusal else front.earlier\n",
+        "",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a later backward pass is not noticed",
+        LOOP_GUARD,
+        "setattr(parameter, _HOOKS, OrderedDict({self: note}))",
+        "pass",
+        LOOP_GUARD_TESTS,
     ),
     Mutant(
         "a batch of another kind is taken for the last one's",
@@ -493,8 +520,8 @@ MUTANTS = (
     Mutant(
         "sparse gradients grow with every micro-batch",
         TRANSACTION,
-        "        coalesce_gradients(stamps.parameters)\n",
-        "",
+        "            coalesce_gradients(stamps.parameters)\n",
+        "            pass\n",
         ("tests/test_sparse_gradients.py",),
     ),
     Mutant(
@@ -939,8 +966,8 @@ MUTANTS = (
     Mutant(
         "activations of the step before are held between steps",
         TRANSACTION,
-        "            self._state.end()  # last: it only",
-        "            #",
+        "                self._state.end()  # last: it only",
+        "                pass  #",
         ("tests/test_held_activations.py",),
     ),
     Mutant(

@@ -72,9 +72,9 @@ def test_an_unchanged_state_is_not_read_again():
 def test_where_the_layout_is_unknown_the_public_state_is_read(lost, monkeypatch):
     """Slower, and as exact."""
     if lost == "Python's layout":
-        monkeypatch.setattr(generator_marks, "_ADDRESS", 0)
+        monkeypatch.setattr(generator_marks, "_MEMORY", None)
     elif lost == "NumPy's layout":
-        monkeypatch.setattr(generator_marks, "_latest", [None, 0])
+        monkeypatch.setattr(generator_marks, "_latest", [None, None])
         monkeypatch.setattr(generator_marks, "_holds_numpy", lambda *_: False)
     else:
         monkeypatch.delattr(sys.modules["numpy.random"], "get_bit_generator")
@@ -92,7 +92,7 @@ def test_where_the_layout_is_unknown_the_public_state_is_read(lost, monkeypatch)
 def wrap(monkeypatch):
     """As a tool that logs calls does."""
     original = random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: original())
+    monkeypatch.setattr(random, "getstate", lambda *_: original())
 
 
 def rebind(monkeypatch):

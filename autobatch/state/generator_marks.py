@@ -18,6 +18,7 @@ __all__ = ["mark_numpy", "mark_python"]
 
 _WORDS = 624
 _BYTES = 4 * (_WORDS + 1)
+_TWISTER = ctypes.c_char * _BYTES
 _PYTHON: random.Random | None = getattr(random, "_inst", None)
 
 Mark = tuple[Any, ...]
@@ -29,9 +30,9 @@ def mark_python() -> Mark | None:
     Returns:
         ``None`` where its layout is unknown, or where somebody has replaced or wrapped ``random.getstate``.
     """
-    if not _ADDRESS or getattr(random.getstate, "__self__", None) is not _PYTHON:
+    if _MEMORY is None or getattr(random.getstate, "__self__", None) is not _PYTHON:
         return None
-    return ctypes.string_at(_ADDRESS, _BYTES), _PYTHON.gauss_next  # type: ignore[union-attr]
+    return _MEMORY.raw, _PYTHON.gauss_next  # type: ignore[union-attr]
 
 
 def mark_numpy() -> Mark | None:
@@ -48,12 +49,12 @@ def mark_numpy() -> Mark | None:
     generator = get_generator()
     if generator is not _latest[0]:  # held, so that no other one can come to lie at its address
         address = generator.ctypes.state_address
-        _latest[:] = generator, address if _holds_numpy(numpy, address) else 0
-    return (generator, ctypes.string_at(_latest[1], _BYTES)) if _latest[1] else None
+        _latest[:] = generator, _TWISTER.from_address(address) if _holds_numpy(numpy, address) else None
+    return None if _latest[1] is None else (generator, _latest[1].raw)
 
 
-_latest: list[Any] = [None, 0]
-"""NumPy's bit generator, and where its bytes are; 0 where they are not as expected."""
+_latest: list[Any] = [None, None]
+"""NumPy's bit generator, and its bytes; ``None`` where they are not as expected."""
 
 
 def _holds_numpy(numpy: Any, address: int) -> bool:
@@ -64,15 +65,16 @@ def _holds_numpy(numpy: Any, address: int) -> bool:
     return bool(key == state["state"]["key"].tolist() and position == state["state"]["pos"])
 
 
-def _find_python() -> int:
-    """Where the twister's bytes are; 0 where they are not as expected."""
+def _find_python() -> Any:
+    """The twister's bytes; ``None`` where they are not as expected."""
     if sys.implementation.name != "cpython" or type(_PYTHON) is not random.Random:
-        return 0
+        return None
     address = id(_PYTHON) + object.__basicsize__
     if _PYTHON.__sizeof__() < object.__basicsize__ + _BYTES:
-        return 0
-    position, *words = struct.unpack(f"i{_WORDS}I", ctypes.string_at(address, _BYTES))
-    return address if (*words, position) == _PYTHON.getstate()[1] else 0
+        return None
+    memory = _TWISTER.from_address(address)
+    position, *words = struct.unpack(f"i{_WORDS}I", memory.raw)
+    return memory if (*words, position) == _PYTHON.getstate()[1] else None
 
 
-_ADDRESS = _find_python()
+_MEMORY = _find_python()

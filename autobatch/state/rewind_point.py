@@ -69,11 +69,6 @@ class RewindPoint:
         """The buffers of which this has copies."""
         return self._buffers
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether there are any."""
-        return bool(self._buffers)
-
     def record(self, apart: Iterable[torch.Tensor]) -> WriteRecorder:
         """While active, copies all that is written into, so that ``restore`` puts it back.
 
@@ -183,7 +178,7 @@ class StepState:
             self._memory.add(tensors_at(self._locations, state.modules))
         if self._modules:
             self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
-        if self._memory.is_known:
+        if self._memory.known:
             memory = self._memory
         return RewindPoint(state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects)
 
@@ -191,7 +186,7 @@ class StepState:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if self.is_looked_over:
             self.returns_to(begun, begun)
-        if not (self._draws or self.moves_modules or begun.memory or begun.has_copies or self._objects):
+        if not (self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects):
             self.is_still = not self.is_looked_over
             return begun
         state = begun.modules

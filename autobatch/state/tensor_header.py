@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from itertools import repeat
 from operator import attrgetter, is_
 
@@ -29,6 +28,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _IS_LEAF = attrgetter("is_leaf")
 _HOOKS = attrgetter("_backward_hooks")
 
+_UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 
 
@@ -48,7 +48,7 @@ class TensorHeaders:
         """Look at all of them, each given once."""
         self.tensors = tensors
         self._attributes, self._classes = [*map(vars, tensors)], [*map(type, tensors)]
-        with self._undisturbed():
+        with _UNDISTURBED():
             self._is_usual = not any(is_traceable_wrapper_subclass(t) or t.is_inference() for t in tensors)
         self.renew()
 
@@ -61,7 +61,7 @@ class TensorHeaders:
         tensors = self.tensors
         if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):
             return False
-        with self._undisturbed():
+        with _UNDISTURBED():
             if self._is_usual:
                 self._aliases = [*map(_MAKE_ALIAS, repeat(torch.Tensor), tensors)]
                 self._versions = [*map(_VERSION, tensors)]
@@ -129,7 +129,7 @@ class TensorHeaders:
 
     def put_back(self) -> None:
         """Let all refer to the same memory again, with the same flags. Can be done any number of times."""
-        with self._undisturbed():
+        with _UNDISTURBED():
             headers = zip(self.tensors, self._aliases, self._classes, strict=True)
             for tensor, alias, cls in headers:
                 if type(tensor) is not cls:
@@ -143,10 +143,6 @@ class TensorHeaders:
                 put_entries_back(vars(tensor), held)
             for tensor in self._unhooked():
                 (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
-
-    def _undisturbed(self) -> AbstractContextManager[object]:
-        """Around questions to tensors that have no shape yet, and refuse them otherwise."""
-        return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - no public way
 
     def _unhooked(self) -> list[torch.Tensor]:
         return [tensor for tensor, hooks in zip(self.tensors, self._hooks, strict=True) if hooks is None]
