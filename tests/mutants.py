@@ -365,8 +365,8 @@ MUTANTS = (
     Mutant(
         "nothing is remembered before other micro-batches",
         REWIND_POINT,
-        "if not (self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects):",
-        "if True:",
+        "bool(self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects)",
+        "False",
         MOVING_TESTS,
     ),
     Mutant(

@@ -269,7 +269,7 @@ class Accumulation:
                     if not piece.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
                         progress.finish(piece, None, None)
                     elif is_watched:
-                        progress.finish(piece, *self._run_watched(piece, progress, transaction))
+                        self._run_watched(piece, progress, transaction)
                     else:  # the loss has no name here: its graph may hold what the next micro-batch needs
                         progress.finish(piece, *self._run_piece(piece, progress, stamps))
                     stamps.renew()
@@ -287,15 +287,17 @@ class Accumulation:
         if self.in_float32 and self._state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
-    def _run_watched(self, piece: Piece, progress: Progress, transaction: Transaction) -> tuple[Share | None, Any]:
+    def _run_watched(self, piece: Piece, progress: Progress, transaction: Transaction) -> None:
         """Run a micro-batch in a range of the device's, and in the first steps look at all that it writes into."""
         with self.device.micro_batch(piece.size) or nullcontext():
             if not self._state.is_looked_over:
-                return self._run_piece(piece, progress, transaction.stamps)
+                progress.finish(piece, *self._run_piece(piece, progress, transaction.stamps))
+                return
             samples = piece.layout.take(piece.start, piece.stop)
             watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
             with watched, self._record(piece, transaction, watched):
-                return self._run_piece(piece, progress, transaction.stamps)
+                share, aux = self._run_piece(piece, progress, transaction.stamps)
+            progress.finish(piece, share, aux)
 
     def _record(self, piece: Piece, transaction: Transaction, watched: WatchedBatch) -> AbstractContextManager[Any]:
         if not self._state.is_recording:

@@ -163,14 +163,16 @@ class StepState:
         """Remember everything, before a step."""
         self.is_looked_over = is_recorded(self._begun)
         self.is_recording = self.records and self.is_looked_over
-        self._begun, self.is_still = self._begun + 1, False
+        self._begun += 1
         if self.is_recording:
             self._memory = WrittenMemory()  # learnt anew: what was written once may never be again
         if self._latest is None or not self._latest.renew():
             modules = [*self._model.modules(), *self._modules]
             self._latest = ModuleState(modules, self._latest)
         self._host = HostRandomState.capture(self._host)
-        return self._make_point(self._latest, self._host)
+        begun = self._make_point(self._latest, self._host)
+        self.is_still = not (self.is_looked_over or self._moves(begun))
+        return begun
 
     def _make_point(self, state: ModuleState, host: HostRandomState) -> RewindPoint:
         memory = None
@@ -186,13 +188,16 @@ class StepState:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if self.is_looked_over:
             self.returns_to(begun, begun)
-        if not (self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects):
-            self.is_still = not self.is_looked_over
+        if not self._moves(begun):
             return begun
         state = begun.modules
         if self.moves_modules:
             state = ModuleState(state.modules, state)
         return self._make_point(state, HostRandomState.capture() if self._draws_on_host else begun.random.host)
+
+    def _moves(self, begun: RewindPoint) -> bool:
+        """Whether a micro-batch is known to change anything."""
+        return bool(self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects)
 
     def record(
         self,
