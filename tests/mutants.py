@@ -56,6 +56,8 @@ VERIFICATION_TESTS = ("tests/exactness/test_verification.py",)
 LOOP_GUARD_TESTS = ("tests/step/test_loop_guard.py",)
 BATCH_TESTS = ("tests/batch/test_layout_rules.py", "tests/batch/test_batch_types.py")
 MOVING_TESTS = ("tests/state/test_moving_state.py",)
+IN_PLACE_TESTS = ("tests/test_changed_in_place.py",)
+LIFETIME_TESTS = ("tests/test_step_lifetimes.py",)
 
 
 SMALLEST_TESTS = ("tests/training/test_smallest_piece.py",)
@@ -119,8 +121,13 @@ MUTANTS = (
         "        self.todo, self.done, self.aux = [*self.done, *self.todo], [], []\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
     ),
-    Mutant("a piece that counts for nothing is run", TRANSACTION, "        if not piece.counts:", "        if False:"),
-    Mutant("earlier gradients are lost", TRANSACTION, "            aside.add()\n", ""),
+    Mutant(
+        "a piece that counts for nothing is run",
+        TRANSACTION,
+        "                    if not piece.counts:",
+        "                    if False:",
+    ),
+    Mutant("earlier gradients are lost", TRANSACTION, "                aside.add()\n", "                pass\n"),
     Mutant(
         "earlier gradients are not put back",
         GRADIENTS,
@@ -206,7 +213,7 @@ MUTANTS = (
     Mutant(
         "zero_grad in the step is let through",
         LOOP_GUARD,
-        "        zeroed.append(_ZERO_GRAD)\n",
+        "        self.refused.append(self.message)\n",
         "        pass\n",
         LOOP_GUARD_TESTS,
     ),
@@ -247,7 +254,7 @@ MUTANTS = (
     Mutant(
         "each micro-batch is clipped",
         TRANSACTION,
-        "        coalesce_gradients(stamps.parameters)\n",
+        "            coalesce_gradients(stamps.parameters)\n",
         "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n",
     ),
     Mutant(
@@ -351,16 +358,122 @@ MUTANTS = (
     Mutant(
         "what modules hold is never looked at again",
         "autobatch/state/module_state.py",
-        "        if not self.is_complete or not self.attributes_are_current():\n",
-        "        if not self.is_complete:\n",
+        "            and self.attributes_are_current()\n            and self.headers.renew()\n",
+        "            and self.headers.renew()\n",
         MOVING_TESTS,
     ),
     Mutant(
         "nothing is remembered before other micro-batches",
         REWIND_POINT,
-        "if not (self._draws or self.moves_modules or begun.memory or begun.has_copies or self._objects):",
-        "if True:",
+        "bool(self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects)",
+        "False",
         MOVING_TESTS,
+    ),
+    Mutant(
+        "a parameter of a later forward pass takes its gradient into the next step",
+        TRANSACTION,
+        "        made_some = not self.start.modules.attributes_are_current()",
+        "        made_some = self._state.moves_modules",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "a micro-batch's graph lives while the next one runs",
+        TRANSACTION,
+        "                        progress.finish(piece, *self._run_piece(piece, progress, stamps))",
+        "                        held = self._run_piece(piece, progress, stamps)\n"
+        "                        progress.finish(piece, *held)",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "finished samples are held until the update",
+        PROGRESS,
+        "        piece.leaves = ()  # the step",
+        "        pass  # the step",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "failed samples are held while the next size is chosen",
+        PROGRESS,
+        "        failed.leaves = ()",
+        "        pass",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "attributes of parameters are held until the next step",
+        "autobatch/state/tensor_header.py",
+        "        self._aliases, self._held, self._hooks = [], [], []",
+        "        self._aliases = []",
+        LIFETIME_TESTS,
+    ),
+    Mutant(
+        "a step that has failed goes on as one in which nothing moves",
+        REWIND_POINT,
+        "        self._draws |= draws\n        self.is_still = False\n",
+        "        self._draws |= draws\n",
+        MOVING_TESTS,
+    ),
+    Mutant(
+        "an optimizer's state is counted instead of looked at",
+        "autobatch/state/optimizer_state.py",
+        "    if len(held) == len(state) and all(map(is_, held, state)):",
+        "    if len(held) == len(state):",
+        ("tests/state/test_optimizer_state.py",),
+    ),
+    Mutant(
+        "a tensor without rows has as many as the others",
+        "autobatch/batch/layout.py",
+        "                if not rows or count not in (0, rows):",
+        "                if count not in (0, rows):",
+        ("tests/batch/test_tree_spec.py",),
+    ),
+    Mutant(
+        "tensors that were swapped are taken for the ones before",
+        "autobatch/state/tensor_header.py",
+        "        if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):",
+        "        if False:",
+        IN_PLACE_TESTS,
+    ),
+    Mutant(
+        "a buffer with memory of its own is taken for the one without",
+        "autobatch/state/module_state.py",
+        "            and [*map(torch.Tensor.stride, self._strided)] == self._strides",
+        "            and True",
+        IN_PLACE_TESTS,
+    ),
+    Mutant(
+        "a generator that the user has put in front of Python's is not seen",
+        "autobatch/state/generator_marks.py",
+        'getattr(random.getstate, "__self__", None) is not _PYTHON',
+        "False",
+        ("tests/state/test_generator_marks.py",),
+    ),
+    Mutant(
+        "a bit generator is known by its address",
+        "autobatch/state/generator_marks.py",
+        "    if generator is not _latest[0]:",
+        "    if _latest[1] is None or generator.ctypes.state_address != ctypes.addressof(_latest[1]):",
+        ("tests/state/test_generator_marks.py",),
+    ),
+    Mutant(
+        "a guard removes another thread's",
+        LOOP_GUARD,
+        "            elif front is refusal:\n",
+        "            else:\n",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a guard puts back another thread's that has gone",
+        LOOP_GUARD,
+        "                front.earlier = earlier if front.earlier is refusal else front.earlier\n",
+        "",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
+        "a later backward pass is not noticed",
+        LOOP_GUARD,
+        "setattr(parameter, _HOOKS, OrderedDict({self: note}))",
+        "pass",
+        LOOP_GUARD_TESTS,
     ),
     Mutant(
         "a batch of another kind is taken for the last one's",
@@ -407,8 +520,8 @@ MUTANTS = (
     Mutant(
         "sparse gradients grow with every micro-batch",
         TRANSACTION,
-        "        coalesce_gradients(stamps.parameters)\n",
-        "",
+        "            coalesce_gradients(stamps.parameters)\n",
+        "            pass\n",
         ("tests/state/test_sparse_gradients.py",),
     ),
     Mutant(
@@ -874,8 +987,8 @@ MUTANTS = (
     Mutant(
         "activations of the step before are held between steps",
         TRANSACTION,
-        "            self._state.end()  # last: it only",
-        "            #",
+        "                self._state.end()  # last: it only",
+        "                pass  #",
         ("tests/training/test_held_activations.py",),
     ),
     Mutant(

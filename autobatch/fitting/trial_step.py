@@ -20,7 +20,7 @@ from autobatch.state.optimizer_state import count_state, is_making_state, make_s
 from autobatch.state.rewind_point import StepState
 from autobatch.step.compilation import is_compiled
 from autobatch.step.workload import Workload
-from autobatch.training.accumulation_state import Accumulated, Shortage
+from autobatch.training.accumulation_state import Progress, Shortage
 from autobatch.training.transaction import Accumulation
 
 __all__ = ["TrialStep"]
@@ -55,7 +55,7 @@ class TrialStep:
         self._passes_left = 0
         self._ended_in_pass = False
 
-    def accumulate(self, batches: Sequence[Layout], size: int) -> Accumulated:
+    def accumulate(self, batches: Sequence[Layout], size: int) -> Progress:
         """Accumulate the gradient of these micro-batches of ``size`` samples.
 
         Raises:

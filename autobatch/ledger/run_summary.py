@@ -83,7 +83,8 @@ class Tally:
         # By the pace, not by the largest micro-batch that came of it: with batches of any length that is another one
         # in each step, and each step would be a range.
         count = self._counts[-1] if self._counts else None
-        if count is None or step != count.last_step + 1 or self._begins_anew(count, retries):
+        alike = count is not None and count.pace == self._pace and (count.retries > 0) == (retries > 0)
+        if count is None or step != count.last_step + 1 or not (alike or self._is_full()):
             count = _Count(self._pace, step, step)
             self._counts.append(count)
         count.last_step = step
@@ -93,9 +94,8 @@ class Tally:
         count.seconds += seconds
         count.samples += sum(sizes)
 
-    def _begins_anew(self, count: _Count, retries: int) -> bool:
-        alike = count.pace == self._pace and (count.retries > 0) == (retries > 0)
-        return not alike and self._first_range + len(self._counts) < _MOST_ROWS
+    def _is_full(self) -> bool:
+        return self._first_range + len(self._counts) >= _MOST_ROWS
 
     def add_setback(self, event: Retried | SizeChanged) -> None:
         """Note that memory was short, or came back."""

@@ -51,6 +51,7 @@ class CudaDevice:
     """One card, or one MIG slice, behind the ``Device`` protocol."""
 
     measures = True
+    counting_takes_time = False
 
     def __init__(self, torch_device: torch.device) -> None:
         """Take a card; ``"cuda"`` without an index is the current one."""
@@ -111,6 +112,10 @@ class CudaDevice:
 
     def _set_limit(self, limit_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(find_fraction(limit_bytes, self.total_bytes), self.torch_device)
+
+    def limit_bytes(self, budget_bytes: int) -> int:
+        """The budget, or what is available now."""
+        return min(budget_bytes, self.available_bytes())
 
     def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
         """Always: the allocator enforces it for nothing."""

@@ -29,6 +29,10 @@ class Device(Protocol):
     def measures(self) -> bool:
         """Whether ``usage`` tells anything; where not, running out of memory is the only signal."""
 
+    @property
+    def counting_takes_time(self) -> bool:
+        """Whether ``limit`` runs Python at each operator. Where not, as on CUDA, each step is run inside it."""
+
     def describe(self) -> DeviceInfo:
         """Name, total and who else is on it, as of now."""
 
@@ -40,6 +44,9 @@ class Device(Protocol):
 
         Entering twice narrows nothing: the inner budget holds inside, the outer one is put back at the end.
         """
+
+    def limit_bytes(self, budget_bytes: int) -> int:
+        """What ``limit`` would enforce for a step that begins now: the budget, or less where less is available."""
 
     def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
         """Whether a step that is expected to peak at so many bytes has to be run inside ``limit``.

@@ -23,6 +23,7 @@ class UnmonitoredDevice:
     """Any torch device behind the ``Device`` protocol, with nothing measured and nothing enforced."""
 
     measures = False
+    counting_takes_time = False
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -39,6 +40,10 @@ class UnmonitoredDevice:
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Enforces nothing."""
         return nullcontext()
+
+    def limit_bytes(self, budget_bytes: int) -> int:
+        """Any budget: nothing is enforced."""
+        return budget_bytes
 
     def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
         """Never: nothing is enforced."""

@@ -18,34 +18,43 @@ __all__ = ["mark_numpy", "mark_python"]
 
 _WORDS = 624
 _BYTES = 4 * (_WORDS + 1)
-_PYTHON: random.Random = random.getstate.__self__  # type: ignore[attr-defined]
+_TWISTER = ctypes.c_char * _BYTES
+_PYTHON: random.Random | None = getattr(random, "_inst", None)
 
 Mark = tuple[Any, ...]
 
 
 def mark_python() -> Mark | None:
-    """What differs once ``random`` was drawn from or seeded; ``None`` where its layout is unknown."""
-    return (ctypes.string_at(_ADDRESS, _BYTES), _PYTHON.gauss_next) if _ADDRESS else None  # type: ignore[attr-defined]
+    """What differs once ``random`` was drawn from or seeded.
+
+    Returns:
+        ``None`` where its layout is unknown, or where somebody has replaced or wrapped ``random.getstate``.
+    """
+    if _MEMORY is None or getattr(random.getstate, "__self__", None) is not _PYTHON:
+        return None
+    return _MEMORY.raw, _PYTHON.gauss_next  # type: ignore[union-attr]
 
 
 def mark_numpy() -> Mark | None:
-    """The same of ``numpy.random``; ``None`` also while it holds back the second number of a pair of normal ones."""
+    """What differs once ``numpy.random`` was drawn from, seeded, or given another bit generator.
+
+    Returns:
+        ``None`` where its layout is unknown. The second number of a pair of normal ones, which NumPy may hold back, is
+        not part of it.
+    """
     numpy = sys.modules.get("numpy.random")
-    address = None if numpy is None else _find_numpy(numpy)
-    return None if address is None else (address, ctypes.string_at(address, _BYTES))
-
-
-_known: dict[int, bool] = {}
-
-
-def _find_numpy(numpy: Any) -> int | None:
     get_generator = getattr(numpy, "get_bit_generator", None)  # NumPy before 1.24 has none
     if get_generator is None:
         return None
-    address: int = get_generator().ctypes.state_address
-    if address not in _known:
-        _known[address] = _holds_numpy(numpy, address)
-    return address if _known[address] else None
+    generator = get_generator()
+    if generator is not _latest[0]:  # held, so that no other one can come to lie at its address
+        address = generator.ctypes.state_address
+        _latest[:] = generator, _TWISTER.from_address(address) if _holds_numpy(numpy, address) else None
+    return None if _latest[1] is None else (generator, _latest[1].raw)
+
+
+_latest: list[Any] = [None, None]
+"""NumPy's bit generator, and its bytes; ``None`` where they are not as expected."""
 
 
 def _holds_numpy(numpy: Any, address: int) -> bool:
@@ -56,13 +65,16 @@ def _holds_numpy(numpy: Any, address: int) -> bool:
     return bool(key == state["state"]["key"].tolist() and position == state["state"]["pos"])
 
 
-def _find_python() -> int:
-    """Where the twister's bytes are; 0 where they are not as expected."""
+def _find_python() -> Any:
+    """The twister's bytes; ``None`` where they are not as expected."""
+    if sys.implementation.name != "cpython" or type(_PYTHON) is not random.Random:
+        return None
     address = id(_PYTHON) + object.__basicsize__
-    if sys.implementation.name != "cpython" or _PYTHON.__sizeof__() < object.__basicsize__ + _BYTES:
-        return 0
-    position, *words = struct.unpack(f"i{_WORDS}I", ctypes.string_at(address, _BYTES))
-    return address if (*words, position) == _PYTHON.getstate()[1] else 0
+    if _PYTHON.__sizeof__() < object.__basicsize__ + _BYTES:
+        return None
+    memory = _TWISTER.from_address(address)
+    position, *words = struct.unpack(f"i{_WORDS}I", memory.raw)
+    return memory if (*words, position) == _PYTHON.getstate()[1] else None
 
 
-_ADDRESS = _find_python()
+_MEMORY = _find_python()

@@ -48,7 +48,7 @@ class GradientsAside:
 
     def take(self) -> None:
         """Take them away."""
-        for parameter in self._parameters if self.are_there else ():
+        for parameter in self._parameters:
             parameter.grad = None
 
     def end(self) -> None:
@@ -74,13 +74,9 @@ class GradientsAside:
         gone: tuple[Sequence[torch.Tensor], list[torch.Tensor | None]] = (parameters, [None] * len(parameters))
         (self._parameters, self._gradients), self._is_spent, self.is_final = gone, True, True
 
+    @torch.no_grad()
     def add(self) -> None:
         """Make ``.grad`` the sum with what was there; the earlier gradients stay as they are, so this can be undone."""
-        if self.are_there:
-            self._add()
-
-    @torch.no_grad()
-    def _add(self) -> None:
         for parameter, earlier in zip(self._parameters, self._gradients, strict=True):
             new = parameter.grad
             if earlier is None:
@@ -191,7 +187,7 @@ class Float32Sums:
         """Remove the hooks and drop what was not written."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.writes = [], 0
         self._sums.clear()
 
 
@@ -210,6 +206,7 @@ class GradientStamps:
     Attributes:
         parameters: Whose gradients they are.
         present: The gradients that were there.
+        any_sparse: Whether one of them is sparse.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
@@ -222,15 +219,12 @@ class GradientStamps:
         self._gradients = list(map(_GRADIENT, self.parameters))
         self.present = list(compress(self._gradients, map(is_not, self._gradients, repeat(None))))
         self._versions = list(map(_VERSION, self.present))
+        self.any_sparse = any(map(_IS_SPARSE, self.present))
         self._writes = self._sums.writes
 
     def tensors(self) -> list[torch.Tensor]:
         """The gradients that were stamped, and the sums."""
         return self.present + self._sums.tensors()
-
-    def any_sparse(self) -> bool:
-        """Whether a gradient that was stamped is sparse."""
-        return any(map(_IS_SPARSE, self.present))
 
     def unchanged(self) -> bool:
         """Whether every ``.grad`` is the same tensor, written as often as when it was stamped, and so are the sums."""
@@ -241,7 +235,7 @@ class GradientStamps:
         )
 
     def refuse_change(self) -> None:
-        """The same as an error, after a forward pass.
+        """``unchanged``, or an error, after a forward pass.
 
         Raises:
             InvalidStep: The step has changed a gradient.
@@ -255,8 +249,8 @@ class GradientStamps:
         """Drop all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
-        self.forget()
         self._sums.clear()
+        self.renew()
 
     def forget(self) -> None:
         """Let go of the gradients that were stamped: an optimizer's step may need the memory of a sparse one."""

@@ -54,16 +54,19 @@ class ModuleState:
             modules: ``[*model.modules()]``.
             earlier: What they held before: where that is still so, it is taken over, which is several times faster.
         """
-        known = {} if earlier is None else earlier._attributes  # noqa: SLF001 - of its own class
+        seen = {} if earlier is None else earlier._attributes  # noqa: SLF001 - of its own class
         self._attributes: dict[int, _Attributes] = {}
         waiting: list[nn.Module] = [*modules]
         while waiting:
-            waiting = [*self._look_at(waiting, known)]
+            waiting = [*self._look_at(waiting, seen)]
         self.modules = [attributes.module for attributes in self._attributes.values()]
         tensors = {id(tensor): tensor for found in self._attributes.values() for tensor in found.tensors}
         self.headers = TensorHeaders([*tensors.values()])
         buffers = {id(b): b for module in self.modules for b in module._buffers.values() if b is not None}
-        self.buffers = [b for b in buffers.values() if not is_uninitialized(b) and _is_own(b)]
+        known = [b for b in buffers.values() if not is_uninitialized(b)]
+        self.buffers = [*filter(_is_own, known)]
+        self._strided = [b for b in known if b.layout is torch.strided]
+        self._strides = [*map(torch.Tensor.stride, self._strided)]
         self._watch = Watch(map(vars, self.modules), [held.found for held in self._attributes.values()])
         self._classes = [*map(type, self.modules)]
         lasting = {key: held for key, held in self._attributes.items() if not held.may_hold_activations}
@@ -88,10 +91,12 @@ class ModuleState:
         Returns:
             Whether it is. If not, this is good as ``earlier`` only.
         """
-        if not self.is_complete or not self.attributes_are_current():
-            return False
-        self.headers.renew()
-        return True
+        return (
+            self.is_complete
+            and self.attributes_are_current()
+            and self.headers.renew()
+            and [*map(torch.Tensor.stride, self._strided)] == self._strides  # which `.data` of another shape changes
+        )
 
     def forget(self) -> None:
         """Keep no activation alive that a module has held, so that it is freed when the module lets go of it.

@@ -69,11 +69,6 @@ class RewindPoint:
         """The buffers of which this has copies."""
         return self._buffers
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether there are any."""
-        return bool(self._buffers)
-
     def record(self, apart: Iterable[torch.Tensor]) -> WriteRecorder:
         """While active, copies all that is written into, so that ``restore`` puts it back.
 
@@ -168,14 +163,16 @@ class StepState:
         """Remember everything, before a step."""
         self.is_looked_over = is_recorded(self._begun)
         self.is_recording = self.records and self.is_looked_over
-        self._begun, self.is_still = self._begun + 1, False
+        self._begun += 1
         if self.is_recording:
             self._memory = WrittenMemory()  # learnt anew: what was written once may never be again
         if self._latest is None or not self._latest.renew():
             modules = [*self._model.modules(), *self._modules]
             self._latest = ModuleState(modules, self._latest)
         self._host = HostRandomState.capture(self._host)
-        return self._make_point(self._latest, self._host)
+        begun = self._make_point(self._latest, self._host)
+        self.is_still = not (self.is_looked_over or self._moves(begun))
+        return begun
 
     def _make_point(self, state: ModuleState, host: HostRandomState) -> RewindPoint:
         memory = None
@@ -183,7 +180,7 @@ class StepState:
             self._memory.add(tensors_at(self._locations, state.modules))
         if self._modules:
             self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
-        if self._memory.is_known:
+        if self._memory.known:
             memory = self._memory
         return RewindPoint(state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects)
 
@@ -191,13 +188,16 @@ class StepState:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if self.is_looked_over:
             self.returns_to(begun, begun)
-        if not (self._draws or self.moves_modules or begun.memory or begun.has_copies or self._objects):
-            self.is_still = not self.is_looked_over
+        if not self._moves(begun):
             return begun
         state = begun.modules
         if self.moves_modules:
             state = ModuleState(state.modules, state)
         return self._make_point(state, HostRandomState.capture() if self._draws_on_host else begun.random.host)
+
+    def _moves(self, begun: RewindPoint) -> bool:
+        """Whether a micro-batch is known to change anything."""
+        return bool(self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects)
 
     def record(
         self,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -29,6 +28,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _IS_LEAF = attrgetter("is_leaf")
 _HOOKS = attrgetter("_backward_hooks")
 
+_UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 
 
@@ -47,16 +47,21 @@ class TensorHeaders:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Look at all of them, each given once."""
         self.tensors = tensors
-        self._attributes = [*map(vars, tensors)]
-        with self._undisturbed():
+        self._attributes, self._classes = [*map(vars, tensors)], [*map(type, tensors)]
+        with _UNDISTURBED():
             self._is_usual = not any(is_traceable_wrapper_subclass(t) or t.is_inference() for t in tensors)
         self.renew()
 
-    def renew(self) -> None:
-        """Look at them again: where they refer to now is where ``put_back`` leads."""
+    def renew(self) -> bool:
+        """Look at them again: where they refer to now is where ``put_back`` leads.
+
+        Returns:
+            Whether they are of the kinds they were. If not (``swap_tensors``, ``materialize``), nothing was looked at.
+        """
         tensors = self.tensors
-        self._classes = [*map(type, tensors)]
-        with self._undisturbed():
+        if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):
+            return False
+        with _UNDISTURBED():
             if self._is_usual:
                 self._aliases = [*map(_MAKE_ALIAS, repeat(torch.Tensor), tensors)]
                 self._versions = [*map(_VERSION, tensors)]
@@ -67,6 +72,7 @@ class TensorHeaders:
             self._are_leaves = [*map(_IS_LEAF, tensors)]
             self._hooks = [*map(_HOOKS, tensors)]
         self._held = [{}] * len(tensors) if not any(self._attributes) else [held.copy() for held in self._attributes]
+        return True
 
     def forget(self) -> None:
         """Let go of the memory that they refer to; they can be looked at again."""
@@ -123,7 +129,7 @@ class TensorHeaders:
 
     def put_back(self) -> None:
         """Let all refer to the same memory again, with the same flags. Can be done any number of times."""
-        with self._undisturbed():
+        with _UNDISTURBED():
             headers = zip(self.tensors, self._aliases, self._classes, strict=True)
             for tensor, alias, cls in headers:
                 if type(tensor) is not cls:
@@ -137,10 +143,6 @@ class TensorHeaders:
                 put_entries_back(vars(tensor), held)
             for tensor in self._unhooked():
                 (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
-
-    def _undisturbed(self) -> AbstractContextManager[object]:
-        """Around questions to tensors that have no shape yet, and refuse them otherwise."""
-        return torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001 - no public way
 
     def _unhooked(self) -> list[torch.Tensor]:
         return [tensor for tensor, hooks in zip(self.tensors, self._hooks, strict=True) if hooks is None]

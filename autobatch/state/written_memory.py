@@ -43,24 +43,19 @@ class WrittenMemory:
 
     def __init__(self) -> None:
         """None is known at first."""
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any is."""
-        return bool(self._known)
+        self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let the storages of these tensors be known."""
         for tensor in tensors:
             for storage in storages_of(tensor):
-                self._known[storage._cdata] = weakref.ref(storage)
+                self.known[storage._cdata] = weakref.ref(storage)
 
     @torch.no_grad()
     def save(self) -> Saved:
         """Copy all that is known, each on its own device."""
-        storages = [(key, reference()) for key, reference in self._known.items()]
-        self._known = {key: self._known[key] for key, storage in storages if storage is not None}
+        storages = [(key, reference()) for key, reference in self.known.items()]
+        self.known = {key: self.known[key] for key, storage in storages if storage is not None}
         return {key: save_storage(storage) for key, storage in storages if storage is not None}
 
 

@@ -2,9 +2,9 @@
 
 Covers calls from inside the user's step, in whatever form: each is refused by name when it is made, before a parameter
 or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
-for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched; only the first call of a step is watched
-for it, and what a later one leaves in ``.grad`` is seen there (``state.gradients``). Does not cover optimizers that
-neither the workload nor anything in the step's reach holds; their updates come after a backward pass, which is refused.
+for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched: in the first call of a step when it is
+made, in later ones when the step returns. Does not cover optimizers that neither the workload nor anything in the
+step's reach holds; in the first call their updates come after a backward pass, which is refused.
 
 Hooks are on the user's own parameters and optimizers, only while the step runs, and nothing of the process is changed.
 """
@@ -12,8 +12,10 @@ Hooks are on the user's own parameters and optimizers, only while the step runs,
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,12 +25,14 @@ from autobatch.errors import InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.reachable import parts_of, walk
 
-__all__ = ["LoopGuard"]
+__all__ = ["BACKWARD", "LoopGuard"]
 
 _MOST_REACHED = 2_000  # objects from the step to its optimizers; a dataset in a list may be among them
 _MISSING = object()
+_HOOKS = "_post_accumulate_grad_hooks"
+_IS_LEAF, _REQUIRES_GRAD = attrgetter("is_leaf"), attrgetter("requires_grad")
 
-_BACKWARD = (
+BACKWARD = (
     "step() calls backward; return the loss, the Runner does the rest (for a gradient inside the step use "
     "torch.autograd.grad)"
 )
@@ -46,20 +50,19 @@ class LoopGuard:
         is_active: Whether it was entered.
         refused: What the step was refused for since, also where it caught the error.
         zeroed: The same for ``zero_grad``, which does nothing meanwhile.
+        refusals: What is put in front of which methods; ``None`` before the first ``find``.
+        reached: The parameters that a backward pass has reached since somebody cleared this.
+        parameters: Those that are watched for it.
     """
 
     def __init__(self) -> None:
         """Nothing is known before the first ``find``."""
-        self._refusals: list[_Refusal] | None = None
+        self.refusals: list[_Refusal] | None = None
         self.is_active = False
         self.refused: list[str] = []
         self.zeroed: list[str] = []
-        self._earlier: list[Any] = []
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the step has not been looked through."""
-        return self._refusals is None
+        self.reached: list[torch.Tensor] = []
+        self.parameters: Sequence[torch.Tensor] = ()
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
         """Look for what may not be stepped.
@@ -71,28 +74,56 @@ class LoopGuard:
         """
         known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
         owners = _find_owners(step, optimizer, known)
-        self._refusals = [_refuse_step(owner, message, self.refused) for owner, message in owners]
+        self.refusals = [_refuse_step(owner, message, self.refused) for owner, message in owners]
         optimizers = [owner for owner, message in owners if message is _OPTIMIZER]
-        self._refusals += [_refuse_zero_grad(owner, self.zeroed) for owner in optimizers if _clears_gradients(owner)]
+        self.refusals += [_refuse_zero_grad(owner, self.zeroed) for owner in optimizers if _clears_gradients(owner)]
 
     def __enter__(self) -> None:
         """From here on refuse."""
-        self.is_active = True
-        self.refused.clear()
-        self.zeroed.clear()
-        for table, key, refuse in self._refusals or ():
-            self._earlier.append(table.get(key, _MISSING))
-            table[key] = refuse
+        try:
+            self.is_active = True
+            self.refused.clear()
+            self.zeroed.clear()
+            for refusal in self.refusals or ():
+                refusal.earlier = refusal.table.get(refusal.key, _MISSING)
+                refusal.table[refusal.key] = refusal
+            note = self.reached.append  # a function in C: no call of Python's for each parameter
+            for parameter in filter(_IS_LEAF, filter(_REQUIRES_GRAD, self.parameters)):
+                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - its public twin takes five times as long
+                if hooks is None:
+                    setattr(parameter, _HOOKS, OrderedDict({self: note}))
+                else:
+                    hooks[self] = note
+        except BaseException:
+            self._leave()  # interrupted: nobody leaves what was not entered
+            raise
 
     def __exit__(self, *error: object) -> None:
-        """Let all be as it was."""
+        """Let all be as it was, but for what another guard or the step itself has put there meanwhile."""
+        try:
+            self._leave()
+        except BaseException:
+            self._leave()  # interrupted
+            raise
+
+    def _leave(self) -> None:
         self.is_active = False
-        for (table, key, _), earlier in zip(self._refusals or (), self._earlier, strict=False):
-            if earlier is _MISSING:
-                table.pop(key, None)
-            else:
+        for refusal in self.refusals or ():
+            table, key, earlier = refusal.table, refusal.key, refusal.earlier
+            front = table.get(key)
+            if front is refusal and earlier is _MISSING:
+                del table[key]
+            elif front is refusal:
                 table[key] = earlier
-        self._earlier.clear()
+            while isinstance(front, _Refusal):  # another thread's guard may stand in front of this one
+                front.earlier = earlier if front.earlier is refusal else front.earlier
+                front = front.earlier
+        for parameter in self.parameters:
+            hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - see above
+            if hooks is not None:
+                hooks.pop(self, None)
+                if not hooks:
+                    setattr(parameter, _HOOKS, None)
 
     @contextmanager
     def watch_backward(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -104,43 +135,42 @@ class LoopGuard:
 
 def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refused: list[str]) -> None:
     def refuse(_: torch.Tensor) -> None:
-        refused.append(_BACKWARD)
-        raise InvalidStep(_BACKWARD)
+        refused.append(BACKWARD)
+        raise InvalidStep(BACKWARD)
 
     for parameter in parameters:
         if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-            before = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public twin
-            if before is None:
-                stack.callback(_drop_empty_hooks, parameter)
             stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)
-
-
-def _drop_empty_hooks(parameter: torch.Tensor) -> None:
-    if not parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public twin; those of the step's own stay
-        setattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: B010 - typed as a dict, and None at first
 
 
 def _clears_gradients(owner: Any) -> bool:
     return callable(getattr(type(owner), "zero_grad", None))
 
 
-_Refusal = tuple[dict[Any, Any], Any, Callable[..., None]]
-"""A table, and the key in it under which a function refuses a call while it stands there."""
+class _Refusal:
+    """Refuses a call while it stands under a key of a table, in front of what stood there earlier."""
+
+    __slots__ = ("earlier", "key", "message", "raises", "refused", "table")
+
+    def __init__(self, table: dict[Any, Any], key: Any, message: str, refused: list[str], *, raises: bool) -> None:
+        self.table, self.key, self.message = table, self if key is None else key, message
+        self.refused, self.raises = refused, raises
+        self.earlier: Any = _MISSING
+
+    def __call__(self, *_args: Any, **_options: Any) -> None:
+        self.refused.append(self.message)
+        if self.raises:
+            raise InvalidStep(self.message)
 
 
 def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:
     """Refuse ``owner.step()`` by torch's own hook where it has one, else by an attribute in front of the method."""
-
-    def refuse(*_args: Any, **_options: Any) -> None:
-        refused.append(message)
-        raise InvalidStep(message)
-
     attributes = vars(owner)
     # Wrappers that derive from Optimizer without its __init__ (accelerate's, Lightning's) never call the hooks.
     if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes:
         # Not by register_step_pre_hook(), which takes ten times as long, in every step.
-        return attributes["_optimizer_step_pre_hooks"], refuse, refuse
-    return attributes, "step", refuse
+        return _Refusal(attributes["_optimizer_step_pre_hooks"], None, message, refused, raises=True)
+    return _Refusal(attributes, "step", message, refused, raises=True)
 
 
 def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
@@ -148,11 +178,7 @@ def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
 
     Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
     """
-
-    def note(*_args: Any, **_options: Any) -> None:
-        zeroed.append(_ZERO_GRAD)
-
-    return vars(owner), "zero_grad", note
+    return _Refusal(vars(owner), "zero_grad", _ZERO_GRAD, zeroed, raises=False)
 
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:

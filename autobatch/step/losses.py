@@ -98,9 +98,6 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
     Raises:
         InvalidStep: A loss is no tensor, has more than one element or no graph, or its count is none.
     """
-    is_loss = type(returned) is torch.Tensor and returned.ndim == 0 and returned.requires_grad
-    if is_loss and returned.is_floating_point():
-        return (Term("", returned, is_narrow=returned.dtype in NARROW),)  # nearly every step, in every micro-batch
     if not isinstance(returned, Mapping):
         return (_read_term("", returned),)
     if not returned:

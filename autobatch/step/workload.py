@@ -7,7 +7,7 @@ loss may be (``losses``) nor how the parts of a batch are added up (``accumulati
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from autobatch._objects import is_instance_with, takes_none
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
-from autobatch.step.loop_guard import LoopGuard
+from autobatch.step.loop_guard import BACKWARD, LoopGuard
 from autobatch.step.losses import Term, read_number, read_terms
 from autobatch.step.outside import find_outside
 from autobatch.torch_internals.storages import bytes_of
 
-__all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
+__all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "split_output", "warn_of_no_optimizer"]
 
 Step = Callable[[nn.Module, Any], Any]
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
@@ -64,7 +64,7 @@ class Workload:
     def around(self, step: Step, *, weigh: Weigh | None) -> Workload:
         """The same with another step, which calls this one's: what that can reach is searched for optimizers once."""
         outer = replace(self, step=step, weigh=weigh)
-        vars(outer)["_guard"] = self.guard()
+        vars(outer)["_guard"] = self.guard(self.parameters())
         return outer
 
     def parameters(self) -> list[nn.Parameter]:
@@ -123,18 +123,11 @@ class Workload:
         """Call the user's step and check that a gradient can come from what it returned.
 
         Raises:
-            InvalidStep: A loss is no tensor, has more than one element, or has no graph; or a second one stands beside
-                it; or the step called ``backward`` or stepped an optimizer.
+            InvalidStep: As ``call_step``; or a loss is no tensor, has more than one element, or has no graph, or a
+                second one stands beside it.
         """
-        returned = self.call_step(micro_batch)
-        loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
-        terms = read_terms(loss)
-        if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
-            raise InvalidStep(
-                "step() returned a second loss, of which no gradient would be taken: return both by name, as "
-                '{"left": loss, "right": other}, or (loss, other.detach())'
-            )
-        return StepOutput(terms, aux if aux is None else map_tensors(aux, torch.Tensor.detach))
+        loss, aux = split_output(self.call_step(micro_batch))
+        return StepOutput(read_terms(loss), aux)
 
     def call_step(self, micro_batch: Any) -> Any:
         """Whatever the user's step returns.
@@ -144,8 +137,9 @@ class Workload:
         """
         guard = self._guard
         if not guard.is_active:
-            with self.guard():
+            with self.guard(self.parameters()):
                 return self.call_step(micro_batch)
+        guard.reached.clear()
         try:
             if self._was_called:
                 returned = self.step(self.model, micro_batch)
@@ -154,22 +148,45 @@ class Workload:
                     returned = self.step(self.model, micro_batch)
                 self._was_called.append(True)
         except Exception as error:
-            if guard.refused and not isinstance(error, InvalidStep):
-                raise InvalidStep(guard.refused[0]) from error
+            named = BACKWARD if guard.reached else [*guard.refused, ""][0]
+            if named and (named != str(error) or not isinstance(error, InvalidStep)):
+                raise InvalidStep(named) from error
             raise
-        if guard.refused or guard.zeroed:
-            raise InvalidStep([*guard.refused, *guard.zeroed][0])
+        if guard.reached or guard.refused or guard.zeroed:
+            raise InvalidStep(BACKWARD if guard.reached else [*guard.refused, *guard.zeroed][0])
         return returned
 
-    def guard(self) -> LoopGuard:
-        """A context around several calls of the step, which enter none of their own then."""
-        if self._guard.is_new:
-            self._guard.find(self.step, self.optimizer, self.parameters())
-        return self._guard
+    def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
+        """A context around several calls of the step, which enter none of their own then.
+
+        Args:
+            parameters: Which no backward pass may reach in them.
+        """
+        guard = self._guard
+        if guard.refusals is None:
+            guard.find(self.step, self.optimizer, parameters)
+        guard.parameters = parameters
+        return guard
 
     def check_leaves(self, loss: torch.Tensor) -> None:
         """See ``check_leaves``, of the parameters of both."""
         check_leaves(loss, self.parameters())
+
+
+def split_output(returned: Any) -> tuple[Any, Any]:
+    """The losses that a step returned, and what it returned beside them, detached.
+
+    Raises:
+        InvalidStep: A second loss stands beside the first.
+    """
+    loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
+        read_terms(loss)  # what is wrong with it is said first
+        raise InvalidStep(
+            "step() returned a second loss, of which no gradient would be taken: return both by name, as "
+            '{"left": loss, "right": other}, or (loss, other.detach())'
+        )
+    return loss, aux if aux is None else map_tensors(aux, torch.Tensor.detach)
 
 
 def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:

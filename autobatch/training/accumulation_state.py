@@ -19,9 +19,10 @@ from autobatch.records import Phase
 from autobatch.training.loss_denominators import Share, Totals
 from autobatch.training.micro_batches import Piece
 
-__all__ = ["Accumulated", "Progress", "Shortage"]
+__all__ = ["Progress", "Shortage"]
 
 _COUNTS = attrgetter("counts")
+_SIZE = attrgetter("size")
 _VERSION = attrgetter("_version")
 
 
@@ -47,20 +48,12 @@ class Shortage:
     ended_in: Phase = "forward"
 
 
-@dataclass(frozen=True)
-class Accumulated:
-    """A finished accumulation; ``.grad`` holds the gradient of ``loss``, the mean over all samples."""
-
-    loss: torch.Tensor
-    micro_batch_sizes: tuple[int, ...]
-    aux: tuple[Any, ...]
-    retries: int
-
-
 class Progress:
-    """How far one accumulation has come.
+    """How far one accumulation has come; at the end ``loss`` is the mean over all samples.
 
     Attributes:
+        batch: The tensors of which pieces are parts, but those that count no writes.
+        versions: Writes into them, a view's with its base's, when this was made.
         todo: Pieces that are still to run.
         done: Those that have run.
         totals: What the step's losses are divided by.
@@ -84,8 +77,8 @@ class Progress:
         """
         self.todo, self._weighed = pieces, weighed
         self.counts = any(map(_COUNTS, pieces))
-        self._batch = [*filterfalse(torch.Tensor.is_inference, batch)]
-        self._versions = list(map(_VERSION, self._batch))
+        self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
+        self.versions = list(map(_VERSION, self.batch))
         self.totals = Totals.of(pieces, weighed=weighed)
         self.retries = self.failed_size = 0
         self.phase: Phase = "forward"
@@ -99,9 +92,9 @@ class Progress:
         self.unit: float | None = None
 
     @property
-    def sizes(self) -> list[int]:
+    def micro_batch_sizes(self) -> tuple[int, ...]:
         """Samples of each finished piece."""
-        return [piece.size for piece in self.done]
+        return tuple(map(_SIZE, self.done))
 
     def finish(self, piece: Piece, share: Share | None, aux: Any) -> None:
         """Count a piece as done.
@@ -129,13 +122,11 @@ class Progress:
         self.aux.append(aux)
         self.todo = self.todo[1:]
 
-    def batch_is_written(self) -> bool:
-        """Whether somebody has written into the batch since the beginning; a view counts with its base."""
-        return list(map(_VERSION, self._batch)) != self._versions
-
     def fail(self) -> None:
         """Memory has ended in the next piece."""
-        self.failed_size, self.retries = self.todo[0].size, self.retries + 1
+        failed = self.todo[0]
+        failed.leaves = ()  # what is left is cut anew, and these may have gradients
+        self.failed_size, self.retries = failed.size, self.retries + 1
 
     def begin_anew(self) -> None:
         """Nothing is done."""
@@ -158,9 +149,3 @@ class Progress:
         if factor != 1 and self.loss is not None:
             self.loss = self.loss * factor
         return factor
-
-    def sum_up(self) -> Accumulated | None:
-        """The result, corrected; ``None`` where no piece has counted. Nothing here can run out of memory."""
-        if self.loss is None:
-            return None
-        return Accumulated(self.loss, tuple(self.sizes), tuple(self.aux), self.retries)

@@ -22,11 +22,16 @@ __all__ = ["FreeMemory"]
 
 @dataclass
 class FreeMemory:
-    """The room of one plan's steps on one device, in bytes."""
+    """The room of one plan's steps on one device, in bytes.
+
+    Attributes:
+        is_counted: Whether the step under way is counted. One that is not was found to fit together with its update.
+    """
 
     plan: Plan
     workload: Workload
     device: Device
+    is_counted: bool = True
     _state_is_made: bool = False
     _update_bytes: int = field(init=False, repr=False)
 
@@ -52,11 +57,17 @@ class FreeMemory:
             DoesNotFit: There is not, even with all caches given back.
         """
         need = self._update_bytes
-        if not need or not self.device.measures or not self.device.needs_limit(need, self.plan.budget_bytes):
+        if (
+            not self.is_counted
+            or not need
+            or not self.device.measures
+            or not self.device.needs_limit(need, self.plan.budget_bytes)
+        ):
             return
-        if need + self._newcomers(2) > self._budget():
-            self.device.reclaim()
         newcomers, budget = self._newcomers(2), self._budget()
+        if need + newcomers > budget:
+            self.device.reclaim()
+            newcomers, budget = self._newcomers(2), self._budget()
         if need + newcomers > budget:
             raise DoesNotFit(
                 f"there is no room for the update: the optimizer's step took {format_bytes(need)} in the trials, "
@@ -65,7 +76,7 @@ class FreeMemory:
             )
 
     def _budget(self) -> int:
-        return min(self.plan.budget_bytes, self.device.available_bytes())
+        return self.device.limit_bytes(self.plan.budget_bytes)
 
     def _newcomers(self, steps: int) -> int:
         """Bytes in tensors that were not there in the trials.

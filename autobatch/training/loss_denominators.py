@@ -17,17 +17,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from autobatch.errors import InvalidStep
-from autobatch.step.losses import Term
+from autobatch.step.losses import Term, read_terms
 from autobatch.training.micro_batches import Piece, sum_weights
 
 __all__ = ["Share", "Totals"]
 
 _EXACT_IN_FLOAT32 = 2**24
-
+_WIDE = frozenset((torch.float32, torch.float64))
 
 Share = tuple[torch.Tensor, float, "float | None"]
 """What one micro-batch adds to the step's loss: a 0-dim tensor with a graph; what it counts for where it was divided by
@@ -63,20 +64,26 @@ class Totals:
         are_exact = all(w.is_integer() and w <= _EXACT_IN_FLOAT32 for piece in pieces for w in piece.weights.values())
         return cls(weights, samples, weighed=True, are_exact=are_exact)
 
-    def share(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
-        """The part of the step's loss that these terms of a piece are.
+    def share(self, piece: Piece, loss: Any, unit: float | None) -> Share | None:
+        """The part of the step's loss that the losses of a piece are.
 
         Args:
             piece: What was run.
-            terms: What it gave.
+            loss: What the step returned for it.
             unit: What earlier pieces were divided by where the total is not known, ``None`` at first.
 
         Returns:
             ``None`` where the piece counts for nothing by the step's own word.
 
         Raises:
-            InvalidStep: The step's counts or terms do not go with ``weigh``'s, or need one that is not there.
+            InvalidStep: It is no loss; or its counts or terms do not go with ``weigh``'s, or need one that is missing.
         """
+        total = self.weights.get("")
+        if total and type(loss) is torch.Tensor and loss.dtype in _WIDE and not loss.ndim and loss.requires_grad:
+            return loss * (piece.weights[""] / total), 0.0, None  # nearly every step, in every micro-batch
+        return self._share_terms(piece, read_terms(loss), unit)
+
+    def _share_terms(self, piece: Piece, terms: Sequence[Term], unit: float | None) -> Share | None:
         is_narrow = is_stated = False
         for term in terms:
             is_narrow |= term.is_narrow

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from autobatch._arguments import find_device
+from autobatch._arguments import check_choice, find_device
 from autobatch._formatting import format_bytes, name_type
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_one_batch
@@ -36,13 +36,16 @@ from autobatch.step.batch_norm import explain_smallest, refuses_one_sample
 from autobatch.step.compilation import is_compiled
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
-from autobatch.training.accumulation_state import Accumulated, Shortage
+from autobatch.training.accumulation_state import Progress, Shortage
+from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.training.transaction import Accumulation
 from autobatch.training.update import Update, check_options
 
 __all__ = ["Runner"]
+
+_NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 
 _ALWAYS_COUNTED = 2
 """Steps measured in any case: in the first the optimizer makes its state, from the second on it is there."""
@@ -69,6 +72,7 @@ class Runner:
         scheduler: Any | None = None,
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
+        enforce: Literal["auto", "always"] = "auto",
     ) -> None:
         """Bind a plan to a model.
 
@@ -89,6 +93,12 @@ class Runner:
                 puts them back. Each has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict()``,
                 or is a module, a tensor, a generator, or a dict or list of these.
             device: The device's memory; default: where the model is.
+            enforce: On a CPU, where a budget is enforced by counting what each operator returns: ``"always"`` counts
+                every step. ``"auto"`` does not count steps that cannot come near the budget, nor, near it, steps like
+                those that were counted and took no more than is free; one in 31 of these is counted in any case. A step
+                that takes more than those of its sizes did may then pass the budget without an error; the next counted
+                one meets it and is retried with less. On CUDA torch's allocator enforces the budget in each step,
+                whatever this says.
 
         Raises:
             InvalidArgument: An argument cannot mean anything.
@@ -99,6 +109,7 @@ class Runner:
         scheduler = unwrap_scheduler(scheduler)
         check_options(scaler, max_grad_norm, scheduler)
         hooks = check_hooks(hooks)
+        check_choice("enforce", enforce, ("auto", "always"))
         self.plan = plan
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
@@ -132,6 +143,7 @@ class Runner:
         self._events = StepEvents(plan, hooks, keeper)
         self._events.report_plan(model, optimizer)
         self._told_gradients = False
+        self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
         self._largest_elements = 0.0
         self._peak_bytes = 0
 
@@ -157,7 +169,8 @@ class Runner:
                 the plan's ``max_micro_batch``; nothing was run.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
-        self._check_update()
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
         return self._run([batch], update=True)
 
     def step_over(self, batches: Iterable[Any]) -> StepResult:
@@ -174,7 +187,8 @@ class Runner:
             DoesNotFit: As ``step``.
             CannotRetry: As ``step``.
         """
-        self._check_update()
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
         if is_one_batch(batches):
             raise InvalidArgument(
                 "step_over() takes several batches, such as a list of them; for one batch call step()"
@@ -197,23 +211,19 @@ class Runner:
         """
         return self._run([batch], update=False)
 
-    def _check_update(self) -> None:
-        if self._update is None:
-            raise InvalidArgument("this Runner has no optimizer; use accumulate(batch) and do the update yourself")
-
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
         started, thrashed = time.perf_counter(), False
         try:
             layouts = self._describe(batches)
-            if self._needs_limit(layouts):
+            self._free_memory.is_counted = self._is_counted(layouts, update=update)
+            if self._free_memory.is_counted:
                 accumulated, thrashed = self._accumulate_counted(layouts, update=update)
             else:
-                self._change_pace(self._pace.before_step(None, None), self.steps)
                 accumulated = self._accumulate(layouts, update=update)
         except BaseException as error:
             self._events.report_failed(self.steps, error)
             raise
-        if accumulated is None:
+        if accumulated is None or accumulated.loss is None:
             return self._skip(layouts, started)
         result = StepResult(
             loss=accumulated.loss,
@@ -221,7 +231,7 @@ class Runner:
             retries=accumulated.retries,
             peak_bytes=self._peak_bytes,
             seconds=time.perf_counter() - started,
-            aux=accumulated.aux,
+            aux=tuple(accumulated.aux),
         )
         if update and self._accumulation.had_gradients and not self._told_gradients:
             self._told_gradients = True
@@ -232,21 +242,20 @@ class Runner:
         self._change_pace(self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed), self.steps)
         return result
 
-    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[Accumulated | None, bool]:
+    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[Progress | None, bool]:
         """The step inside the budget, and whether the allocator had to give memory back in it."""
         self._device.watch(self._workload.resident_tensors())
         for layout in layouts:
             self._device.watch(layout.tensors())
         with self._device.limit(self.plan.budget_bytes):
             self._change_pace(self._look_ahead(), self.steps)
-            self._device.reset_peak()
-            alloc_retries = self._device.usage().alloc_retries
+            before = self._counted_steps.begin(layouts, self._pace.size, update=update)
             accumulated = self._accumulate(layouts, update=update)
-            usage = self._device.usage()
+            usage = self._counted_steps.end(is_skipped=accumulated is None or accumulated.loss is None)
         self._peak_bytes = usage.peak_allocated
-        return accumulated, usage.alloc_retries > alloc_retries
+        return accumulated, usage.alloc_retries > before.alloc_retries
 
-    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Accumulated | None:
+    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Progress | None:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
         if self._accumulation.smallest > 1:
             self._refuse_larger_pieces(layouts)
@@ -263,10 +272,13 @@ class Runner:
 
     def _look_ahead(self) -> Pace:
         """The size for this step: less only if less is free even when all that is unused is given back."""
-        pace = self._pace.before_step(self._free_memory.there(), self._free_memory.left())
+        pace = self._read_pace()
         if pace.size >= self._pace.size:
             return pace
         self._device.reclaim()
+        return self._read_pace()
+
+    def _read_pace(self) -> Pace:
         return self._pace.before_step(self._free_memory.there(), self._free_memory.left())
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
@@ -285,16 +297,23 @@ class Runner:
             self._events.report_size(self.steps, samples)
         return layouts
 
-    def _needs_limit(self, layouts: Sequence[Layout]) -> bool:
-        """Whether to count: near the budget, in the first two steps, and at samples larger than before."""
+    def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
+        """Whether to count: near the budget what is not known, the first two steps, and samples larger than before."""
         is_new = self.steps < _ALWAYS_COUNTED
         for layout in layouts:
             elements = layout.elements / layout.count
             if elements > self._largest_elements:
                 is_new, self._largest_elements = True, elements
-        return self._device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes) or (
-            is_new and self._device.measures
-        )
+        device = self._device
+        if (is_new or self._enforce == "always") and device.measures:
+            return True
+        if not device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes):
+            if self._pace.goal != self._pace.size:
+                self._change_pace(self._pace.before_step(None, None), self.steps)
+            return False
+        if not self._counted_steps.cover(layouts, self._pace.size, update=update):
+            return True
+        return self._pace.size < self._pace.goal and self._read_pace() is not self._pace
 
     def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
         """A step that has nothing to take a mean over has not happened, and says so."""
@@ -321,6 +340,7 @@ class Runner:
         self._pace = pace
 
     def _shrink(self, shortage: Shortage) -> int:
+        self._counted_steps.add_shortage()
         least = max(shortage.least_size, self._pace.smallest)
         if shortage.failed_size <= least:
             raise DoesNotFit(self._explain_shortage(shortage))

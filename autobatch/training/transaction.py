@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar
 
 import torch
@@ -26,14 +26,13 @@ from autobatch.batch.layout import Layout
 from autobatch.errors import AutobatchError, CannotRetry, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.state.containers import are_same
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
 from autobatch.step.compilation import is_compiled
-from autobatch.step.workload import Workload
-from autobatch.training.accumulation_state import Accumulated, Progress, Shortage
+from autobatch.step.workload import Workload, split_output
+from autobatch.training.accumulation_state import Progress, Shortage
 from autobatch.training.batch_mutation import WatchedBatch, refuse_write
 from autobatch.training.loss_denominators import Share
 from autobatch.training.micro_batches import Piece, check_additive, cut, find_least_size, join, refuse_graphs
@@ -45,7 +44,7 @@ TakesGradient = Callable[[Callable[[], None]], None]
 
 _T = TypeVar("_T")
 _LOG = logging.getLogger("autobatch")
-_PARAMS = itemgetter("params")
+_PARAMS, _VERSION = itemgetter("params"), attrgetter("_version")
 
 
 class Transaction:
@@ -68,7 +67,7 @@ class Transaction:
     ) -> None:
         """Nothing is moved yet."""
         self._state, self._workload, self._sums = state, workload, sums
-        self.parameters = parameters
+        self.parameters, self._has_let_go = parameters, False
         self.start = self.here = start
         self.aside = GradientsAside(parameters)
         self.stamps = GradientStamps(parameters, sums)
@@ -77,35 +76,46 @@ class Transaction:
         """All is as it was when this was made."""
         return self
 
-    def begin_piece(self, here: RewindPoint) -> None:
-        """Remember gradients and parameters before a micro-batch, and ``here`` for all else."""
-        self.here = here
-        if self._state.moves_modules:  # a forward pass may make parameters
-            self.stamps.parameters = self._workload.parameters()
+    def set_aside(self) -> None:
+        """Take earlier gradients away."""
+        self.aside.take()
         self.stamps.renew()
+
+    def begin_piece(self, here: RewindPoint) -> None:
+        """Remember ``here`` instead of the start, and gradients that a forward pass may have made."""
+        self.here = here
+        if self._state.moves_modules:
+            self.stamps.parameters = self._workload.parameters()
+            self.stamps.renew()
 
     def end_pieces(self) -> None:
         """All have run: let go of what only the last one needed, such as its activations in attributes."""
         self.here = self.start
         self.stamps.forget()
+        self._state.learn(self.start)
+        if self._state.is_recording:
+            self._state.stop_recording()
 
     def begin_update(self) -> None:
         """From here on nothing is put back, and no gradient of this step is left at the end."""
         made_some = not self.start.modules.attributes_are_current()  # a forward pass may have made parameters
         self.aside.spend(self._workload.parameters() if made_some else self.parameters)
         self.start.forget()  # the trials' optimizer steps had no such copy beside them, nor earlier activations
-        self.start.modules.forget()
+        self._state.end()
+        self._has_let_go = True
 
     def __exit__(self, *error: object) -> None:
         """Put everything back, or clear the gradients of an update."""
         try:
-            self._state.stop_recording()
+            if self._state.is_recording:
+                self._state.stop_recording()
             if not self.aside.is_final:
                 self._undo()
         finally:
             self.aside.end()
             self._sums.end()
-            self._state.end()  # last: it only frees memory, and an interrupt may come in the middle of it
+            if not self._has_let_go:
+                self._state.end()  # last: it only frees memory, and an interrupt may come in the middle of it
 
     def _undo(self) -> None:
         """Put everything back; what cannot be is logged, since the error that comes out may be the user's own."""
@@ -136,6 +146,7 @@ class Transaction:
             self.here.restore()
         else:
             self.start.restore()
+            self.here, self.stamps.parameters = self.start, self.parameters
             self.stamps.clear()
             progress.begin_anew()
 
@@ -180,12 +191,13 @@ class Accumulation:
 
     def __post_init__(self) -> None:
         """Know nothing of what steps change, if nothing is known."""
+        self._home = self.device.torch_device
         compiled = is_compiled(self.workload.model, self.workload.step)
         self._state = self.known_state or StepState(
             self.workload.model, self.device.torch_device, self.keep, records=not compiled
         )
 
-    def run(self, batches: Sequence[Layout], largest: int, update: TakesGradient | None = None) -> Accumulated | None:
+    def run(self, batches: Sequence[Layout], largest: int, update: TakesGradient | None = None) -> Progress | None:
         """Accumulate the gradient of the mean over all samples of ``batches`` into ``.grad``.
 
         Args:
@@ -210,8 +222,9 @@ class Accumulation:
         start = self._try_twice("for a copy of what the step changes, such as buffers", self._state.begin)
         parameters = self._find_parameters(start.modules)
         with Transaction(self._state, start, self.workload, parameters, self._sums) as transaction:
-            transaction.aside.take()
             self.had_gradients = transaction.aside.are_there
+            if self.had_gradients:
+                transaction.set_aside()
             progress = self._begin(batches, largest)
             while (reason := self._run_pieces(progress, transaction)) is not None:
                 # Only now, after the ``except`` block, are the frames of the failed attempt gone.
@@ -221,11 +234,9 @@ class Accumulation:
                 self.device.reclaim()
                 self._divide_anew(progress, reason)
             transaction.end_pieces()
-            self._state.learn(start)
-            self._state.stop_recording()
             reason = None if progress.loss is None else self._complete(progress, transaction, update)
         if reason is None:
-            return progress.sum_up()
+            return progress if progress.loss is not None else None
         self.device.reclaim()
         raise DoesNotFit(
             f"memory ended after the last backward pass, before the update ({reason}); everything is as before the "
@@ -236,62 +247,56 @@ class Accumulation:
         """The workload's, which are listed again where modules or the optimizer hold other ones."""
         groups = self.workload.optimizer.param_groups if self.workload.optimizer is not None else ()
         held = [*chain.from_iterable(map(_PARAMS, groups))]
-        if modules is not self._seen_modules or not are_same(held, self._seen_held):
+        is_same = len(held) == len(self._seen_held) and all(map(is_, held, self._seen_held))
+        if modules is not self._seen_modules or not is_same:
             self._parameters = self.workload.parameters()
             self._seen_modules, self._seen_held = modules, held
         return self._parameters
 
     def _run_pieces(self, progress: Progress, transaction: Transaction) -> str | None:
         """Run all micro-batches that are left; returns None, or why memory ended. Nothing of the error stays."""
+        state, stamps = self._state, transaction.stamps
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
+        is_watched = state.is_looked_over or self.device.micro_batch(progress.todo[0].size) is not None
+        if self.in_float32 and len(progress.todo) > 1:
+            self._sums.begin(stamps.parameters)
         try:
-            with self.workload.guard():
+            with self.workload.guard(transaction.parameters):
                 while progress.todo and progress.counts:
-                    self._begin_piece(progress, transaction)
+                    if progress.done and not state.is_still:
+                        self._begin_piece(progress, transaction)
                     piece = progress.todo[0]
                     if not piece.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
                         progress.finish(piece, None, None)
-                        continue
-                    enclosing = self.device.micro_batch(piece.size)
-                    if enclosing is not None or self._state.is_looked_over:
-                        self._run_watched(piece, progress, transaction, enclosing or nullcontext())
-                        continue
-                    share, aux = self._backward(piece, progress, transaction.stamps)
-                    if progress.batch_is_written():
-                        refuse_write(stays=not self.owns_batches)
-                    progress.finish(piece, share, aux)
-                    share = aux = None  # a graph may hold what the next micro-batch needs room for
+                    elif is_watched:
+                        self._run_watched(piece, progress, transaction)
+                    else:  # the loss has no name here: its graph may hold what the next micro-batch needs
+                        progress.finish(piece, *self._run_piece(piece, progress, stamps))
+                    stamps.renew()
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
-            if not self._state.is_looked_over and progress.batch_is_written():
+            if [*map(_VERSION, progress.batch)] != progress.versions and not state.is_looked_over:
                 refuse_write(stays=not self.owns_batches)
             return describe_error(error, handled=handled)
         return None
 
     def _begin_piece(self, progress: Progress, transaction: Transaction) -> None:
-        here = transaction.start
-        if progress.done and not self._state.is_still:
-            purpose = "for a copy of what the step changes, such as buffers"
-            here = self._try_twice(purpose, self._state.begin_piece, here)
-        transaction.begin_piece(here)
-        if self.in_float32 and len(progress.todo) > 1 and (self._state.moves_modules or not progress.done):
+        purpose = "for a copy of what the step changes, such as buffers"
+        transaction.begin_piece(self._try_twice(purpose, self._state.begin_piece, transaction.start))
+        if self.in_float32 and self._state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
-    def _run_watched(
-        self, piece: Piece, progress: Progress, transaction: Transaction, enclosing: AbstractContextManager[Any]
-    ) -> None:
+    def _run_watched(self, piece: Piece, progress: Progress, transaction: Transaction) -> None:
         """Run a micro-batch in a range of the device's, and in the first steps look at all that it writes into."""
-        with enclosing:
-            if self._state.is_looked_over:
-                samples = piece.layout.take(piece.start, piece.stop)
-                watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
-                with watched, self._record(piece, transaction, watched):
-                    share, aux = self._backward(piece, progress, transaction.stamps)
-            else:
-                share, aux = self._backward(piece, progress, transaction.stamps)
-                if progress.batch_is_written():
-                    refuse_write(stays=not self.owns_batches)
+        with self.device.micro_batch(piece.size) or nullcontext():
+            if not self._state.is_looked_over:
+                progress.finish(piece, *self._run_piece(piece, progress, transaction.stamps))
+                return
+            samples = piece.layout.take(piece.start, piece.stop)
+            watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
+            with watched, self._record(piece, transaction, watched):
+                share, aux = self._run_piece(piece, progress, transaction.stamps)
             progress.finish(piece, share, aux)
 
     def _record(self, piece: Piece, transaction: Transaction, watched: WatchedBatch) -> AbstractContextManager[Any]:
@@ -300,15 +305,19 @@ class Accumulation:
         apart = [*transaction.stamps.tensors(), *piece.layout.tensors()]
         return self._state.record([transaction.start, transaction.here], apart, watched.save)
 
-    def _backward(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> tuple[Share | None, Any]:
+    def _run_piece(self, piece: Piece, progress: Progress, stamps: GradientStamps) -> tuple[Share | None, Any]:
         """Add a micro-batch's gradient; returns its share of the loss, and what the step returned beside it."""
-        place, home = self.device.move_tensor, self.device.torch_device
-        samples = piece.layout.micro_batch(piece.start, piece.stop, piece.leaves, place, home)
+        layout = piece.layout
+        if layout.spec is not None and layout.spec.is_pair and layout.home == self._home:
+            samples: Any = piece.leaves
+        else:
+            samples = layout.micro_batch(piece.start, piece.stop, piece.leaves, self.device.move_tensor, self._home)
         progress.phase = "forward"
-        output = self.workload.run(samples)
+        returned = self.workload.call_step(samples)
+        losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
         if not stamps.unchanged():
             stamps.refuse_change()
-        share = progress.totals.share(piece, output.terms, progress.unit)
+        share = progress.totals.share(piece, losses, progress.unit)
         progress.phase = "backward"
         if share is not None:
             loss = share[0]
@@ -319,15 +328,22 @@ class Accumulation:
         if self.stands_for and not progress.done:
             widen_gradients(stamps.parameters, self.stands_for)
             self._sums.widen(self.stands_for)
-        coalesce_gradients(stamps.parameters)
-        return share, output.aux
+        if stamps.any_sparse or not progress.done or len(progress.todo) == 1:  # torch appends rows to those before
+            coalesce_gradients(stamps.parameters)
+        if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
+            refuse_write(stays=not self.owns_batches)
+        return share, aux
 
     def _complete(self, progress: Progress, transaction: Transaction, update: TakesGradient | None) -> str | None:
         """Make ``.grad`` the whole gradient and hand it over; returns None, or why memory ended before that."""
         aside, handled = transaction.aside, sys.exc_info()[1]
         try:
-            self._correct(progress)
-            aside.add()
+            if progress.unit is not None:
+                self._correct(progress.correct())
+            if self._sums.writes:
+                self._sums.write()
+            if aside.are_there:
+                aside.add()
             if update is None:
                 aside.settle()
             else:
@@ -338,16 +354,13 @@ class Accumulation:
             return describe_error(error, handled=handled)
         return None
 
-    def _correct(self, progress: Progress) -> None:
-        """Divide by the true total, where it was not known before; then round what was summed in float32."""
-        factor = progress.correct()
+    def _correct(self, factor: float) -> None:
+        """Divide by the true total, which was not known before, what is not rounded yet."""
         if factor != 1:
             self._sums.multiply(factor)
             for parameter in self.workload.parameters():  # a forward pass may have made some
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        if self._sums.are_there:
-            self._sums.write()
 
     def _try_twice(self, purpose: str, action: Callable[..., _T], *arguments: Any) -> _T:
         """What takes little memory; where that ends even here, another try with all caches given back."""
@@ -363,7 +376,7 @@ class Accumulation:
         raise DoesNotFit(f"there is no room {purpose} ({reason}); everything is as before the step")
 
     def _begin(self, batches: Sequence[Layout], largest: int) -> Progress:
-        tensors = [tensor for layout in batches for tensor in layout.tensors()]
+        tensors = [*chain.from_iterable(map(Layout.tensors, batches))]
         refuse_graphs(tensors)
         ranges = [(layout, 0, layout.count) for layout in batches]
         pieces = self._cut(ranges, largest)
@@ -374,6 +387,8 @@ class Accumulation:
         return Progress(pieces, tensors, weighed=weighed)
 
     def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[Piece]:
+        if self.workload.weigh is None:
+            return cut(self.workload, ranges, largest, self.smallest)
         return self._try_twice("to count with weigh()", cut, self.workload, ranges, largest, self.smallest)
 
     def _least_size(self, pieces: Sequence[Piece]) -> int:
@@ -382,7 +397,7 @@ class Accumulation:
     def _divide_anew(self, progress: Progress, reason: str) -> None:
         """Cut what is left into smaller micro-batches; where nothing is done yet, its total is that of the new ones."""
         failed, todo = progress.failed_size, progress.todo
-        kept, redone = sum(progress.sizes), sum(piece.size for piece in todo)
+        kept, redone = sum(progress.micro_batch_sizes), sum(piece.size for piece in todo)
         shortage = Shortage(failed, kept, redone, reason, self._least_size(todo), progress.phase)
         smaller = self._cut(join(todo), self.shrink(shortage))
         check_additive(todo, smaller)

@@ -125,8 +125,10 @@ def test_tensors_that_want_a_gradient_get_one_of_their_own():
         lambda: (rows(4), torch.arange(3)),
         lambda: (rows(4), rows(4).to_mkldnn()),
         lambda: (rows(0), torch.arange(0)),
+        lambda: (rows(0), torch.arange(4)),
+        lambda: (rows(4), torch.arange(0)),
     ],
-    ids=["unequal numbers", "a tensor without rows to view", "no samples"],
+    ids=["unequal numbers", "a tensor without rows to view", "no samples", "no inputs", "no labels"],
 )
 def test_a_batch_of_the_same_containers_is_refused_all_the_same(make_wrong):
     """By the rules, with their message."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import runpy
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,9 +74,9 @@ def test_an_unchanged_state_is_not_read_again():
 def test_where_the_layout_is_unknown_the_public_state_is_read(lost, monkeypatch):
     """Slower, and as exact."""
     if lost == "Python's layout":
-        monkeypatch.setattr(generator_marks, "_ADDRESS", 0)
+        monkeypatch.setattr(generator_marks, "_MEMORY", None)
     elif lost == "NumPy's layout":
-        monkeypatch.setattr(generator_marks, "_known", dict.fromkeys(generator_marks._known or {0: True}, False))
+        monkeypatch.setattr(generator_marks, "_latest", [None, None])
         monkeypatch.setattr(generator_marks, "_holds_numpy", lambda *_: False)
     else:
         monkeypatch.delattr(sys.modules["numpy.random"], "get_bit_generator")
@@ -87,6 +89,50 @@ def test_where_the_layout_is_unknown_the_public_state_is_read(lost, monkeypatch)
         assert not before.is_current()
         before.restore()
         assert before.is_current()
+
+
+def wrap(monkeypatch):
+    """As a tool that logs calls does."""
+    original = random.getstate
+    monkeypatch.setattr(random, "getstate", lambda *_: original())
+
+
+def rebind(monkeypatch):
+    """As a program that has given itself another global generator."""
+    other = random.Random(3)
+    for name in ("getstate", "setstate", "random", "seed"):
+        monkeypatch.setattr(random, name, getattr(other, name))
+
+
+@pytest.mark.parametrize("replace", [wrap, rebind])
+def test_a_replaced_getstate_is_asked_itself(replace, monkeypatch):
+    """Whenever it was replaced, also before the first import."""
+    for source in ("before", "after"):
+        if source == "before":
+            before = HostRandomState.capture()
+        replace(monkeypatch)
+        assert mark_python() is None
+        state = HostRandomState.capture(before)
+        assert state is not before
+        first = random.random()
+        assert not state.is_current()
+        state.restore()
+        assert state.is_current()
+        assert random.random() == first
+        runpy.run_path(generator_marks.__file__)
+
+
+def test_another_bit_generator_at_the_same_address_is_another_one(monkeypatch):
+    """Memory of one that is gone is used again; its layout is not the one before's."""
+    before, numpy = np.random.get_bit_generator(), sys.modules["numpy.random"]
+    assert mark_numpy() is not None
+    stand_in = SimpleNamespace(ctypes=SimpleNamespace(state_address=before.ctypes.state_address))
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        monkeypatch.setattr(numpy, "get_bit_generator", lambda: stand_in)
+        assert mark_numpy() is None
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def test_another_bit_generator_is_followed():

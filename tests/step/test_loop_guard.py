@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 
 import pytest
 import torch
+from lines import AtLine, interrupt
 from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
 
@@ -414,22 +416,138 @@ def test_hooks_of_the_users_are_still_there():
     assert calls[-1] == "pre"
 
 
-def test_a_loop_that_begins_later_is_refused_too():
-    """A step that calls backward in its fourth call only: what it leaves in .grad is seen, and undone."""
+def test_an_optimizer_that_nobody_can_find_moves_nothing_either():
+    """It is made in the step itself, and steps after a backward pass, which is refused at once."""
+    training, batch = Training(), make_batch(8)
+
+    def step(model, part):
+        loss = mean_step(model, part)
+        loss.backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        return loss
+
+    workload = Workload(training.model, step, None, training.optimizer)
+    before = [parameter.detach().clone() for parameter in training.model.parameters()]
+    with pytest.raises(InvalidStep, match=r"calls backward"):
+        workload.run(batch)
+    assert all(map(torch.equal, before, training.model.parameters()))
+
+
+def leaves_gradients(training, model, batch):
+    """What it leaves in .grad stays there."""
+    loss = mean_step(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def puts_gradients_back(training, model, batch, *, retain_graph=True):
+    """The tensors that stood in .grad stand there again."""
+    earlier = [parameter.grad for parameter in model.parameters()]
+    loss = mean_step(model, batch)
+    loss.backward(retain_graph=retain_graph)
+    for parameter, gradient in zip(model.parameters(), earlier, strict=True):
+        parameter.grad = gradient
+    return loss
+
+
+def puts_gradients_back_in_hooks(training, model, batch):
+    """Each when it was there."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda p, earlier=parameter.grad: setattr(p, "grad", earlier))
+        for parameter in model.parameters()
+    ]
+    loss = mean_step(model, batch)
+    loss.backward(retain_graph=True)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+def fails_after_backward(training, model, batch):
+    """With an error of its own."""
+    puts_gradients_back(training, model, batch)
+    raise ValueError("planned")
+
+
+@cache
+def plan_once():
+    """The same for all models of this kind."""
+    return make_plan(Training(), make_batch(8))
+
+
+LATER = [
+    leaves_gradients,
+    puts_gradients_back,
+    partial(puts_gradients_back, retain_graph=False),
+    puts_gradients_back_in_hooks,
+    fails_after_backward,
+    *BACKWARD.values(),
+]
+
+
+@pytest.mark.parametrize("call", [3, 4, 6])
+@pytest.mark.parametrize("loop", LATER)
+def test_a_loop_that_begins_later_is_refused_by_the_same_name(loop, call):
+    """A step that calls backward in a later call only, also where .grad holds the same tensors afterwards."""
     training, calls = Training(), []
 
     def step(model, batch):
-        calls.append(mean_step(model, batch))
-        if len(calls) == 4:
-            calls[-1].backward(retain_graph=True)
-        return calls[-1]
+        calls.append(True)
+        return loop(training, model, batch) if len(calls) == call else mean_step(model, batch)
 
-    runner = autobatch.Runner(make_plan(training, make_batch(8)), training.model, step, training.optimizer)
-    runner.step(make_batch(8))
+    runner = autobatch.Runner(plan_once(), training.model, step, training.optimizer)
+    while len(calls) + 2 < call:
+        runner.step(make_batch(8))
     before = training.bits()
-    with pytest.raises(InvalidStep, match=r"step\(\) changed \.grad: leave backward\(\)"):
+    with pytest.raises(InvalidStep, match=r"step\(\) calls backward; return the loss"):
         runner.step(make_batch(8))
     assert differences(training.bits(), before) == []
+    assert all(parameter._post_accumulate_grad_hooks is None for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("first_leaves_first", [True, False])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, HandMade])
+def test_two_guards_on_one_optimizer(make, first_leaves_first):
+    """As of two threads that train two models with it: each removes its own refusal, in whatever order they leave."""
+    training = Training(make)
+    workloads = [Workload(training.model, mean_step, None, training.optimizer) for _ in range(3)]
+    guards = [workload.guard(workload.parameters()) for workload in workloads]
+    attributes = {**vars(training.optimizer)}
+    for _ in range(2):
+        for guard in guards:
+            guard.__enter__()
+        for guard in guards if first_leaves_first else guards[::-1]:
+            with pytest.raises(InvalidStep, match=r"calls optimizer\.step"):
+                training.optimizer.step()
+            guard.__exit__()
+        added = vars(training.optimizer).keys() - attributes.keys()
+        assert not {"step", "zero_grad"} & added
+    mean_step(training.model, make_batch(4)).backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    assert all(parameter._post_accumulate_grad_hooks is None for parameter in training.model.parameters())
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_an_interrupt_at_any_line_leaves_no_trace(is_inside):
+    """While the guard is entered, and while it is left."""
+    training, position = Training(HandMade), int(is_inside)  # no context manager can do anything about its first line
+    workload = Workload(training.model, mean_step, None, training.optimizer)
+    attributes, guard = {**vars(training.optimizer)}, workload.guard(workload.parameters())
+    while True:
+        position += 1
+        if is_inside:
+            guard.__enter__()
+        with AtLine(position, interrupt, ("autobatch.step.loop_guard",)) as run, suppress(KeyboardInterrupt):
+            guard.__exit__() if is_inside else guard.__enter__()
+        if not run.where:
+            break
+        assert {**vars(training.optimizer)} == attributes
+        assert not guard.is_active
+        assert all(parameter._post_accumulate_grad_hooks is None for parameter in training.model.parameters())
+    assert position > 10
+    guard.__exit__()
 
 
 def test_an_update_that_begins_later_is_refused_too():

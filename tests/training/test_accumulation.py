@@ -506,7 +506,7 @@ def test_the_sizes_sum_to_the_batch_also_where_a_weight_is_zero():
 
     done = Accumulation(Workload(model, step, count_tokens), CpuDevice(), halve).run([describe(batch)], 2)
     assert done.micro_batch_sizes == (2, 2)
-    assert done.aux == (None, 2)
+    assert done.aux == [None, 2]
 
 
 def test_the_loss_of_many_low_precision_micro_batches_is_summed_in_float32():

@@ -1,0 +1,168 @@
+"""Nothing of a micro-batch lives longer than in a loop by hand, nor does a gradient outlive the step it belongs to."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from workloads import make_batch, mean_step
+
+import autobatch
+
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
+NOT_RECORDED = 2
+"""Steps before the first one that is not recorded."""
+
+
+def make_runner(model, **options):
+    """Two micro-batches of four a step on the CPU, whose pieces run in no range of a device; and the optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = autobatch.fit(
+        model, 8, batch=make_batch(8), step=mean_step, optimizer=optimizer, max_micro_batch=4, check=None
+    )
+    return autobatch.Runner(plan, model, mean_step, optimizer, **options), optimizer
+
+
+class Traced(torch.autograd.Function):
+    """Hangs an object on a node of the graph, which lives as long as the graph does."""
+
+    @staticmethod
+    def forward(context, inputs, mark):
+        context.mark = mark
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient, None
+
+
+class Mark:
+    """What a weak reference is made to."""
+
+
+def trace_graph(model, batch, marks):
+    """The graph of the loss."""
+    mark = Mark()
+    marks.append(weakref.ref(mark))
+    return Traced.apply(mean_step(model, batch), mark)
+
+
+def trace_aux(model, batch, marks):
+    """A graph on which what the step returns beside the loss hangs."""
+    mark = Mark()
+    marks.append(weakref.ref(mark))
+    return mean_step(model, batch), Traced.apply(model(batch[0]), mark)
+
+
+def trace_inputs(model, batch, marks):
+    """The micro-batch's own tensor, which the step asks for a gradient of."""
+    batch[0].requires_grad_()
+    marks.append(weakref.ref(batch[0]))
+    return mean_step(model, batch)
+
+
+TRACES = [trace_graph, trace_aux, trace_inputs]
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_nothing_of_a_micro_batch_lives_while_the_next_one_runs(trace):
+    """As in a loop by hand that rebinds its variables after each backward pass."""
+    marks, alive = [], []
+
+    def step(model, batch):
+        alive.append([mark() is not None for mark in marks])
+        return trace(model, batch, marks)
+
+    model = nn.Linear(6, 4)
+    runner, _ = make_runner(model)
+    runner._workload.__dict__["step"] = step
+    for _ in range(NOT_RECORDED + 1):
+        runner.step(make_batch(8))
+    assert len(marks) == 2 * (NOT_RECORDED + 1)
+    assert not any(any(found) for found in alive)
+
+
+@pytest.mark.parametrize("trace", TRACES)
+def test_nothing_of_a_failed_micro_batch_lives_when_the_next_size_is_chosen(trace):
+    """What it held would count against the next one."""
+    marks, alive = [], []
+
+    def step(model, batch):
+        result = trace(model, batch, marks)
+        if len(batch[0]) == 4 and runner.steps == NOT_RECORDED:
+            raise torch.OutOfMemoryError("planned")
+        return result
+
+    model = nn.Linear(6, 4)
+    runner, _ = make_runner(model, hooks=[lambda event: alive.extend(m() is not None for m in marks)])
+    runner._workload.__dict__["step"] = step
+    for _ in range(NOT_RECORDED):
+        runner.step(make_batch(8))
+    alive.clear()
+    runner.step(make_batch(8))
+    assert alive
+    assert not any(alive)
+
+
+class Grows(nn.Module):
+    """Makes a parameter in one of its forward passes, and changes nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, inputs):
+        return self.layer(inputs) * getattr(self, "scale", 1)
+
+
+@pytest.mark.parametrize("micro_batch", range(8))
+def test_a_parameter_made_in_any_micro_batch_has_no_gradient_after_its_step(micro_batch):
+    """In recorded steps and others, in the first micro-batch and the last."""
+    model, calls = Grows(), []
+
+    def step(model, batch):
+        if len(calls) == micro_batch:
+            model.scale = nn.Parameter(torch.ones(4))
+        calls.append(len(batch))
+        return mean_step(model, batch)
+
+    runner, _ = make_runner(model)
+    runner._workload.__dict__["step"] = step
+    for _ in range(4):
+        runner.step(make_batch(8))
+        assert all(parameter.grad is None for parameter in model.parameters())
+    assert len(calls) == 8
+    assert "scale" in dict(model.named_parameters())
+
+
+def test_what_hangs_on_a_parameter_is_free_when_the_step_lets_go_of_it():
+    """An attribute of a parameter that each forward pass replaces, such as a cached cast."""
+    references, alive = [], []
+
+    def step(model, batch):
+        hidden = model(batch[0]).detach()
+        references.append(weakref.ref(hidden))
+        model.weight.latest = hidden
+        return mean_step(model, batch)
+
+    model = nn.Linear(6, 4)
+    runner, optimizer = make_runner(model)
+    runner._workload.__dict__["step"] = step
+    optimizer.register_step_pre_hook(lambda *_: alive.append([r() is not None for r in references]))
+    for number in range(1, NOT_RECORDED + 3):
+        runner.step(make_batch(8))
+        assert alive[-1] == [False] * (2 * number - 1) + [True]
+    before, error = model.weight.latest, ValueError("planned")
+    runner._workload.__dict__["step"] = lambda model, batch: raise_after(step, model, batch, error)
+    with pytest.raises(ValueError, match="planned"):
+        runner.step(make_batch(8))
+    assert model.weight.latest is before
+
+
+def raise_after(step, model, batch, error):
+    """A step that fails when all is done."""
+    step(model, batch)
+    raise error
