@@ -793,7 +793,7 @@ MUTANTS = (
     Mutant(
         "a refusal that the step caught is forgotten",
         STEP,
-        "        if guard.refused or guard.zeroed:\n",
+        "        if guard.reached or guard.refused or guard.zeroed:\n",
         "        if False:\n",
         LOOP_GUARD_TESTS,
     ),
