@@ -119,12 +119,7 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    for name, switch in (
-        ("accumulate_in_float32", accumulate_in_float32),
-        ("reuse", reuse),
-        ("progress", progress),
-    ):
-        check_switch(name, switch)
+    _check_switches(accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
@@ -150,17 +145,14 @@ def fit(
             limit_bytes=allowance.limit_bytes,
         )
         found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall).run(batch)
-        verdict = None
-        if check is not None and target_batch > 1:
-            # Rewound after the last trial: the modules are in the user's modes.
-            with memory.limit(allowance.limit_bytes):
-                verdict = check_split(workload, found.example, memory, found.size, _find_full_size(found, wanted))
+        # Rewound after the last trial: the modules are in the user's modes.
+        verdict = None if check is None else _check_split(workload, memory, found, wanted)
     memory.reclaim()
-    told = _judge(found, verdict, target_batch, strict=check == "raise")
-    plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=told)
+    warnings = _judge(found, verdict, target_batch, strict=check == "raise")
+    plan = _make_plan(workload, memory, allowance, found, wanted=wanted, verdict=verdict, warnings=warnings)
     plan = plan.model_copy(update={"seconds": time.perf_counter() - started})
     ledger.remember(plan)
-    emit(PlanMade(summary=str(plan), warnings=told))
+    emit(PlanMade(summary=str(plan), warnings=warnings))
     return plan
 
 
@@ -172,8 +164,18 @@ def _watch(workload: Workload, device: torch.device | str | Device | None) -> De
     return memory
 
 
-def _find_full_size(found: Found, wanted: Wanted) -> FullSize:
-    return FullSize(wanted.target_batch, found.size, found.most_at_once(wanted), found.smallest)
+def _check_switches(**switches: Any) -> None:
+    for name, switch in switches.items():
+        check_switch(name, switch)
+
+
+def _check_split(workload: Workload, memory: Device, found: Found, wanted: Wanted) -> Verdict | None:
+    """The verdict on the plan's division; ``None`` for a target of one sample, which is never divided."""
+    if wanted.target_batch == 1:
+        return None
+    full_size = FullSize(wanted.target_batch, found.size, found.most_at_once(wanted), found.smallest)
+    with memory.limit(wanted.limit_bytes):
+        return check_split(workload, found.example, memory, found.size, full_size)
 
 
 def _judge(found: Found, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:

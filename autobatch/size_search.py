@@ -15,7 +15,7 @@ import torch
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
 from autobatch.batch.list_rules import ListReading
-from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.memory.device import Device
 from autobatch.planning.curve import MemoryCurve, fit_curve
@@ -123,9 +123,8 @@ class SizeSearch:
         """Try sizes on this batch, or on what the model tells of one.
 
         Raises:
-            DoesNotFit: Not even one sample does.
-            InvalidArgument: No division of the target into micro-batches of at most ``max_micro_batch`` samples is one
-                that the model can run.
+            DoesNotFit: Not even one sample does, or the model can run no division of the target into micro-batches of
+                at most ``max_micro_batch`` samples.
             NeedsBatch: There is no batch and the model tells of none.
         """
         model, target = self.workload.model, self.wanted.target_batch
@@ -150,14 +149,7 @@ class SizeSearch:
         )
         identity = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
         with torch.enable_grad():
-            is_doubtful = target > 1 and may_refuse_one_sample(model)
-            smallest = probe.find_smallest() if is_doubtful else 1
-            trials, confirmed = self._recall(identity, probe, smallest)
-            size = confirmed.micro_batch_size if confirmed else self._search(example.layout, probe, trials, smallest)
-            if not is_doubtful and min(balance(target, size)) < size == 2:  # a piece of one that no trial has run
-                smallest = probe.find_smallest()
-                size = self._search(example.layout, probe, trials, smallest) if smallest > 1 else size
-                confirmed = confirmed if size == 2 else None
+            size, smallest, trials, confirmed = self._find_size(identity, example.layout, probe)
         if self.workload.step is default_step:
             warnings.append(explain_default(model, layout.grow(2)))
         warnings += _warn_of_aux(probe.aux_bytes, size, target)
@@ -173,6 +165,21 @@ class SizeSearch:
             tuple(warnings),
             confirmed,
         )
+
+    def _find_size(
+        self, identity: str, layout: Layout, probe: Probe
+    ) -> tuple[int, int, list[Trial], PlanRecord | None]:
+        """The size, the fewest samples that the model can run, the trials, and a remembered plan that they confirm."""
+        target = self.wanted.target_batch
+        is_doubtful = target > 1 and may_refuse_one_sample(self.workload.model)
+        smallest = probe.find_smallest() if is_doubtful else 1
+        trials, confirmed = self._recall(identity, probe, smallest)
+        size = confirmed.micro_batch_size if confirmed else self._search(layout, probe, trials, smallest)
+        if not is_doubtful and min(balance(target, size)) < size == 2:  # a piece of one that no trial has run
+            smallest = probe.find_smallest()
+            size = self._search(layout, probe, trials, smallest) if smallest > 1 else size
+            confirmed = confirmed if size == 2 else None
+        return size, smallest, trials, confirmed
 
     def _recall(self, identity: str, probe: Probe, smallest: int) -> tuple[list[Trial], PlanRecord | None]:
         """The trial of a remembered plan's size, if there is such a plan, and the plan if that trial confirms it."""
@@ -217,12 +224,12 @@ class SizeSearch:
         """The useful sizes that leave no piece which the model cannot run.
 
         Raises:
-            InvalidArgument: None of them is within ``max_micro_batch``.
+            DoesNotFit: None of them is within ``max_micro_batch``.
         """
         target, bound = self.wanted.target_batch, self.wanted.max_micro_batch
         least = least_size(target, smallest)
         if bound < least:
-            raise InvalidArgument(
+            raise DoesNotFit(
                 f"max_micro_batch={bound} leaves a micro-batch of one sample of target_batch={target}, and "
                 f"{explain_smallest(self.workload.model)}: pass max_micro_batch={least} or more"
             )

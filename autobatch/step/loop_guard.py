@@ -129,7 +129,7 @@ def _watch_step(stack: ExitStack, owner: Any, message: str, refused: list[str]) 
 
 
 def _watch_zero_grad(stack: ExitStack, owner: Any, zeroed: list[str]) -> None:
-    """Do nothing instead, and note it: a backward pass that follows says better what is wrong.
+    """Replace ``zero_grad()`` by a note: if a backward pass follows, its error explains the mistake better.
 
     Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
     """
