@@ -201,7 +201,7 @@ class Check:
                 if not is_oom(error, handled=handled):
                     raise
                 reason = describe_error(error, handled=handled)
-                raise NoMemoryError(f"there is no room for the model in float32 ({reason})") from None
+                raise NoMemoryError(f"the model does not fit in memory in float32 ({reason})") from None
             yield draws
 
     def _measure(self, samples: int, dtype: torch.dtype, draws: Numbering, *, diagnoses: bool = False) -> Measurement:

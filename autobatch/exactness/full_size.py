@@ -75,7 +75,7 @@ class FullSize:
         return verdict.model_copy(update={"not_compared": self._spell(verdict.samples, reason)})
 
     def _try(self, check: Check, sizes: Sizes) -> tuple[Verdict | None, str]:
-        """The verdict; where there is none because memory ended ``None``, and else why there is none."""
+        """The verdict, or ``None`` and the reason; an empty reason means that memory ended."""
         handled = sys.exc_info()[1]
         try:
             return check.compare(sum(sizes), (sizes,)), ""

@@ -97,7 +97,7 @@ def check_split(workload: Workload, layout: Layout, device: Device, most: int, f
         layout: Samples of which some are taken; fewer where memory ends.
         device: Where, inside the limit that holds for the comparison.
         most: Samples that are known to fit; at most 16 are taken first, and at least 2.
-        full_size: What is compared where those are exact.
+        full_size: The plan's own division, compared when the small divisions are exact.
     """
     check = Check(workload, layout, device, min(max(2, most), _MOST_SAMPLES), after_trials=True)
     return full_size.extend(check, check.run())

@@ -146,10 +146,10 @@ def fit(
                 found.run(batch)
                 verdict = _check(found) if check is not None and target_batch > 1 else None
             memory.reclaim()
-    told = _judge(found, verdict, target_batch, strict=check == "raise")
-    plan = _make_plan(found, verdict, told).model_copy(update={"seconds": time.perf_counter() - started})
+    warnings = _judge(found, verdict, target_batch, strict=check == "raise")
+    plan = _make_plan(found, verdict, warnings).model_copy(update={"seconds": time.perf_counter() - started})
     ledger.remember(plan)
-    emit(PlanMade(summary=str(plan), warnings=told))
+    emit(PlanMade(summary=str(plan), warnings=warnings))
     return plan
 
 

@@ -16,7 +16,7 @@ from autobatch._arguments import Allowance
 from autobatch._formatting import format_bytes
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
-from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.probe import Probe
@@ -110,9 +110,8 @@ class SizeSearch:
         """Try sizes on this batch, or on one that the model describes.
 
         Raises:
-            DoesNotFit: Not even one sample does.
-            InvalidArgument: No division of the target into micro-batches of at most ``max_micro_batch`` samples is one
-                that the model can run.
+            DoesNotFit: Not even one sample does, or the model can run no division of the target into micro-batches of
+                at most ``max_micro_batch`` samples.
             NeedsBatch: No batch was given and the model describes none.
         """
         model, target = self.workload.model, self.wanted.target_batch
@@ -192,7 +191,7 @@ class SizeSearch:
         target, bound = self.wanted.target_batch, self.wanted.max_micro_batch
         least = least_size(target, smallest)
         if bound < least:
-            raise InvalidArgument(
+            raise DoesNotFit(
                 f"max_micro_batch={bound} leaves a micro-batch of one sample of target_batch={target}, and "
                 f"{explain_smallest(self.workload.model)}: pass max_micro_batch={least} or more"
             )

@@ -84,7 +84,7 @@ class TrainingState:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """While this lasts, copy what is written into before it is, whomever it belongs to, so that it is put back.
+        """Inside the block, copy each tensor before the first write into it, so that its value can be put back.
 
         Takes about 10 us an operator. Meanwhile compiled code runs as it was written.
         """

@@ -174,7 +174,7 @@ def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:
 
 
 def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
-    """Do nothing instead, and note it: a backward pass that follows says better what is wrong.
+    """Replace ``zero_grad()`` by a note: if a backward pass follows, its error explains the mistake better.
 
     Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
     """

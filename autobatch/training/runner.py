@@ -164,9 +164,9 @@ class Runner:
             The loss, the committed sizes and the numbers of this step. Gradients are ``None`` afterwards.
 
         Raises:
-            DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before.
-            InvalidBatch: It cannot be counted, or not be divided into pieces that the model can run and that are within
-                the plan's ``max_micro_batch``; nothing was run.
+            DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before. Or
+                the model can run no division into pieces of at most the plan's ``max_micro_batch``; nothing was run.
+            InvalidBatch: Its samples cannot be counted; nothing was run.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
         if self._update is None:
@@ -326,9 +326,9 @@ class Runner:
         most, smallest = self.plan.max_micro_batch, self._accumulation.smallest
         for layout in batches:
             least = least_size(layout.count, smallest)
-            if most is not None and least > most:
+            if most is not None and least > most and most < self.plan.target_batch:  # else the bound is fit's own
                 why = explain_smallest(self._workload.model)
-                raise InvalidBatch(
+                raise DoesNotFit(
                     f"a batch of {layout.count} samples in micro-batches of at most {most} (the plan's "
                     f"max_micro_batch) leaves one of a single sample, and {why}: pass an even number of samples, or "
                     f"plan with fit(max_micro_batch={least}) or more"

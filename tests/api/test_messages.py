@@ -553,7 +553,7 @@ TABLE = [
     ),
     (
         lambda: fit(model=nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), target_batch=9, max_micro_batch=2),
-        "InvalidArgument",
+        "DoesNotFit",
         (
             "max_micro_batch=2 leaves a micro-batch of one sample of target_batch=9, and BatchNorm in train mode (1) "
             "cannot run one sample: pass max_micro_batch=3 or more"
@@ -561,7 +561,7 @@ TABLE = [
     ),
     (
         run_odd_batch,
-        "InvalidBatch",
+        "DoesNotFit",
         (
             "a batch of 5 samples in micro-batches of at most 2 (the plan's max_micro_batch) leaves one of a single "
             "sample, and BatchNorm in train mode (1) cannot run one sample: pass an even number of samples, or plan "

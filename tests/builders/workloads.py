@@ -67,6 +67,17 @@ def mean_step(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(inputs), labels)
 
 
+def limited(most: int) -> Any:
+    """``mean_step``, which runs out of memory with more samples than ``most``."""
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(batch[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return mean_step(model, batch)
+
+    return step
+
+
 def full_batch_gradient(model: nn.Module, step: Any, batch: Any) -> dict[str, torch.Tensor | None]:
     """The oracle: the gradient of the step's mean over the whole batch at once, by name; ``.grad`` is left alone."""
     kept = [(parameter, parameter.grad) for parameter in model.parameters()]

@@ -202,7 +202,7 @@ def test_a_model_that_has_no_room_to_be_widened_is_fitted_all_the_same(factor):
         max_micro_batch=16,
         budget=int(factor * parameter_bytes(model)),
     )
-    assert "no room for the model in float32" in plan.verdict.unchecked
+    assert "the model does not fit in memory in float32" in plan.verdict.unchecked
     assert str(plan.verdict) in plan.warnings
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 

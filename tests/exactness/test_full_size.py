@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from test_verification import RIGHT, small, token_mean, tokens
 from torch import nn
 from torch.nn import functional as F
-from workloads import bits_of, differences, full_batch_gradient, gradients_of, make_batch, mean_step, relative_error
+from workloads import (
+    bits_of,
+    differences,
+    full_batch_gradient,
+    gradients_of,
+    limited,
+    make_batch,
+    mean_step,
+    relative_error,
+)
 
 import autobatch
 from autobatch.batch.layout import describe
@@ -191,17 +200,6 @@ def test_several_micro_batches_are_compared_where_they_fit_at_once():
     )
     assert plan.verdict.larger_partition == (32, 32, 32, 32)
     assert "at most 128 of 256" in plan.verdict.not_compared
-
-
-def limited(most):
-    """A step that runs out of memory with more samples than the trials run."""
-
-    def step(model, batch):
-        if len(batch[0]) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return mean_step(model, batch)
-
-    return step
 
 
 @pytest.mark.parametrize("most", [20, 32, 63])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
-from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
+from workloads import Everything, Plain, bits_of, differences, limited, make_batch, mean_step
 
 from autobatch.exactness.verification import verify
 from autobatch.records import Verdict
@@ -493,15 +493,6 @@ def test_one_sample_gives_no_verdict():
 
 def test_memory_that_ends_with_many_samples_leaves_fewer():
     """Where 16 samples do not fit at once, fewer are compared; where two do not, it says so."""
-
-    def limited(most):
-        def step(model, batch):
-            if len(batch[0]) > most:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-            return mean_step(model, batch)
-
-        return step
-
     assert verify(small(), make_batch(16), limited(4)).samples == 4
     assert "memory ended" in verify(small(), make_batch(16), limited(1)).unchecked
 

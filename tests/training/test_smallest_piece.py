@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.planner import balance, least_size
 from autobatch.records import DeviceInfo
@@ -168,7 +168,7 @@ def test_the_first_step_of_every_plan_runs(model, target, bound):
 @pytest.mark.parametrize("objective", ["throughput", "memory"])
 def test_a_bound_that_leaves_one_sample_alone_is_refused(model, target, bound, least, objective):
     """The message says which bound would do."""
-    with pytest.raises(InvalidArgument, match=rf"cannot run one sample: pass max_micro_batch={least} or more"):
+    with pytest.raises(DoesNotFit, match=rf"cannot run one sample: pass max_micro_batch={least} or more"):
         fit(model(), target, max_micro_batch=bound, objective=objective)
 
 
@@ -281,11 +281,19 @@ def test_no_piece_is_larger_than_max_micro_batch(model, knows, count):
     runner = make_runner(model, plan, device)
     before = copy.deepcopy(model.state_dict())
     for run in (runner.step, runner.accumulate, lambda odd: runner.step_over([samples(4), odd])):
-        with pytest.raises(InvalidBatch, match=rf"{count} samples in micro-batches of at most 2 .*max_micro_batch=3\)"):
+        with pytest.raises(DoesNotFit, match=rf"{count} samples in micro-batches of at most 2 .*max_micro_batch=3\)"):
             run(samples(count))
     assert device.ran_sizes == [] or plan.smallest_micro_batch == 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert runner.step(samples(8)).micro_batch_sizes == (2, 2, 2, 2)
+
+
+@pytest.mark.parametrize("count", [3, 5, 9])
+def test_a_bound_that_nobody_asked_for_refuses_no_batch(count):
+    """A plan for two samples never tried three; a later odd batch runs all the same."""
+    model = REFUSING["BatchNorm1d"]()
+    sizes = make_runner(model, fit(model, 2)).step(samples(count)).micro_batch_sizes
+    assert (sum(sizes), min(sizes)) == (count, 3 if count in (3, 9) else 2)
 
 
 @pytest.mark.parametrize("model", REFUSING.values(), ids=REFUSING)
