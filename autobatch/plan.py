@@ -10,8 +10,8 @@ import os
 
 from pydantic import ValidationError
 
+from autobatch._arguments import check_path
 from autobatch._formatting import format_bytes
-from autobatch._paths import check_path
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.settings import settings_for

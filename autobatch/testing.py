@@ -18,11 +18,12 @@ import_torch()  # this module is often imported before torch is
 
 import torch
 
-from autobatch._arguments import check_count, check_switch, open_device, parse_bytes
+from autobatch._arguments import check_count, check_switch, parse_bytes
 from autobatch._bounds import LARGEST
 from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
+from autobatch.memory.devices import open_device
 from autobatch.records import DeviceInfo, MemoryUsage, Tenant
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 

@@ -38,7 +38,7 @@ LOOP_GUARD = "autobatch/step/loop_guard.py"
 
 RECOLLECTION = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
-SETBACK = "autobatch/planning/size_recovery.py"
+SETBACK = "autobatch/planning/retry_size.py"
 KEEPING = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -423,14 +423,14 @@ MUTANTS = (
         RECOLLECTION,
         "    if plan.peak_bytes > limit:",
         "    if False:",
-        ("tests/planning/test_recollection.py",),
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "a remembered plan may answer another question",
         RECOLLECTION,
-        "if not plan.predicted and _asks_the_same(plan, wanted)]",
-        "if not plan.predicted]",
-        ("tests/planning/test_recollection.py",),
+        "[plan for plan in measured if not _describe_question(plan, wanted)]",
+        "measured",
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "a trial that differs confirms a plan",
@@ -570,7 +570,7 @@ MUTANTS = (
         RECOLLECTION,
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
-        ("tests/planning/test_recollection.py",),
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "one norm over all parameters judges a split",
@@ -769,8 +769,8 @@ MUTANTS = (
     Mutant(
         "a thread that leaves a CUDA limit puts another thread's in place",
         "autobatch/memory/cuda.py",
-        "            if enter and not limits.entered:\n",
-        "            if enter:\n",
+        "                if not limits.entered:\n",
+        "                if True:\n",
         ("tests/memory/test_cuda.py",),
     ),
     Mutant(

@@ -1,7 +1,7 @@
-"""The one protocol through which everything above sees a device's memory.
+"""Defines the protocol through which all other modules see a device's memory.
 
-Covers what a device must be able to do. Does not cover how: ``cuda``, ``cpu`` and ``unmeasured`` are the real ones
-behind it, ``autobatch.testing.FakeDevice`` the pretended one.
+Covers what a device must be able to do. Does not cover how: ``cuda``, ``cpu`` and ``unmonitored`` are the real ones,
+``autobatch.testing.FakeDevice`` is simulated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from autobatch.records import DeviceInfo, MemoryUsage
 
-__all__ = ["Device"]
+__all__ = ["Device", "profile_micro_batch"]
 
 
 @runtime_checkable
@@ -27,13 +27,13 @@ class Device(Protocol):
 
     @property
     def measures(self) -> bool:
-        """Whether ``usage`` tells anything; where not, running out of memory is the only signal."""
+        """Whether ``usage`` reports bytes; if not, running out of memory is the only signal."""
 
     def describe(self) -> DeviceInfo:
         """Name, total and who else is on it, as of now."""
 
     def available_bytes(self) -> int:
-        """What this process may have now: what is free to it plus what it already holds. 0 where it cannot be told."""
+        """What this process may have now: what is free to it plus what it already holds; 0 where that is not known."""
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Enforce a budget inside the ``with`` block: an allocation beyond it raises ``torch.OutOfMemoryError``.
@@ -48,13 +48,13 @@ class Device(Protocol):
         """
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make these tensors count, for a device that only sees what is made under its eyes."""
+        """Count these tensors too, on a device that only sees what is made inside ``limit``."""
 
     def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on this device; one that is already there is not copied."""
 
     def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """Enclose one micro-batch's forward and backward: a range in a profile, and where a fake takes its memory."""
+        """A range in a profile around the forward and backward of one micro-batch; a fake device takes memory there."""
 
     def reset_peak(self) -> None:
         """Start a new measurement: peaks begin at what is held now."""
@@ -66,4 +66,11 @@ class Device(Protocol):
         """Wait until the device has done all that was asked of it."""
 
     def reclaim(self) -> None:
-        """Give back what nobody holds any more. Never call it inside an ``except`` block: frames are alive there."""
+        """Free what nothing refers to. Never call it inside an ``except`` block: the failed frames are alive there."""
+
+
+def profile_micro_batch(samples: int) -> AbstractContextManager[None] | None:
+    """A ``record_function`` while torch's profiler runs; else nothing, as that would cost 15 us a micro-batch."""
+    if torch._C._autograd._profiler_enabled():  # noqa: SLF001 - what torch/autograd/profiler.py itself asks
+        return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
+    return None

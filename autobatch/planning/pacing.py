@@ -18,8 +18,7 @@ from typing import Literal
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.shrinking import shrink
-from autobatch.planning.size_recovery import CLEAN_STEPS, Setback
+from autobatch.planning.retry_size import CLEAN_STEPS, Setback, shrink
 
 __all__ = ["Pace", "Reason"]
 
@@ -96,7 +95,7 @@ class Pace:
         """The size that the last steps allow, whatever is free now."""
         return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
 
-    def before_step(self, there_bytes: int | None, room_bytes: int | None) -> Pace:
+    def before_step(self, there_bytes: int | None, limit_bytes: int | None) -> Pace:
         """The size for a step that begins with so much memory.
 
         The goal where it can fit, else the largest size that fits with the headroom to spare. Of sizes below the goal
@@ -104,14 +103,14 @@ class Pace:
 
         Args:
             there_bytes: What a step can reach at most, in bytes, what is resident included.
-            room_bytes: The same less the headroom; ``None``: no headroom is known.
+            limit_bytes: The same less the headroom; ``None``: no headroom is known.
 
         Returns:
             This very pace where the size stays.
         """
         size = self.goal
         if self.curve is not None and there_bytes is not None and not self._fits(size, there_bytes):
-            limit = there_bytes if room_bytes is None else min(there_bytes, room_bytes)
+            limit = there_bytes if limit_bytes is None else min(there_bytes, limit_bytes)
             lower = [rung for rung in self.rungs if rung < size]
             size = max((rung for rung in lower if self._fits(rung, limit)), default=(lower or [size])[0])
             if size < self.size < self.goal and self._fits(self.size, there_bytes):
@@ -120,7 +119,7 @@ class Pace:
             return self
         return _move(self, size, "less is free" if size < self.size else "grown back")
 
-    def after_shortage(self, failed: int, room_bytes: int | None, least: int = 1) -> Pace:
+    def after_shortage(self, failed: int, limit_bytes: int | None, least: int = 1) -> Pace:
         """Memory ended at a micro-batch: go on with less.
 
         Where a size failed that was only being tried, and the curve does not say why, what ran before is good enough.
@@ -129,7 +128,7 @@ class Pace:
 
         Args:
             failed: Samples in the micro-batch that did not fit, at most ``size``; parts of a batch may be smaller.
-            room_bytes: What the step may hold now, what is resident included; ``None`` where it cannot be told.
+            limit_bytes: What the step may hold now, what is resident included; ``None`` where it cannot be told.
             least: The fewest samples into which the rest of the step can be divided.
 
         Raises:
@@ -139,9 +138,9 @@ class Pace:
         least = max(least, rungs[0])
         if failed <= least:
             raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller: at least {least} samples can run")
-        explains = self.curve is not None and room_bytes is not None and self.curve.largest(room_bytes) < failed
+        explains = self.curve is not None and limit_bytes is not None and self.curve.largest(limit_bytes) < failed
         is_blind = self.failure is not None and not (self.failure.is_explained or explains)
-        wanted = shrink(failed, None if is_blind else self.curve, room_bytes)
+        wanted = shrink(failed, None if is_blind else self.curve, limit_bytes)
         last = self.setbacks[-1] if self.setbacks else None
         if last and last.is_tried and last.ran < failed and not explains:
             wanted = last.ran

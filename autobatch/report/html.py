@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.report.advice import advise
+from autobatch.report.advice import advise, tenant_lines
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.charts import memory_bar, peak_chart, speed_chart
 from autobatch.report.html_table import render_table
@@ -29,7 +29,7 @@ from autobatch.report.tables import (
     setback_table,
     trial_table,
 )
-from autobatch.report.text import summarise_plan, tenant_lines
+from autobatch.report.text import summarise_plan
 
 __all__ = ["render_fragment", "render_report"]
 

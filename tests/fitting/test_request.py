@@ -10,19 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch._arguments import (
-    DEFAULT_HEADROOM,
-    check_choice,
-    check_count,
-    check_target,
-    find_allowance,
-    find_device,
-    parse_bytes,
-    parse_headroom,
-)
+from autobatch._arguments import check_choice, check_count, check_target, parse_bytes
 from autobatch.errors import InvalidArgument
+from autobatch.memory.allowance import DEFAULT_HEADROOM, find_allowance, parse_headroom
 from autobatch.memory.cpu import CpuDevice
-from autobatch.memory.devices import device_for
+from autobatch.memory.devices import device_for, find_device
 from autobatch.testing import FakeDevice
 
 GIB, MIB = 2**30, 2**20

@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.ranks import refuse_many_ranks, world_size
+from autobatch.distributed import refuse_many_ranks, world_size
 from autobatch.errors import AutobatchError
 
 

@@ -1,0 +1,135 @@
+"""Chooses the next size after an out-of-memory error, and when a size that failed is tried again.
+
+Covers the sizes that a run may change to, the one number after an error, and how one failed size comes back. Does not
+cover which size a step begins with (``pacing``), nor what is restored and run again (``training``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autobatch.errors import InvalidArgument
+from autobatch.planning.curve import MemoryCurve
+from autobatch.planning.planner import useful_sizes
+
+__all__ = ["CLEAN_STEPS", "COMPILED_SIZES", "LONGEST_WAIT", "Setback", "compiled_ladder", "eager_ladder", "shrink"]
+
+COMPILED_SIZES = 3
+"""Rungs for a compiled step. A batch in balanced parts has at most two sizes, so three rungs are six graphs of the
+eight that ``torch._dynamo.config.recompile_limit`` allows: two are left for evaluation or the epoch's short last batch.
+"""
+
+CLEAN_STEPS = 20
+"""Clean steps before one of the sizes below a failed one is tried while it waits, and the first wait after thrash."""
+
+LONGEST_WAIT = 64 * CLEAN_STEPS
+"""The most clean steps before a failed size is tried again."""
+
+
+def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> int:
+    """The next size to try: at least 1, always smaller than the one that failed.
+
+    What the curve says fits is tried first. Where the curve says that the failed size fits, it is wrong today (longer
+    sequences, another tenant, fragmentation), but it was right on an earlier day: so only a quarter is given up.
+    Without a curve or a limit, half.
+
+    Args:
+        failed: Samples in the micro-batch that did not fit, at least 2.
+        curve: Peak memory by size, where a plan has one.
+        limit_bytes: What this step may hold now, what is resident included; ``None`` where that is not known.
+
+    Raises:
+        InvalidArgument: ``failed`` is less than 2: one sample cannot be split.
+    """
+    if failed < 2:
+        raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller")
+    if curve is None or limit_bytes is None:
+        return failed // 2
+    fitting = curve.largest(limit_bytes)
+    return failed * 3 // 4 if fitting >= failed else max(fitting, 1)
+
+
+def eager_ladder(target: int, size: int) -> tuple[int, ...]:
+    """The sizes worth going on with where a new size costs nothing: ``useful_sizes`` up to the plan's, ascending.
+
+    Raises:
+        InvalidArgument: ``target`` or ``size`` is less than 1.
+    """
+    sizes = useful_sizes(target, size)
+    return sizes if sizes[-1] == size else (*sizes, size)
+
+
+def compiled_ladder(size: int) -> tuple[int, ...]:
+    """A few sizes where each new one is compiled anew: ``size``, its half and its quarter, ascending.
+
+    One sample is left out: ``torch.compile`` specialises on it even where sizes are dynamic.
+
+    Raises:
+        InvalidArgument: ``size`` is less than 1.
+    """
+    if size < 1:
+        raise InvalidArgument(f"a micro-batch must have at least one sample, not {size}")
+    halves = (size >> times for times in reversed(range(COMPILED_SIZES)))
+    return tuple(half for half in halves if half > 1 or half == size)
+
+
+@dataclass(frozen=True)
+class Setback:
+    """A size that failed, and when it comes back.
+
+    Attributes:
+        size: The size to come back to.
+        ran: The largest size that has run instead.
+        failed: The smallest size that failed.
+        wait: How many clean steps it has to wait each time; halved by each step that goes well at ``size``.
+        left: How many of them are still to come; 0: it is tried.
+        trial: A size between ``ran`` and ``size`` that is tried first.
+    """
+
+    size: int
+    ran: int
+    failed: int
+    wait: int
+    left: int
+    trial: int | None = None
+
+    @property
+    def goal(self) -> int:
+        """The size for now."""
+        if self.trial is not None:
+            return self.trial
+        return self.ran if self.left else self.size
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the size for now is one that has not yet run since the failure."""
+        return self.goal > self.ran
+
+    def count_step(self) -> Setback:
+        """A clean step. After a long wait the smallest size that failed is tried first: it is the likelier to run."""
+        left = max(self.left - 1, 0)
+        is_due = self.left > left == 0 and self.wait >= CLEAN_STEPS and self.failed < self.size
+        return replace(self, left=left, trial=self.failed if is_due else self.trial)
+
+    def try_between(self, rungs: Sequence[int]) -> Setback:
+        """Try a size halfway between the largest that ran and the smallest that failed, if one is left."""
+        between = [rung for rung in rungs if self.ran < rung < self.failed]
+        return replace(self, trial=between[len(between) // 2]) if between else self
+
+    def succeed(self) -> Setback | None:
+        """The size for now went well; ``None`` once nothing is left to wait for."""
+        if self.trial is not None:
+            return replace(self, ran=self.trial, failed=self.failed if self.left else self.size, trial=None)
+        wait = self.wait // 2
+        return replace(self, wait=wait) if wait else None
+
+    def fail(self, ran: int, failed: int, least_wait: int) -> Setback:
+        """The size for now failed, and ``ran`` ran instead: twice the wait, unless only a size in between was tried.
+
+        ``ran`` never falls: a smaller size that failed too, in the same step, was no lasting loss.
+        """
+        ran = max(ran, self.ran)
+        known = min((size for size in (failed, self.failed) if size > ran), default=self.size)
+        wait = self.wait if self.left else min(max(2 * self.wait, least_wait), LONGEST_WAIT)
+        return replace(self, ran=ran, failed=known, trial=None, wait=wait, left=self.left or wait)
