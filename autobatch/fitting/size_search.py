@@ -23,10 +23,11 @@ from autobatch.fitting.probe import Probe
 from autobatch.memory.allowance import Allowance
 from autobatch.memory.device import Device
 from autobatch.planning.curve import MemoryCurve, fit_curve
+from autobatch.planning.evidence import Question
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, choose_size, least_size, useful_sizes
 from autobatch.planning.reuse import Wanted, find_remembered, why_not_confirmed
-from autobatch.planning.search import Question, next_size, next_smaller_size
+from autobatch.planning.search import next_size, next_smaller_size
 from autobatch.prediction.prior import Expectation, expect_largest
 from autobatch.records import Trial
 from autobatch.report.advice import explain_refusal

@@ -1,8 +1,7 @@
-"""Peak memory as a function of the micro-batch size, from a few trials.
+"""Fits peak memory as a function of the micro-batch size to a few trials.
 
 Covers one process on one device: a convex, piecewise linear curve for allocated and for reserved bytes. Does not cover
-which sizes are worth a trial (``search``) nor curves that were traced instead of measured, though those are the same
-record.
+which sizes are worth a trial (``search``).
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from autobatch.records import Record, Trial
 __all__ = ["UNLIMITED", "Knots", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
 
 UNLIMITED = sys.maxsize
-"""What ``MemoryCurve.largest`` answers where memory does not grow with the size at all."""
+"""What ``MemoryCurve.largest`` returns where memory does not grow with the size at all."""
 
 
 def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Refuse knots that are no function of the size which never falls and only bends up."""
     if any(next_size <= size or next_peak < peak for (size, peak), (next_size, next_peak) in pairwise(knots)):
         raise ValueError("knots must go up in size and never down in bytes")
     if any(_bend(*triple) < 0 for triple in zip(knots, knots[1:], knots[2:], strict=False)):
@@ -85,14 +83,11 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
 
     It passes through every point of convex measurements. Reserved bytes are a staircase (the CUDA allocator takes
     segments of 2 and 20 MiB): there it is the greatest convex function below the points, moved up until no point lies
-    above it. So a measured size is never under-predicted; between and beyond sizes it is a prediction.
-
-    Args:
-        trials: At least one that ran (``"fits"`` or ``"thrash"``). One alone gives the line to the resident bytes at
-            size 0, which is steeper than memory that grows linearly.
+    above it. So a measured size is never under-predicted; between and beyond sizes it is a prediction. One trial alone
+    gives the line to the resident bytes at size 0, which is steeper than memory that grows linearly.
 
     Raises:
-        InvalidArgument: No trial ran, so nothing was measured.
+        InvalidArgument: No trial ran (``"fits"`` or ``"thrash"``), so nothing was measured.
     """
     measured = [trial for trial in trials if ran(trial)]
     if not measured:
@@ -100,8 +95,8 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
     resident = min(trial.resident_bytes for trial in measured)
     plateaus = [trial for trial in measured if _optimizer_leads(trial)]
     return MemoryCurve(
-        allocated=_fit_knots(((trial.micro_batch_size, growing_allocated(trial)) for trial in measured), resident),
-        reserved=_fit_knots(((trial.micro_batch_size, growing_reserved(trial)) for trial in measured), resident),
+        allocated=_fit_knots(((t.micro_batch_size, growing_allocated(t)) for t in measured), resident),
+        reserved=_fit_knots(((t.micro_batch_size, growing_reserved(t)) for t in measured), resident),
         allocated_floor=max([resident, *(max(trial.peak_allocated, trial.optimizer_peak) for trial in plateaus)]),
         reserved_floor=max([resident, *(_peak_reserved(trial) for trial in plateaus)]),
     )
@@ -140,7 +135,10 @@ def _peak_reserved(trial: Trial) -> int:
 
 
 def _fit_knots(points: Iterable[tuple[int, int]], resident: int) -> tuple[tuple[int, int], ...]:
-    rising = _raise_dips(points)
+    highest, by_size = 0, {}
+    for size, peak in sorted(points):  # a size is taken to need no less than a smaller one did
+        by_size[size] = highest = max(highest, peak)
+    rising = list(by_size.items())
     if len(rising) == 1:
         [(size, peak)] = rising
         return ((0, min(resident, peak)), (size, peak))
@@ -150,16 +148,6 @@ def _fit_knots(points: Iterable[tuple[int, int]], resident: int) -> tuple[tuple[
         if _evaluate(others, 1) >= rising[0][1]:
             return others
     return _cover(rising)
-
-
-def _raise_dips(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """In order of size, each size once, no size with less than a smaller one had."""
-    rising: dict[int, int] = {}
-    highest = 0
-    for size, peak in sorted(points):
-        highest = max(highest, peak)
-        rising[size] = highest
-    return list(rising.items())
 
 
 def _cover(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

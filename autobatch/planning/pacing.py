@@ -1,7 +1,7 @@
 """Decides the micro-batch size of each step from free memory and from how earlier steps went.
 
 Covers the way down (memory ended, the allocator thrashes, less is free than the size needs) and the way back to the
-plan's size. Does not cover how memory is read, nor what is done about a step that ran out of it (``runner``).
+plan's size. Does not cover how memory is read, nor how a step is retried (``training``).
 
 The policy follows from costs. A retry costs one piece, at most one step; a size that is too small costs something in
 every step. So the plan's size is back as soon as the reading of free memory allows it, and after an OOM that the
@@ -27,25 +27,19 @@ Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in the step that is under way.
+    """What went wrong in the step that is under way."""
 
-    Attributes:
-        goal: The size that was wanted when the step began.
-        failed: The smallest size at which a micro-batch failed.
-        is_explained: Whether each OOM was explained by the curve and by what was free then.
-    """
-
-    goal: int
-    failed: int
-    is_explained: bool
+    goal: int  # the size that was wanted when the step began
+    failed: int  # the smallest size at which a micro-batch failed
+    is_explained: bool  # whether each OOM was explained by the curve and by what was free then
 
 
 @dataclass(frozen=True)
 class Pace:
     """The size of the next step and what the last steps have shown.
 
-    Every transition returns a new value, so a step that is undone is forgotten by keeping the old one. A step is
-    ``before_step``, any number of ``after_shortage``, ``after_step``.
+    Every transition returns a new value: the old one still describes the state before a step that is undone. A step
+    is ``before_step``, any number of ``after_shortage``, ``after_step``.
 
     Attributes:
         ladder: The sizes to choose from, ascending; the last is the plan's.
@@ -73,7 +67,7 @@ class Pace:
     failure: _Failure | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no ladder, or a size above it."""
+        """Check the ladder and the size."""
         if not self.ladder or self.ladder[0] < 1 or any(above <= below for below, above in pairwise(self.ladder)):
             raise InvalidArgument(f"a ladder must go up from at least one sample, not {self.ladder}")
         if not 1 <= self.size <= self.ladder[-1]:
@@ -95,25 +89,22 @@ class Pace:
         """The size that the last steps allow, whatever is free now."""
         return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
 
-    def before_step(self, there_bytes: int | None, limit_bytes: int | None) -> Pace:
-        """The size for a step that begins with so much memory.
+    def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
+        """The size for a step that begins with so much memory; this very pace where the size stays.
 
         The goal where it can fit, else the largest size that fits with the headroom to spare. Of sizes below the goal
-        one that can fit stays, so that a neighbour who comes and goes a little is not answered each time.
+        one that can fit stays, so that the size does not follow each small change of what another process holds.
 
         Args:
-            there_bytes: What a step can reach at most, in bytes, what is resident included.
+            most_bytes: What a step can reach at most, in bytes, what is resident included.
             limit_bytes: The same less the headroom; ``None``: no headroom is known.
-
-        Returns:
-            This very pace where the size stays.
         """
         size = self.goal
-        if self.curve is not None and there_bytes is not None and not self._fits(size, there_bytes):
-            limit = there_bytes if limit_bytes is None else min(there_bytes, limit_bytes)
+        if self.curve is not None and most_bytes is not None and not self._fits(size, most_bytes):
+            limit = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes)
             lower = [rung for rung in self.rungs if rung < size]
             size = max((rung for rung in lower if self._fits(rung, limit)), default=(lower or [size])[0])
-            if size < self.size < self.goal and self._fits(self.size, there_bytes):
+            if size < self.size < self.goal and self._fits(self.size, most_bytes):
                 size = self.size
         if size > self.size and self.clean_steps < self.patience:
             return self
@@ -128,7 +119,7 @@ class Pace:
 
         Args:
             failed: Samples in the micro-batch that did not fit, at most ``size``; parts of a batch may be smaller.
-            limit_bytes: What the step may hold now, what is resident included; ``None`` where it cannot be told.
+            limit_bytes: What the step may hold now, what is resident included; ``None`` where that is not known.
             least: The fewest samples into which the rest of the step can be divided.
 
         Raises:

@@ -1,31 +1,26 @@
-"""The same plan in other frameworks' words.
+"""Translates a plan into the settings of frameworks that own the training loop.
 
-Covers the frameworks that own the training loop and take one fixed size: Hugging Face, Lightning, accelerate,
-DeepSpeed. Such a loop cannot run ragged micro-batches, so the size is the largest exact divisor of the share. Does not
-cover running there.
+Covers Hugging Face, Lightning, accelerate and DeepSpeed. Their loops take one fixed size and cannot run ragged
+micro-batches, so the size is the largest exact divisor of the share. Does not cover running there.
 """
 
 from __future__ import annotations
 
+import math
+
 from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.planner import divide_evenly
 
-__all__ = ["FRAMEWORKS", "settings_for"]
+__all__ = ["FRAMEWORKS", "divide_evenly", "settings_for"]
 
 FRAMEWORKS = ("huggingface", "lightning", "accelerate", "deepspeed")
 
 
 def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
-    """The plan as keyword arguments of another framework.
+    """The plan as keyword arguments of one of ``FRAMEWORKS``, by their names there.
 
-    Args:
-        plan: Its largest micro-batch bounds the size.
-        framework: One of ``FRAMEWORKS``.
-
-    Returns:
-        Names as in that framework's own configuration. Size x accumulation x world size is the target exactly.
+    Size x accumulation x world size is the target exactly.
 
     Raises:
         InvalidArgument: The framework is not known, the target cannot be shared equally by the ranks, or a rank's share
@@ -41,13 +36,13 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
             f"{plan.world_size} ranks; take a multiple of {plan.world_size}"
         )
     share, smallest = plan.target_batch // plan.world_size, plan.smallest_micro_batch
-    try:
-        size, steps = divide_evenly(share, plan.micro_batch_size, smallest)
-    except InvalidArgument as error:
+    size, steps = divide_evenly(share, plan.micro_batch_size)
+    if size < smallest:
         raise InvalidArgument(
-            f"settings({framework!r}): {error}, and the model cannot run micro-batches of fewer than {smallest}: take "
-            f"another target_batch, such as {share + 1} a rank"
-        ) from None
+            f"settings({framework!r}): {share} samples have no divisor from {smallest} to {plan.micro_batch_size}, and "
+            f"the model cannot run micro-batches of fewer than {smallest}: take another target_batch, such as "
+            f"{share + 1} a rank"
+        )
     if framework == "huggingface":
         return {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
     if framework == "lightning":
@@ -59,3 +54,13 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
         "train_micro_batch_size_per_gpu": size,
         "gradient_accumulation_steps": steps,
     }
+
+
+def divide_evenly(total: int, largest: int) -> tuple[int, int]:
+    """``(size, steps)`` with ``size * steps == total`` exactly and ``size`` as large as ``largest`` allows.
+
+    A prime ``total`` above ``largest`` leaves ``(1, total)``. Both are at least 1.
+    """
+    small = (divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0)
+    size = max(part for divisor in small for part in (divisor, total // divisor) if part <= largest)
+    return size, total // size

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from autobatch.planning.evidence import draw_line
+from autobatch.planning.evidence import Question, draw_line, fits, largest_fitting, smallest_as_fast
 from autobatch.planning.planner import useful_sizes
-from autobatch.planning.search import (
-    Question,
-    fits,
-    largest_fitting,
-    most_trials,
-    next_size,
-    next_smaller_size,
-    smallest_as_fast,
-)
+from autobatch.planning.search import most_trials, next_size, next_smaller_size
 from autobatch.records import Outcome, Trial
 
 Memory = Callable[[int], int]
