@@ -1,4 +1,4 @@
-"""For users' own tests: a device whose memory is a formula, and memory that ends where you say.
+"""Simulates a device and out-of-memory errors for users' own tests.
 
 Covers CPU tests of code that trains with autobatch: ``FakeDevice`` for plans and retries without a GPU, ``oom_at`` for
 an out-of-memory error at a chosen operation, ``tenant`` for somebody else who takes memory. Does not cover speed.
@@ -57,7 +57,7 @@ class FakeDevice:
             curve: Peak bytes of a micro-batch by its samples; ``curve(0)`` is what is resident.
             total_bytes: An int or a text such as ``"24GiB"``. Beyond it, or beyond a budget, the micro-batch raises
                 ``torch.OutOfMemoryError``.
-            measures: ``False``: a device that tells nothing, where running out is the only signal.
+            measures: ``False``: a device that reports nothing, where running out is the only signal.
             thrashes_from: From this size on each micro-batch counts one allocator retry.
             tenants: Other processes; what they hold is not available.
 
@@ -110,12 +110,12 @@ class FakeDevice:
     def micro_batch(self, samples: int) -> Iterator[None]:
         """Take the memory of so many samples, or run out."""
         need = self._evaluate(samples)
-        room = min(self._budget, self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants))
+        free = min(self._budget, self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants))
         self.ran_sizes.append(samples)
-        if need > room:
+        if need > free:
             raise torch.OutOfMemoryError(
                 f"fake device out of memory. Tried to hold {format_bytes(need)} for {plural(samples, 'sample')} in "
-                f"{format_bytes(room)}"
+                f"{format_bytes(free)}"
             )
         self._peak = max(self._peak, need)
         self._retries += self.thrashes_from is not None and samples >= self.thrashes_from
@@ -136,11 +136,7 @@ class FakeDevice:
         )
 
     def _evaluate(self, samples: int) -> int:
-        """Bytes by the formula, which may have been replaced since.
-
-        Raises:
-            InvalidArgument: It gives no number of bytes.
-        """
+        """Bytes by the formula, which may have been replaced since."""
         found = self.curve(samples)
         if isinstance(found, bool) or not isinstance(found, numbers.Real) or not 0 <= found < math.inf:
             raise InvalidArgument(
@@ -173,13 +169,7 @@ class _OutOfMemoryAt(DispatchMode):
         self.operations = 0
         self.raised: list[str] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or raise before it."""
         if _allocates_nothing(func):
             return func(*args, **(kwargs or {}))
@@ -193,7 +183,7 @@ class _OutOfMemoryAt(DispatchMode):
 
 def _allocates_nothing(func: Any) -> bool:
     """Views, copies into memory that is there (how state is put back), marks of the profiler: they cannot run out."""
-    aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - no public twin
+    aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - nothing public has it
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
     return is_view or func is torch.ops.aten.copy_.default or func.namespace == "profiler"
 

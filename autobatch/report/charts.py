@@ -1,7 +1,7 @@
-"""The pictures of a plan: memory and speed against the micro-batch size, and where the memory goes.
+"""Draws the charts of a plan: memory and speed against the micro-batch size, and where the memory goes.
 
-Covers what is drawn where; each returns one ``<svg>``, or nothing where nothing was measured that it could show. Does
-not cover runs (``run_chart``) nor colours (``style``).
+Each is one ``<svg>``, or an empty text where nothing was measured that it could show. Does not cover runs
+(``run_chart``) nor colours (``style``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _BEYOND = 1.35
 
 
 def peak_chart(plan: PlanRecord) -> str:
-    """Peak memory against micro-batch size: trials, curve, budget, headroom and the chosen size.
-
-    Returns:
-        Nothing where the device told of no bytes.
-    """
+    """Peak memory against micro-batch size: trials, curve, budget, headroom and the chosen size."""
     peaks = [held_bytes(trial) for trial in plan.trials]
     if not any((*peaks, plan.peak_bytes)):
         return ""
@@ -59,11 +55,7 @@ def peak_chart(plan: PlanRecord) -> str:
 
 
 def speed_chart(plan: PlanRecord) -> str:
-    """Samples a second against micro-batch size.
-
-    Returns:
-        Nothing where no trial took a time.
-    """
+    """Samples per second against micro-batch size."""
     rates = {trial.micro_batch_size: trial.samples_per_second for trial in plan.trials if trial.outcome != "oom"}
     if not any(rates.values()):
         return ""
@@ -96,16 +88,12 @@ def speed_chart(plan: PlanRecord) -> str:
 
 
 def memory_bar(plan: PlanRecord) -> str:
-    """The parts of the budget on top of each other, lying.
-
-    Returns:
-        Nothing where the device told of no bytes.
-    """
+    """The parts of the budget, as one bar from left to right."""
     parts = memory_parts(plan)
     total = sum(part.size_bytes for part in parts)
     if not total:
         return ""
-    # At least 2 bytes: there must be room for three ticks.
+    # At least 2 bytes, so that three ticks fit.
     scale = LinearScale(0, max(total, 2), _BAR.left, _BAR.right)
     pieces, start = [], 0
     for part in parts:
@@ -172,13 +160,13 @@ def _curve_lines(plan: PlanRecord, across: Scale, upward: Scale) -> Iterator[str
         return
     curve, last = plan.curve, _largest_drawn(plan)
     ran = max((trial.micro_batch_size for trial in plan.trials if trial.outcome != "oom"), default=0)
-    drawn = {max(round(across.value(_FRAME.left + 3 * step)), 1) for step in range(117)}
+    even = {max(round(across.value(_FRAME.left + 3 * step)), 1) for step in range(117)}
     knots = {size for size, _ in curve.reserved if size >= 1}
-    sizes = sorted(size for size in {*drawn, *knots, ran, last} - {0} if size <= last)
+    sizes = sorted(size for size in {*even, *knots, ran, last} - {0} if size <= last)
     points = [(size, max(curve.peak_reserved(size), 0)) for size in sizes]
-    places = [(size, across.position(size), upward.position(peak)) for size, peak in points if peak <= upward.high]
-    yield polyline(((x, y) for size, x, y in places if size <= ran), "curve")
-    yield polyline(((x, y) for size, x, y in places if size >= ran), "curve expected")
+    drawn = [(size, across.position(size), upward.position(peak)) for size, peak in points if peak <= upward.high]
+    yield polyline(((x, y) for size, x, y in drawn if size <= ran), "curve")
+    yield polyline(((x, y) for size, x, y in drawn if size >= ran), "curve expected")
 
 
 def _trial_mark(trial: Trial, x: float, y: float, measured: str) -> str:
@@ -191,7 +179,7 @@ def _trial_mark(trial: Trial, x: float, y: float, measured: str) -> str:
 
 
 def _chosen_mark(plan: PlanRecord, across: Scale, y: float, measured: str) -> Iterator[str]:
-    """A ring, a line down to its size, and the label above the plot, where nothing else can come in its way."""
+    """A ring, a line down to its size, and the label above the plot, where nothing else is drawn."""
     x = across.position(plan.micro_batch_size)
     text = f"{plural(plan.micro_batch_size, 'sample')}: {measured}"
     yield polyline([(x, min(y + 8, _FRAME.bottom)), (x, _FRAME.bottom)], "chosen down")

@@ -1,4 +1,4 @@
-"""What differs between two plans, as data and in words.
+"""Compares two plans, as data and in words.
 
 Covers every field of a plan but its name, date and duration, its trials size by size and its curve at common sizes.
 Does not cover why they differ; but whether the same workload was measured is said first.
@@ -23,11 +23,7 @@ _WIDTH = 80
 
 
 def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
-    """What differs, for JSON.
-
-    Args:
-        a: The first plan, in time or by choice.
-        b: The second one; changes are from ``a`` to ``b``.
+    """What differs from ``a`` to ``b``, for JSON.
 
     Returns:
         ``same_workload``: whether the fingerprints are equal; ``None`` where one has none.
@@ -47,17 +43,14 @@ def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
 
 
 def diff_plans(a: PlanRecord, b: PlanRecord) -> str:
-    """What differs, in lines of at most 80 columns; ends without a newline.
-
-    Args:
-        a: The first plan, in time or by choice.
-        b: The second one; changes are from ``a`` to ``b``.
-    """
+    """What differs from ``a`` to ``b``, in lines of at most 80 columns; ends without a newline."""
     data = diff_plans_data(a, b)
     lines = [_WORKLOADS[data["same_workload"]]]
     lines += [_field_line(entry) for entry in data["fields"]]
     lines += [f"trial of {plural(entry['size'], 'sample')}: {_change(entry, _say_trial)}" for entry in data["trials"]]
-    lines += [f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, _say_bytes)}" for entry in data["curve"]]
+    lines += [
+        f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, format_bytes)}" for entry in data["curve"]
+    ]
     if len(lines) == 1:
         lines.append("nothing else differs")
     return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
@@ -103,7 +96,7 @@ def _flatten(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _differing_trials(a: PlanRecord, b: PlanRecord) -> Iterator[dict[str, Any]]:
-    """The last attempt at each size speaks for it. Times are left out: no two are ever the same."""
+    """The last attempt at each size counts. Times are left out: no two are ever the same."""
     ours, theirs = ({trial.micro_batch_size: _facts_of(trial) for trial in plan.trials} for plan in (a, b))
     for size in sorted({*ours, *theirs}):
         if ours.get(size) != theirs.get(size):
@@ -124,30 +117,21 @@ def _differing_curve(a: PlanRecord, b: PlanRecord) -> list[dict[str, int]]:
 
 def _field_line(entry: dict[str, Any]) -> str:
     field = entry["field"]
-    say = _SPECIAL.get(field) or (_say_bytes if field.endswith("_bytes") else _say)
+    say = _SPECIAL.get(field) or (format_bytes if field.endswith("_bytes") else _say)
     return f"{_NAMES.get(field) or field.replace('.', ' ').replace('_', ' ')}: {_change(entry, say)}"
 
 
 def _change(entry: dict[str, Any], say: Callable[[Any], str]) -> str:
     before, after = entry["a"], entry["b"]
-    told = f"{_said(before, say)} -> {_said(after, say)}"
-    if say is _say_bytes and before and after and before != after:
-        told += f" ({after / before - 1:+.1%})"
-    return told
-
-
-def _said(value: Any, say: Callable[[Any], str]) -> str:
-    return "none" if value in (None, "", [], {}) else say(value)
+    first, second = ("none" if value in (None, "", [], {}) else say(value) for value in (before, after))
+    grown = f" ({after / before - 1:+.1%})" if say is format_bytes and before and after and before != after else ""
+    return f"{first} -> {second}{grown}"
 
 
 def _say(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _say_bytes(value: int) -> str:
-    return format_bytes(value)
 
 
 def _say_sizes(sizes: list[int]) -> str:
