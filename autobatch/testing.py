@@ -30,7 +30,7 @@ from autobatch.torch_internals.dispatch_mode import DispatchMode
 __all__ = ["FakeDevice", "oom_at", "tenant"]
 
 
-class FakeDevice:
+class FakeDevice(Device):
     """A pretended device: a micro-batch of ``n`` samples peaks at ``curve(n)`` bytes. Tensors really live on the CPU.
 
     Pass it as ``device=`` to ``fit`` and to ``Runner``.
@@ -95,17 +95,6 @@ class FakeDevice:
         finally:
             self._budget = outer
 
-    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
-        """Always: enforcing a formula costs nothing."""
-        return True
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The formula says everything."""
-
-    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stays where it is."""
-        return tensor
-
     @contextmanager
     def micro_batch(self, samples: int) -> Iterator[None]:
         """Take the memory of so many samples, or run out."""
@@ -144,9 +133,6 @@ class FakeDevice:
                 f"at least 0"
             )
         return min(int(found), LARGEST)
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def reclaim(self) -> None:
         """Nothing is held."""

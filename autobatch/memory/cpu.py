@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
-from autobatch.memory.device import profile_micro_batch
+from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.memory.live_storage import LiveStorage, StorageBudget
-from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["CpuDevice"]
@@ -39,7 +38,7 @@ class _Innermost(threading.local):
 _INNERMOST = _Innermost()
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The host's memory behind the ``Device`` protocol; all objects of this class share one count and one budget.
 
     A ``limit`` holds in the thread that entered it. What other threads make is counted only by ``watch``.
@@ -95,14 +94,6 @@ class CpuDevice:
         """Count tensors that were made before, or outside, any ``limit`` block."""
         _STORAGE.add(tensors)
 
-    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in CPU memory stays as it is."""
-        return tensor.to(self.torch_device)
-
-    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """A range in torch's profiler."""
-        return profile_micro_batch(samples)
-
     def reset_peak(self) -> None:
         """The peak begins at what is live now."""
         _STORAGE.peak_bytes = _STORAGE.live_bytes
@@ -111,10 +102,3 @@ class CpuDevice:
         """Allocated and reserved are the same here: freed memory goes back to the C library at once."""
         live, peak = _STORAGE.live_bytes, _STORAGE.peak_bytes
         return MemoryUsage(allocated=live, reserved=live, peak_allocated=peak, peak_reserved=peak)
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def reclaim(self) -> None:
-        """Free what nothing refers to."""
-        drop_stale_references()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from autobatch.memory import nvml
-from autobatch.memory.device import profile_micro_batch
+from autobatch.memory.device import Device
 from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
 
@@ -38,7 +38,7 @@ class _CardLimits:
 _LIMITS: dict[int, _CardLimits] = {}
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One card, or one MIG slice, behind the ``Device`` protocol."""
 
     measures = True
@@ -101,21 +101,10 @@ class CudaDevice:
     def _set_limit(self, limit_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(find_fraction(limit_bytes, self.total_bytes), self.torch_device)
 
-    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
-        """Always: enforcing costs nothing here."""
-        return True
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing to do: the allocator sees every tensor."""
-
     def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copied without waiting where the source is pinned: torch reuses pinned memory only after it was read."""
         pinned = tensor.device.type == "cpu" and tensor.is_pinned()
         return tensor.to(self.torch_device, non_blocking=pinned)
-
-    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """A range in torch's profiler."""
-        return profile_micro_batch(samples)
 
     def reset_peak(self) -> None:
         """The peaks begin at what is held now."""

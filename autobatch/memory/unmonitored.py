@@ -5,20 +5,19 @@ Running out of memory is the only signal there, so sizes are found by trying the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from autobatch.memory.device import profile_micro_batch
+from autobatch.memory.device import Device
 from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["UnmonitoredDevice"]
 
 
-class UnmonitoredDevice:
+class UnmonitoredDevice(Device):
     """Any torch device behind the ``Device`` protocol, with nothing measured and nothing enforced."""
 
     measures = False
@@ -42,20 +41,6 @@ class UnmonitoredDevice:
     def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
         """Never: nothing is enforced."""
         return False
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts nothing."""
-
-    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on this device; the copy is waited for."""
-        return tensor.to(self.torch_device)
-
-    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """A range in torch's profiler."""
-        return profile_micro_batch(samples)
-
-    def reset_peak(self) -> None:
-        """No peak is measured."""
 
     def usage(self) -> MemoryUsage:
         """All zero: not known."""
