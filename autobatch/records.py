@@ -39,7 +39,7 @@ _MODULES_SHOWN = 3
 
 
 class Record(BaseModel):
-    """A frozen value: compared by content, refused when it holds a field that nobody declared."""
+    """A frozen value: compared by content, refused when it holds an undeclared field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 

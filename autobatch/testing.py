@@ -1,7 +1,7 @@
 """Simulates a device and out-of-memory errors for users' own tests.
 
 Covers CPU tests of code that trains with autobatch: ``FakeDevice`` for plans and retries without a GPU, ``oom_at`` for
-an out-of-memory error at a chosen operation, ``tenant`` for somebody else who takes memory. Does not cover speed.
+an out-of-memory error at a chosen operation, ``tenant`` for another user of the memory. Does not cover speed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FakeDevice", "oom_at", "tenant"]
 
 
 class FakeDevice(Device):
-    """A pretended device: a micro-batch of ``n`` samples peaks at ``curve(n)`` bytes. Tensors really live on the CPU.
+    """A simulated device: a micro-batch of ``n`` samples peaks at ``curve(n)`` bytes. Tensors really live on the CPU.
 
     Pass it as ``device=`` to ``fit`` and to ``Runner``.
 

@@ -24,14 +24,9 @@ __all__ = ["device_for", "find_device", "open_device"]
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
     """The memory of the one device that all parameters are on, or the ``Device`` object that stands in for it.
 
-    Args:
-        parameters: What is trained, of any shapes and dtypes.
-        model_name: For the messages.
-        device: ``None``, a name such as ``"cuda:0"``, a ``torch.device``, or a ``Device``, which is taken as it is.
-
     Raises:
-        InvalidArgument: There are no parameters, or they are on the meta device or on several; or ``device`` is none,
-            or not theirs.
+        InvalidArgument: No parameters, or parameters on the meta device or on several; or ``device`` is none, or not
+            theirs.
     """
     home = _find_home(parameters, model_name)
     if device is None:
@@ -102,7 +97,7 @@ def _parse_device(device: Any) -> torch.device:
     try:
         if isinstance(device, (str, torch.device)):
             return torch.device(device)
-    except RuntimeError:  # torch knows no such device; its own list of them helps nobody here
+    except RuntimeError:  # torch knows no such device; its own list of them would not help here
         pass
     raise InvalidArgument(
         f"device={show_value(device)} is no device: pass a torch.device, a name such as 'cuda:0' or 'cpu', or leave it "

@@ -36,7 +36,7 @@ class CardReading(Record):
     Attributes:
         uuid: As the driver writes it: ``"GPU-..."`` or ``"MIG-..."``.
         total_bytes: All memory of it, with what the driver uses itself.
-        free_bytes: What nobody holds.
+        free_bytes: What no process holds.
         tenants: Other processes whose memory the driver reports, the largest first.
         driver: The driver's version.
         name: As the driver writes it: ``"NVIDIA L4"``.
@@ -93,7 +93,7 @@ def read_cuda_version() -> tuple[int, int] | None:
 
 @contextmanager
 def _session() -> Iterator[Any]:
-    # The driver counts these, so somebody else's use of it goes on when ours ends.
+    # The driver counts these, so other uses of it go on when ours ends.
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:

@@ -1,4 +1,4 @@
-"""Frees what keeps memory alive that nobody will use again.
+"""Frees memory that is no longer used but still referenced.
 
 Covers reference cycles, and the graph of a backward pass that failed. Does not cover frames of an exception that is
 still being handled: nothing can free those from here.

@@ -95,9 +95,7 @@ class Pace:
         The goal where it can fit, else the largest size that fits with the headroom to spare. Of sizes below the goal
         one that can fit stays, so that the size does not follow each small change of what another process holds.
 
-        Args:
-            most_bytes: What a step can reach at most, in bytes, what is resident included.
-            limit_bytes: The same less the headroom; ``None``: no headroom is known.
+        ``most_bytes`` is what a step can reach at most, with what is resident; ``limit_bytes`` is without the headroom.
         """
         size = self.goal
         if self.curve is not None and most_bytes is not None and not self._fits(size, most_bytes):
@@ -117,10 +115,8 @@ class Pace:
         Else as ``shrink`` says, down to a rung; at the second OOM of a step that it cannot explain the curve is not
         asked again.
 
-        Args:
-            failed: Samples in the micro-batch that did not fit, at most ``size``; parts of a batch may be smaller.
-            limit_bytes: What the step may hold now, what is resident included; ``None`` where that is not known.
-            least: The fewest samples into which the rest of the step can be divided.
+        ``failed`` are the samples in the micro-batch that did not fit, and ``least`` the fewest into which the rest of
+        the step can be divided.
 
         Raises:
             InvalidArgument: ``failed`` is no more than ``least`` or ``smallest``: it cannot be made smaller.
@@ -142,12 +138,10 @@ class Pace:
         return replace(_move(self, size, "out of memory"), failure=failure, clean_steps=0, thrashed_steps=0)
 
     def after_step(self, largest: int, *, thrashed: bool) -> Pace:
-        """A step is done; the next steps may have another size.
+        """A step whose largest micro-batch had so many samples is done; the next steps may have another size.
 
-        Args:
-            largest: Samples in the step's largest micro-batch.
-            thrashed: Whether the allocator had to give memory back and ask again during the step. Not counted where
-                memory also ended in the step, because it does so before each OOM.
+        ``thrashed`` says whether the allocator had to give memory back and ask again. Not counted where memory also
+        ended in the step, because it does so before each OOM.
         """
         if self.failure is not None:
             return _set_back_by_shortage(replace(self, failure=None), self.failure)

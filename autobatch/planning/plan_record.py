@@ -59,7 +59,7 @@ class PlanRecord(Record):
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
         version: The autobatch that made it.
-        id: Names this plan among all that were made; empty where nobody gave it one.
+        id: Names this plan among all that were made; empty where it was given none.
         made_at: Seconds since 1970, UTC; 0 where it was not noted.
         model: The class of the model.
         objective: What ``fit`` was asked for: the fewest steps, or the least memory.

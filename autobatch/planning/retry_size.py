@@ -32,12 +32,7 @@ def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> i
 
     What the curve says fits is tried first. Where the curve says that the failed size fits, it is wrong today (longer
     sequences, another tenant, fragmentation), but it was right on an earlier day: so only a quarter is given up.
-    Without a curve or a limit, half.
-
-    Args:
-        failed: Samples in the micro-batch that did not fit, at least 2.
-        curve: Peak memory by size, where a plan has one.
-        limit_bytes: What this step may hold now, what is resident included; ``None`` where that is not known.
+    Without a curve or a limit, half. ``limit_bytes`` is what the step may hold now, with what is resident.
 
     Raises:
         InvalidArgument: ``failed`` is less than 2: one sample cannot be split.
@@ -51,11 +46,7 @@ def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> i
 
 
 def eager_ladder(target: int, size: int) -> tuple[int, ...]:
-    """The sizes worth going on with where a new size costs nothing: ``useful_sizes`` up to the plan's, ascending.
-
-    Raises:
-        InvalidArgument: ``target`` or ``size`` is less than 1.
-    """
+    """The sizes worth going on with where a new size costs nothing: ``useful_sizes`` up to the plan's, ascending."""
     sizes = useful_sizes(target, size)
     return sizes if sizes[-1] == size else (*sizes, size)
 
@@ -64,9 +55,6 @@ def compiled_ladder(size: int) -> tuple[int, ...]:
     """A few sizes where each new one is compiled anew: ``size``, its half and its quarter, ascending.
 
     One sample is left out: ``torch.compile`` specialises on it even where sizes are dynamic.
-
-    Raises:
-        InvalidArgument: ``size`` is less than 1.
     """
     if size < 1:
         raise InvalidArgument(f"a micro-batch must have at least one sample, not {size}")

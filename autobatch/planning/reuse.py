@@ -54,11 +54,8 @@ class Remembered(NamedTuple):
 def find_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered:
     """The plan that answers the same question best within today's limit; of equal ones the newest.
 
-    A start under a lower limit leaves a plan with smaller micro-batches, which must not hide the better one.
-
-    Args:
-        plans: Of the same fingerprint, the newest first.
-        wanted: What is asked for now.
+    ``plans`` are of one fingerprint, the newest first. A start under a lower limit leaves a plan with smaller
+    micro-batches, which must not hide the better one.
     """
     measured = [plan for plan in plans if not plan.predicted]
     asked = [plan for plan in measured if not _describe_question(plan, wanted)]
@@ -99,10 +96,7 @@ def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
 def model_differences(plan: PlanRecord, model: str, identity: ModelIdentity) -> Iterator[str]:
     """What differs from the model and optimizer that a plan was made for; nothing where the plan has no identity.
 
-    Args:
-        plan: Made for another model, or for this one.
-        model: The class of this one.
-        identity: What this one is recognised by.
+    ``model`` and ``identity`` are the class of this one and what it is recognised by.
     """
     then = plan.identity
     if then is None:

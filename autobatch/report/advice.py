@@ -76,12 +76,7 @@ def tenant_lines(device: DeviceInfo) -> Iterator[str]:
 def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: int, device: DeviceInfo) -> str:
     """Why nothing fits: where memory ended, how much was held, who else is on the device, what would help.
 
-    Args:
-        trial: Of the smallest size that was tried.
-        reason: The error's first line.
-        limit_bytes: What a trial had to stay within.
-        budget_bytes: The limit and the headroom.
-        device: Where it was tried.
+    ``trial`` is of the smallest size that was tried, and ``reason`` the error's first line.
     """
     phase = trial.ended_in or "forward"
     is_full = phase in ("forward", "backward") and 0 < limit_bytes <= trial.resident_bytes

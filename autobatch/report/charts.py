@@ -6,7 +6,8 @@ Each is one ``<svg>``, or an empty text where nothing was measured that it could
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
@@ -17,6 +18,9 @@ from autobatch.report.svg import Frame, axes, band, cross, dot, element, label, 
 
 __all__ = ["memory_bar", "peak_chart", "speed_chart"]
 
+_N = TypeVar("_N", int, float)
+
+_MARKS: dict[str, Callable[[float, float, str, str], str]] = {"fits": dot, "oom": cross, "thrash": triangle}
 _FRAME = Frame()
 _BAR = Frame(height=80, left=16, right=404, top=10, bottom=46)
 _BEYOND = 1.35
@@ -41,15 +45,7 @@ def peak_chart(plan: PlanRecord) -> str:
             (upward, byte_ticks(upward), _name("peak", upward)),
         ),
         *_curve_lines(plan, across, upward),
-        *(
-            _trial_mark(
-                trial,
-                across.position(trial.micro_batch_size),
-                upward.position(held_bytes(trial)),
-                format_bytes(held_bytes(trial)),
-            )
-            for trial in plan.trials
-        ),
+        *_trial_marks(plan.trials, across, upward, held_bytes, format_bytes),
         *_chosen_mark(plan, across, upward.position(plan.peak_bytes), format_bytes(plan.peak_bytes)),
     )
 
@@ -74,15 +70,7 @@ def speed_chart(plan: PlanRecord) -> str:
             (across, count_ticks(across), _name("samples in a micro-batch", across)),
             (upward, count_ticks(upward), "samples/s"),
         ),
-        *(
-            _trial_mark(
-                trial,
-                across.position(trial.micro_batch_size),
-                upward.position(_rate(trial)),
-                f"{_rate(trial):.1f} samples/s",
-            )
-            for trial in timed
-        ),
+        *_trial_marks(timed, across, upward, _rate, "{:.1f} samples/s".format),
         *(_chosen_mark(plan, across, upward.position(chosen), named) if chosen else ()),
     )
 
@@ -169,13 +157,14 @@ def _curve_lines(plan: PlanRecord, across: Scale, upward: Scale) -> Iterator[str
     yield polyline(((x, y) for size, x, y in drawn if size >= ran), "curve expected")
 
 
-def _trial_mark(trial: Trial, x: float, y: float, measured: str) -> str:
-    about = f"{plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, {measured}"
-    if trial.outcome == "oom":
-        return cross(x, y, "trial oom", about)
-    if trial.outcome == "thrash":
-        return triangle(x, y, "trial thrash", about)
-    return dot(x, y, "trial fits", about)
+def _trial_marks(
+    trials: Iterable[Trial], across: Scale, upward: Scale, measure: Callable[[Trial], _N], write: Callable[[_N], str]
+) -> Iterator[str]:
+    for trial in trials:
+        value = measure(trial)
+        about = f"{plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, {write(value)}"
+        x, y = across.position(trial.micro_batch_size), upward.position(value)
+        yield _MARKS[trial.outcome](x, y, f"trial {trial.outcome}", about)
 
 
 def _chosen_mark(plan: PlanRecord, across: Scale, y: float, measured: str) -> Iterator[str]:

@@ -72,12 +72,8 @@ Scale = LinearScale | LogScale
 def choose_scale(values: Iterable[float], start: float, end: float, *, margin: float = 1.12, least: float = 3) -> Scale:
     """A scale on which all positive values are distinct: logarithmic where they are 200 times apart, else from 0.
 
-    Args:
-        values: What has to be on it; those of 0 are passed over.
-        start: The position of its low end.
-        end: The position of its high end.
-        margin: How far the scale goes beyond the largest value: 1.1 is a tenth of its length.
-        least: How far a linear scale goes at least; 3 is enough for three whole numbers.
+    It goes beyond the largest value by ``margin`` (1.1 is a tenth of its length); a linear one at least to ``least``
+    (3 is enough for three whole numbers).
     """
     positive = [value for value in values if value > 0] or [1.0]
     smallest, largest = min(positive), max(positive)

@@ -14,7 +14,7 @@ from autobatch.errors import AutobatchError
 
 @pytest.fixture
 def ranks(request):
-    """A process group of so many ranks, all but this one pretended by torch's own fake backend."""
+    """A process group of so many ranks, all but this one simulated by torch's own fake backend."""
     torch.distributed.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     torch.distributed.destroy_process_group()

@@ -86,7 +86,7 @@ def test_useful_sizes_are_what_balance_makes(total, bound):
 
 @given(totals)
 def test_useful_sizes_are_few(total):
-    """There are at most twice the root of the total, the total itself is one, and 2 is where there is room for it."""
+    """There are at most twice the root of the total, the total itself is one, and 2 is where it fits."""
     sizes = useful_sizes(total, total)
     assert len(sizes) ** 2 <= 4 * total
     assert sizes[-1] == total
