@@ -195,7 +195,7 @@ def test_memory_that_is_free_again_is_used_in_the_next_step():
 
 
 def test_an_oom_that_the_reading_explains_ends_with_its_cause():
-    """Another process came in the middle of a step: as soon as it has gone the planned size is back, without any wait."""
+    """Another process came in the middle of a step: once it has ended the planned size is back, without any wait."""
     short = at(64).before_step(740, 740).after_shortage(64, 500).after_step(32, thrashed=False)
     assert short.before_step(500, 500).size == 32
     assert short.before_step(740, 740).size == 64
@@ -292,7 +292,7 @@ def test_a_step_that_thrashed_is_not_a_clean_one():
 
 
 def test_a_compiled_model_grows_only_after_clean_steps():
-    """After another process has ended the size grows 20 steps later; an unexplained OOM changes no size between steps."""
+    """After another process has ended the size grows 20 steps later; an unexplained OOM changes nothing before."""
     pace = Pace((16, 32, 64), 64, LINE, patience=CLEAN_STEPS)
     short = finish(pace.before_step(500, 500), CLEAN_STEPS, 500)
     assert finish(pace.before_step(500, 500), CLEAN_STEPS - 1, 5_000).before_step(5_000, 5_000).size == 32
