@@ -761,8 +761,8 @@ MUTANTS = (
         "nothing is compiled in any thread",
         DISPATCH,
         "        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):\n"
-        "            return None\n"
-        "        return self._choose(callback)\n",
+        "            return None  # frames are run as they are\n"
+        "        return choose(callback)\n",
         "        return None\n",
         ("tests/api/test_threads.py",),
     ),

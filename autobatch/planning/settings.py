@@ -12,24 +12,26 @@ from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 
-__all__ = ["FRAMEWORKS", "divide_evenly", "settings_for"]
+__all__ = ["divide_evenly", "settings_for"]
 
-FRAMEWORKS = ("huggingface", "lightning", "accelerate", "deepspeed")
+_NAMES = {
+    "huggingface": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "lightning": ("batch_size", "accumulate_grad_batches"),
+    "accelerate": ("batch_size", "gradient_accumulation_steps"),
+    "deepspeed": ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+}
+"""What each framework calls the micro-batch size and the accumulation steps."""
 
 
 def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
-    """The plan as keyword arguments of one of ``FRAMEWORKS``, by their names there.
-
-    Size x accumulation x world size is the target exactly.
+    """The plan by the framework's own names; size x accumulation x world size is the target exactly.
 
     Raises:
         InvalidArgument: The framework is not known, the target cannot be shared equally by the ranks, or a rank's share
             not divided into equal micro-batches that the model can run.
     """
-    if not isinstance(framework, str) or framework not in FRAMEWORKS:
-        raise InvalidArgument(
-            f"settings({show_value(framework)}): not known; one of {', '.join(map(repr, FRAMEWORKS))}"
-        )
+    if not isinstance(framework, str) or framework not in _NAMES:
+        raise InvalidArgument(f"settings({show_value(framework)}): not known; one of {', '.join(map(repr, _NAMES))}")
     if plan.target_batch % plan.world_size:
         raise InvalidArgument(
             f"settings({framework!r}): a target batch of {plan.target_batch} cannot be shared equally by "
@@ -43,17 +45,8 @@ def settings_for(plan: PlanRecord, framework: str) -> dict[str, int]:
             f"the model cannot run micro-batches of fewer than {smallest}: take another target_batch, such as "
             f"{share + 1} a rank"
         )
-    if framework == "huggingface":
-        return {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
-    if framework == "lightning":
-        return {"batch_size": size, "accumulate_grad_batches": steps}
-    if framework == "accelerate":
-        return {"batch_size": size, "gradient_accumulation_steps": steps}
-    return {
-        "train_batch_size": plan.target_batch,
-        "train_micro_batch_size_per_gpu": size,
-        "gradient_accumulation_steps": steps,
-    }
+    settings = dict(zip(_NAMES[framework], (size, steps), strict=True))
+    return {"train_batch_size": plan.target_batch, **settings} if framework == "deepspeed" else settings
 
 
 def divide_evenly(total: int, largest: int) -> tuple[int, int]:
