@@ -85,9 +85,14 @@ class Pace:
         return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
 
     @property
+    def last(self) -> Setback | None:
+        """The setback that decides the size for now."""
+        return self.setbacks[-1] if self.setbacks else None
+
+    @property
     def goal(self) -> int:
         """The size that the last steps allow, whatever is free now."""
-        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
+        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]  # not `last`: each step asks
 
     def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
         """The size for a step that begins with so much memory; this very pace where the size stays.
@@ -128,9 +133,8 @@ class Pace:
         explains = self.curve is not None and limit_bytes is not None and self.curve.largest(limit_bytes) < failed
         is_blind = self.failure is not None and not (self.failure.is_explained or explains)
         wanted = shrink(failed, None if is_blind else self.curve, limit_bytes)
-        last = self.setbacks[-1] if self.setbacks else None
-        if last and last.is_tried and last.ran < failed and not explains:
-            wanted = last.ran
+        if self.last and self.last.is_tried and self.last.ran < failed and not explains:
+            wanted = self.last.ran
         size = max(rungs[max(bisect_right(rungs, min(wanted, failed - 1)) - 1, 0)], least)
         began = self.failure or _Failure(self.goal, self.size, is_explained=True)
         failed = min(rungs[bisect_left(rungs, failed)], began.failed)
@@ -152,7 +156,7 @@ class Pace:
         if pace.thrashed_steps < 2 or not lower:
             return pace
         failure = _Failure(pace.goal, pace.size, is_explained=False)
-        ran = pace.setbacks[-1].ran if pace.setbacks and pace.setbacks[-1].is_tried else lower[-1]
+        ran = self.last.ran if self.last and self.last.is_tried else lower[-1]
         return _set_back(_move(pace, min(ran, lower[-1]), "thrash"), failure, CLEAN_STEPS, CLEAN_STEPS)
 
     def _fits(self, size: int, limit_bytes: int) -> bool:
@@ -175,8 +179,8 @@ def _set_back_by_shortage(pace: Pace, failure: _Failure) -> Pace:
 
 def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -> Pace:
     """Remember what failed in a step that went on with ``pace.size``; ``least_wait`` is for one that fails again."""
-    if pace.setbacks and pace.setbacks[-1].is_tried:
-        setback = pace.setbacks[-1].fail(pace.size, failure.failed, least_wait)
+    if pace.last and pace.last.is_tried:
+        setback = pace.last.fail(pace.size, failure.failed, least_wait)
         return replace(pace, setbacks=(*pace.setbacks[:-1], setback))
     setback = Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
     return replace(pace, setbacks=(*pace.setbacks, setback))
@@ -188,7 +192,7 @@ def _count(pace: Pace, largest: int) -> Pace:
         pace = replace(pace, thrashed_steps=0)
     if not pace.setbacks and pace.size == pace.ladder[-1]:
         return pace  # nothing to come back to: most steps
-    last = pace.setbacks[-1] if pace.setbacks else None
+    last = pace.last
     is_tried = last is not None and last.is_tried and pace.size == last.goal
     least = last.ran + 1 if last and is_tried else pace.size // 2 + 1
     if largest < least:
