@@ -36,9 +36,9 @@ STEP = "autobatch/step/workload.py"
 EXACTNESS = "autobatch/exactness/"
 LOOP_GUARD = "autobatch/step/loop_guard.py"
 
-RECOLLECTION = "autobatch/planning/reuse.py"
+REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
-SETBACK = "autobatch/planning/retry_size.py"
+RETRY_SIZE = "autobatch/planning/retry_size.py"
 KEEPING = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -420,14 +420,14 @@ MUTANTS = (
     ),
     Mutant(
         "a remembered plan may need more than there is",
-        RECOLLECTION,
+        REUSE,
         "    if plan.peak_bytes > limit:",
         "    if False:",
         ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "a remembered plan may answer another question",
-        RECOLLECTION,
+        REUSE,
         "[plan for plan in measured if not _describe_question(plan, wanted)]",
         "measured",
         ("tests/planning/test_reuse.py",),
@@ -567,7 +567,7 @@ MUTANTS = (
     ),
     Mutant(
         "a smaller plan hides a better one",
-        RECOLLECTION,
+        REUSE,
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
         ("tests/planning/test_reuse.py",),
@@ -693,14 +693,14 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        SETBACK,
+        RETRY_SIZE,
         "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
         "least_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        SETBACK,
+        RETRY_SIZE,
         "        wait = self.wait // 2\n",
         "        wait = self.wait\n",
         PACING_TESTS,
