@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, Strict
 
@@ -17,7 +17,7 @@ from autobatch._bounds import LONGEST_LIST, Bytes
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record, Trial
 
-__all__ = ["UNLIMITED", "Knots", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
+__all__ = ["UNLIMITED", "Knots", "Line", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
 
 UNLIMITED = sys.maxsize
 """What ``MemoryCurve.largest`` returns where memory does not grow with the size at all."""
@@ -34,6 +34,29 @@ def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
 _Knot = tuple[Annotated[int, Strict(), Field(ge=0, le=2**31)], Bytes]
 Knots = Annotated[tuple[_Knot, ...], Field(min_length=2, max_length=LONGEST_LIST), AfterValidator(_check_knots)]
 """``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
+
+
+class Line(NamedTuple):
+    """A straight line up to a point ``(size, peak)``, coming from ``run`` samples and ``rise`` bytes below it."""
+
+    size: int
+    peak: int
+    run: int
+    rise: int
+
+    def reach(self, limit: int, steepness: int = 1) -> int:
+        """The largest size within the limit on this line, or on one so many times as steep through the same point."""
+        if self.rise <= 0:
+            return UNLIMITED
+        return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
+
+    def height(self, size: int) -> int:
+        """The bytes at a size on this line, rounded down."""
+        return self.peak + (size - self.size) * self.rise // self.run
+
+    def passes(self, size: int, peak: int, tolerance: int) -> bool:
+        """Whether the line comes within ``tolerance`` bytes of another point."""
+        return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run
 
 
 class MemoryCurve(Record):
@@ -74,8 +97,8 @@ class MemoryCurve(Record):
         """
         if self.peak_reserved(1) > limit:
             return 0
-        rising = (piece for piece in pairwise(self.reserved) if piece[1][1] > piece[0][1])
-        return min((_reach(piece, limit) for piece in rising), default=UNLIMITED)
+        pieces = pairwise(self.reserved)
+        return min(Line(end, high, end - start, high - low).reach(limit) for (start, low), (end, high) in pieces)
 
 
 def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
@@ -173,8 +196,3 @@ def _evaluate(knots: Sequence[tuple[int, int]], n: int) -> int:
         peak - (size - n) * (next_peak - peak) // (next_size - size)  # minus a floor: rounded up, on either side
         for (size, peak), (next_size, next_peak) in pairwise(knots)
     )
-
-
-def _reach(piece: tuple[tuple[int, int], tuple[int, int]], limit: int) -> int:
-    (size, peak), (next_size, next_peak) = piece
-    return size + (limit - peak) * (next_size - size) // (next_peak - peak)

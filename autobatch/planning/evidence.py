@@ -10,14 +10,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from pydantic import Field, model_validator
 
-from autobatch.planning.curve import UNLIMITED, growing_allocated, growing_reserved
+from autobatch.planning.curve import Line, growing_allocated, growing_reserved
 from autobatch.records import Record, Trial
 
-__all__ = ["Evidence", "Line", "Question", "draw_line", "fits", "largest_fitting", "smallest_as_fast"]
+__all__ = ["Evidence", "Question", "draw_line", "fits", "largest_fitting", "smallest_as_fast"]
 
 _AS_FAST = 0.98
 """The share of the best rate that still counts as no slower; timings of one size differ by about as much."""
@@ -61,29 +60,6 @@ class Question(Record):
     def sizes(self) -> Sequence[int]:
         """The possible answers, ascending."""
         return self.candidates or range(1, self.bound + 1)
-
-
-class Line(NamedTuple):
-    """A straight line up to a point ``(size, peak)``, coming from ``run`` samples and ``rise`` bytes below it."""
-
-    size: int
-    peak: int
-    run: int
-    rise: int
-
-    def reach(self, limit: int, steepness: int = 1) -> int:
-        """The largest size within the limit on this line, or on one so many times as steep through the same point."""
-        if self.rise <= 0:
-            return UNLIMITED
-        return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
-
-    def height(self, size: int) -> int:
-        """The bytes at a size on this line, rounded down."""
-        return self.peak + (size - self.size) * self.rise // self.run
-
-    def passes(self, size: int, peak: int, tolerance: int) -> bool:
-        """Whether the line comes within ``tolerance`` bytes of another point."""
-        return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run
 
 
 def fits(question: Question, trial: Trial) -> bool:
