@@ -1,7 +1,7 @@
 """autobatch: memory-aware batching for PyTorch training.
 
 Say how many samples one optimizer step should see; ``fit`` finds what fits the device, and ``Runner`` splits the rest
-into accumulation steps, runs them exactly, survives running out of memory, and tells what it did.
+into accumulation steps, runs them exactly, survives running out of memory, and reports what it did.
 
 The names here are the public ones; nothing is imported before it is used, so ``import autobatch`` costs no torch.
 """
@@ -70,7 +70,10 @@ __all__ = [
     "verify",
 ]
 
-_ROOMS = {
+_MODULES = {
+    "batches": "autobatch.batches",
+    "hooks": "autobatch.hooks",
+    "testing": "autobatch.testing",
     "DeviceInfo": "autobatch.records",
     "Mean": "autobatch.step.losses",
     "MemoryCurve": "autobatch.planning.curve",
@@ -88,7 +91,6 @@ _ROOMS = {
     "verify": "autobatch.exactness.verification",
 }
 
-
 _WITHOUT_TORCH = {
     "autobatch.errors",
     "autobatch.hooks",
@@ -103,11 +105,11 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for (PEP 562)."""
     if name not in __all__:
         raise AttributeError(f"module 'autobatch' has no attribute {name!r}")
-    room = f"autobatch.{name}" if name in {"batches", "hooks", "testing"} else _ROOMS.get(name, "autobatch.errors")
-    if room not in _WITHOUT_TORCH:
+    source = _MODULES.get(name, "autobatch.errors")
+    if source not in _WITHOUT_TORCH:
         import_torch()
-    module = importlib.import_module(room)
-    return module if name in {"batches", "hooks", "testing"} else getattr(module, name)
+    module = importlib.import_module(source)
+    return module if source == f"autobatch.{name}" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m autobatch`` is the command ``autobatch``."""
+"""Runs the command ``autobatch`` as ``python -m autobatch``."""
 
 import sys
 

@@ -1,9 +1,8 @@
 """Bounds the numbers, texts and lists of records, so that one from a file is as safe to show as one made here.
 
-Covers the types of fields that all records share. A number beyond its bound is refused everywhere. A text is one line:
-in JSON a control character or too many letters are refused, since whoever wrote that wanted to look like something
-else; in a record that is made here, such a text of a driver's or a user's is spelt out and cut, since a plan must not
-be lost for it. Does not cover what fields of one record say about each other.
+A number beyond its bound is refused everywhere. A text is one line: in JSON a control character or too many letters are
+refused, as an attempt to look like something else; in a record that is made here, such a text of a driver's or a user's
+is escaped and cut, since a plan must not be lost for it. Does not cover what fields of one record say about each other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How bytes, counts and lists are said in a sentence, and a user's own values in a message.
+"""Formats bytes and counts for sentences, and a user's own values for messages.
 
-Covers text for people. Does not cover whole reports (``report``). Bytes are int everywhere else; GiB appears only here.
+Bytes are int everywhere else; GiB appears only here. Does not cover whole reports (``report``).
 """
 
 from __future__ import annotations

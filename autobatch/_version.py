@@ -1,4 +1,4 @@
-"""The version of this package; the one place where it is written."""
+"""Holds the version of this package."""
 
 from __future__ import annotations
 

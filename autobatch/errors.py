@@ -1,4 +1,4 @@
-"""The one hierarchy of errors that autobatch raises itself.
+"""Defines the errors that autobatch raises itself.
 
 Covers the names a user may catch. Does not cover errors of the user's own step: those come out as they were
 raised, and memory errors are classified in ``autobatch.memory.oom``.
@@ -20,11 +20,11 @@ __all__ = [
 
 
 class AutobatchError(Exception):
-    """Whatever autobatch itself raises."""
+    """The base of all errors that autobatch raises itself."""
 
 
 class NeedsBatch(AutobatchError):
-    """The model does not tell what its input looks like, so an example batch is needed."""
+    """The model does not say what its input looks like, so an example batch is needed."""
 
 
 class DoesNotFit(AutobatchError):

@@ -1,7 +1,7 @@
-"""``Plan``: what ``fit`` returns and ``Runner`` applies.
+"""Defines ``Plan``: what ``fit`` returns and ``Runner`` applies.
 
-Covers what a user does with a plan: print, explain, save, load, translate. The data itself is ``planning.plan_record``,
-its texts are ``report``.
+Covers what a user does with a plan: print, explain, save, load, translate. The data is ``planning.plan_record``, the
+texts are ``report``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 
 from pydantic import ValidationError
 
+from autobatch._arguments import check_path
 from autobatch._formatting import format_bytes
-from autobatch._paths import check_path
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.settings import settings_for
@@ -38,7 +38,7 @@ class Plan(PlanRecord):
         return summarise_plan(self)
 
     def explain(self) -> str:
-        """The whole story as text: trials, curve, where the memory goes, what would help, warnings."""
+        """All that is known as text: trials, curve, where the memory goes, what would help, warnings."""
         return explain_plan(self)
 
     def _repr_html_(self) -> str:
@@ -48,7 +48,7 @@ class Plan(PlanRecord):
         return render_fragment(self)
 
     def settings(self, framework: str) -> dict[str, int]:
-        """The same plan in another framework's words, with an exact divisor of the target as the size.
+        """The same plan as settings of another framework, with an exact divisor of the target as the size.
 
         Args:
             framework: ``"huggingface"``, ``"lightning"``, ``"accelerate"`` or ``"deepspeed"``.

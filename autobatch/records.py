@@ -1,7 +1,7 @@
-"""What one stage hands to the next, as frozen records.
+"""Defines the frozen records that one stage hands to the next.
 
-Covers the plain data of devices, trials, curves and plans. Does not cover how a record is computed (``planning``,
-``probe``), shown (``report``) or what a user can do with a plan (``plan``). Nothing here imports torch.
+Covers the plain data of devices, trials and verdicts. Does not cover how a record is computed (``planning``,
+``fitting``) or shown (``report``), nor plans (``planning.plan_record``). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MODULES_SHOWN = 3
 
 
 class Record(BaseModel):
-    """A frozen value: compared by content, refused when it holds a field that nobody declared."""
+    """A frozen value: compared by content, refused when it holds an undeclared field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
@@ -47,9 +47,8 @@ class Record(BaseModel):
 def spell_invalid(error: ValidationError) -> str:
     """The first thing that is wrong with a record, in one short line: ``"target_batch: Input should be ..."``."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = ".".join(map(str, first["loc"])) or "the file"
-    reason = first["msg"].removeprefix("Value error, ")
-    return f"{_shorten(place)}: {_shorten(reason)}"
+    field = ".".join(map(str, first["loc"])) or "the file"
+    return f"{_shorten(field)}: {_shorten(first['msg'].removeprefix('Value error, '))}"
 
 
 def _shorten(text: str) -> str:
@@ -63,7 +62,7 @@ class Tenant(Record):
     Attributes:
         pid: The process, as the driver numbers it.
         used_bytes: What it holds, in bytes.
-        name: Its command, where the driver tells.
+        name: Its command, where the driver reports one.
     """
 
     pid: Count
@@ -77,10 +76,10 @@ class DeviceInfo(Record):
     Attributes:
         kind: The torch device type: ``"cuda"``, ``"cpu"``, ``"mps"``...
         name: What a person calls it: ``"NVIDIA L4"``, ``"CPU"``.
-        total_bytes: All memory of the device (a container's limit counts as all), 0 where it cannot be told.
+        total_bytes: All memory of the device (a container's limit counts as all), 0 where that is not known.
         uuid: The driver's identifier of the card or of its MIG slice, where there is one.
         tenants: Other processes on it.
-        driver: The version of the driver, where there is one that tells it.
+        driver: The version of the driver, where it reports one.
     """
 
     kind: Text

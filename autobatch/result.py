@@ -1,4 +1,4 @@
-"""``StepResult``: what one step of the runner gave back.
+"""Defines ``StepResult``: what one step of the runner returns.
 
 Covers the numbers of one step. Does not cover anything over time (hooks do).
 """

@@ -1,7 +1,7 @@
-"""For users' own tests: a device whose memory is a formula, and memory that ends where you say.
+"""Simulates a device and out-of-memory errors for users' own tests.
 
 Covers CPU tests of code that trains with autobatch: ``FakeDevice`` for plans and retries without a GPU, ``oom_at`` for
-an out-of-memory error at a chosen operation, ``tenant`` for somebody else who takes memory. Does not cover speed.
+an out-of-memory error at a chosen operation, ``tenant`` for another user of the memory. Does not cover speed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import_torch()  # this module is often imported before torch is
 
 import torch
 
-from autobatch._arguments import check_count, check_switch, open_device, parse_bytes
+from autobatch._arguments import check_count, check_switch, parse_bytes
 from autobatch._bounds import LARGEST
 from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
+from autobatch.memory.devices import open_device
 from autobatch.records import DeviceInfo, MemoryUsage, Tenant
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["FakeDevice", "oom_at", "tenant"]
 
 
-class FakeDevice:
-    """A pretended device: a micro-batch of ``n`` samples peaks at ``curve(n)`` bytes. Tensors really live on the CPU.
+class FakeDevice(Device):
+    """A simulated device: a micro-batch of ``n`` samples peaks at ``curve(n)`` bytes. Tensors really live on the CPU.
 
     Pass it as ``device=`` to ``fit`` and to ``Runner``.
 
@@ -40,8 +41,6 @@ class FakeDevice:
         >>> plan.micro_batch_size  # doctest: +SKIP
         52
     """
-
-    counting_takes_time = False
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class FakeDevice:
             curve: Peak bytes of a micro-batch by its samples; ``curve(0)`` is what is resident.
             total_bytes: An int or a text such as ``"24GiB"``. Beyond it, or beyond a budget, the micro-batch raises
                 ``torch.OutOfMemoryError``.
-            measures: ``False``: a device that tells nothing, where running out is the only signal.
+            measures: ``False``: a device that reports nothing, where running out is the only signal.
             thrashes_from: From this size on each micro-batch counts one allocator retry.
             tenants: Other processes; what they hold is not available.
 
@@ -96,31 +95,16 @@ class FakeDevice:
         finally:
             self._budget = outer
 
-    def limit_bytes(self, budget_bytes: int) -> int:
-        """The budget, or what is available where that is less."""
-        return min(budget_bytes, self.available_bytes())
-
-    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
-        """Always: enforcing a formula costs nothing."""
-        return True
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The formula says everything."""
-
-    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Stays where it is."""
-        return tensor
-
     @contextmanager
     def micro_batch(self, samples: int) -> Iterator[None]:
         """Take the memory of so many samples, or run out."""
         need = self._evaluate(samples)
-        room = min(self._budget, self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants))
+        free = min(self._budget, self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants))
         self.ran_sizes.append(samples)
-        if need > room:
+        if need > free:
             raise torch.OutOfMemoryError(
                 f"fake device out of memory. Tried to hold {format_bytes(need)} for {plural(samples, 'sample')} in "
-                f"{format_bytes(room)}"
+                f"{format_bytes(free)}"
             )
         self._peak = max(self._peak, need)
         self._retries += self.thrashes_from is not None and samples >= self.thrashes_from
@@ -141,11 +125,7 @@ class FakeDevice:
         )
 
     def _evaluate(self, samples: int) -> int:
-        """Bytes by the formula, which may have been replaced since.
-
-        Raises:
-            InvalidArgument: It gives no number of bytes.
-        """
+        """Bytes by the formula, which may have been replaced since."""
         found = self.curve(samples)
         if isinstance(found, bool) or not isinstance(found, numbers.Real) or not 0 <= found < math.inf:
             raise InvalidArgument(
@@ -153,9 +133,6 @@ class FakeDevice:
                 f"at least 0"
             )
         return min(int(found), LARGEST)
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
     def reclaim(self) -> None:
         """Nothing is held."""
@@ -178,13 +155,7 @@ class _OutOfMemoryAt(DispatchMode):
         self.operations = 0
         self.raised: list[str] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or raise before it."""
         if _allocates_nothing(func):
             return func(*args, **(kwargs or {}))
@@ -198,7 +169,7 @@ class _OutOfMemoryAt(DispatchMode):
 
 def _allocates_nothing(func: Any) -> bool:
     """Views, copies into memory that is there (how state is put back), marks of the profiler: they cannot run out."""
-    aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - no public twin
+    aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - nothing public has it
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
     return is_view or func is torch.ops.aten.copy_.default or func.namespace == "profiler"
 

@@ -36,9 +36,9 @@ STEP = "autobatch/step/workload.py"
 EXACTNESS = "autobatch/exactness/"
 LOOP_GUARD = "autobatch/step/loop_guard.py"
 
-RECOLLECTION = "autobatch/planning/reuse.py"
+REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
-SETBACK = "autobatch/planning/size_recovery.py"
+RETRY_SIZE = "autobatch/planning/retry_size.py"
 KEEPING = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -533,17 +533,17 @@ MUTANTS = (
     ),
     Mutant(
         "a remembered plan may need more than there is",
-        RECOLLECTION,
+        REUSE,
         "    if plan.peak_bytes > limit:",
         "    if False:",
-        ("tests/planning/test_recollection.py",),
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "a remembered plan may answer another question",
-        RECOLLECTION,
-        "if not plan.predicted and _asks_the_same(plan, wanted)]",
-        "if not plan.predicted]",
-        ("tests/planning/test_recollection.py",),
+        REUSE,
+        "[plan for plan in measured if not _describe_question(plan, wanted)]",
+        "measured",
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "a trial that differs confirms a plan",
@@ -701,24 +701,24 @@ MUTANTS = (
     ),
     Mutant(
         "a smaller plan hides a better one",
-        RECOLLECTION,
+        REUSE,
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
-        ("tests/planning/test_recollection.py",),
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "one norm over all parameters judges a split",
         f"{EXACTNESS}rounding.py",
         "        return max(self.sizes[index], self.floor(index), before) or apart\n",
         "        return max(*self.sizes, self.floor(index), before) or apart\n",
-        ("tests/report/test_scales.py",),
+        ("tests/exactness/test_rounding.py",),
     ),
     Mutant(
         "rounding is no excuse",
         f"{EXACTNESS}rounding.py",
         "return _NOISES / TOLERANCE * self.noise[index] if self.noise else 0.0",
         "return 0.0",
-        ("tests/report/test_scales.py",),
+        ("tests/exactness/test_rounding.py",),
     ),
     Mutant(
         "all samples draw alike",
@@ -827,14 +827,14 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        SETBACK,
+        RETRY_SIZE,
         "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
         "least_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        SETBACK,
+        RETRY_SIZE,
         "        wait = self.wait // 2\n",
         "        wait = self.wait\n",
         PACING_TESTS,
@@ -895,16 +895,16 @@ MUTANTS = (
         "nothing is compiled in any thread",
         DISPATCH,
         "        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):\n"
-        "            return None\n"
-        "        return self._choose(callback)\n",
+        "            return None  # frames are run as they are\n"
+        "        return choose(callback)\n",
         "        return None\n",
         ("tests/api/test_threads.py",),
     ),
     Mutant(
         "a thread that leaves a CUDA limit puts another thread's in place",
         "autobatch/memory/cuda.py",
-        "            if enter and not limits.entered:\n",
-        "            if enter:\n",
+        "                if not limits.entered:\n",
+        "                if True:\n",
         ("tests/memory/test_cuda.py",),
     ),
     Mutant(

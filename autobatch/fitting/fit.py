@@ -14,25 +14,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autobatch._arguments import (
-    check_choice,
-    check_count,
-    check_micro_batches,
-    check_switch,
-    check_target,
-    find_allowance,
-    find_device,
-)
+from autobatch._arguments import check_choice, check_count, check_micro_batches, check_switch, check_target
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
-from autobatch.distributed.ranks import refuse_many_ranks
+from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
 from autobatch.exactness.full_size import FullSize
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
+from autobatch.memory.allowance import find_allowance
 from autobatch.memory.device import Device
+from autobatch.memory.devices import find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.memory.reference_leaks import collecting_new_objects
 from autobatch.plan import Plan

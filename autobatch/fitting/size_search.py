@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from autobatch._arguments import Allowance
 from autobatch._formatting import format_bytes
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
@@ -20,15 +19,17 @@ from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.probe import Probe
+from autobatch.memory.allowance import Allowance
 from autobatch.memory.device import Device
 from autobatch.planning.curve import MemoryCurve, fit_curve
+from autobatch.planning.evidence import Question
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, choose_size, least_size, useful_sizes
 from autobatch.planning.reuse import Wanted, find_remembered, why_not_confirmed
-from autobatch.planning.search import Question, next_size, next_smaller_size
+from autobatch.planning.search import next_size, next_smaller_size
 from autobatch.prediction.prior import Expectation, expect_largest
 from autobatch.records import Trial
-from autobatch.report.refusal import explain_refusal
+from autobatch.report.advice import explain_refusal
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import (
     batch_norms_in_train_mode,

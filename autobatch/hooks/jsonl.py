@@ -9,7 +9,7 @@ import json
 import os
 import time
 
-from autobatch._paths import check_path
+from autobatch._arguments import check_path
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
 

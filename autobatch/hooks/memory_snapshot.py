@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from autobatch._arguments import check_path
 from autobatch._formatting import show_value
-from autobatch._paths import check_path
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, StepFailed
 from autobatch.ledger.path import find_home

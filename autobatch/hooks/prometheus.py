@@ -10,8 +10,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from autobatch._arguments import is_instance_with
 from autobatch._formatting import show_value
-from autobatch._objects import is_instance_with
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, SizeChanged, StepFailed, StepFinished
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from autobatch._arguments import is_instance_with
 from autobatch._formatting import show_value
-from autobatch._objects import is_instance_with
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook
 from autobatch.hooks.metrics import read_event

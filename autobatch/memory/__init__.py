@@ -1,1 +1,1 @@
-"""What memory there is, how it is measured and limited, and what happens when it ends."""
+"""Measures and limits the memory of devices, and recognises out-of-memory errors."""

@@ -1,4 +1,4 @@
-"""The CPU as a device with a real budget: live tensors are counted, and passing the budget is an out-of-memory error.
+"""Enforces a budget on the CPU: live tensors are counted, and passing the budget raises an out-of-memory error.
 
 Covers what ``live_storage`` counts, against the container's limit or the RAM. So a training job in a container meets an
 error that can be retried instead of the kernel's out-of-memory killer. Does not cover memory that is not in tensors.
@@ -10,24 +10,23 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
+from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.memory.live_storage import LiveStorage, StorageBudget
-from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
-from autobatch.torch_internals.profiler_range import profile_range
 
 __all__ = ["CpuDevice"]
 
-# One count for the process, as the process has one heap: a tensor that one device object has seen counts for all.
 _STORAGE = LiveStorage()
-
+"""One count for the process, as it has one heap: a tensor that one device object has seen counts for all."""
 
 _FAR = 4
-"""A step this many times smaller than what there is cannot run out of it, longer batches included."""
+"""A step this many times smaller than what is available cannot run out of it, longer batches included."""
+
 _READ_AGAIN_SECONDS = 1.0
 
 
@@ -40,10 +39,10 @@ class _Innermost(threading.local):
 _INNERMOST = _Innermost()
 
 
-class CpuDevice:
+class CpuDevice(Device):
     """The host's memory behind the ``Device`` protocol; all objects of this class share one count and one budget.
 
-    A ``limit`` holds in the thread that entered it. What other threads make is not seen, unless ``watch`` is told.
+    A ``limit`` holds in the thread that entered it. What other threads make is counted only by ``watch``.
     """
 
     measures = True
@@ -105,14 +104,6 @@ class CpuDevice:
         """Count tensors that were made before, or outside, any ``limit`` block."""
         _STORAGE.add(tensors)
 
-    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in CPU memory stays as it is."""
-        return tensor.to(self.torch_device)
-
-    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """A range in torch's profiler."""
-        return profile_range(f"autobatch micro-batch of {samples}")
-
     def reset_peak(self) -> None:
         """The peak begins at what is live now."""
         _STORAGE.peak_bytes = _STORAGE.live_bytes
@@ -122,10 +113,7 @@ class CpuDevice:
         live, peak = _STORAGE.live_bytes, _STORAGE.peak_bytes
         return MemoryUsage(allocated=live, reserved=live, peak_allocated=peak, peak_reserved=peak)
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
     def reclaim(self) -> None:
-        """Let go of what nobody uses any more."""
-        drop_stale_references()
+        """Free what nothing refers to; the host is read again at the next step."""
+        super().reclaim()
         self._read_at = -math.inf

@@ -1,57 +1,47 @@
-"""A CUDA (or ROCm) card as a device: the caching allocator's statistics, its limit, and who else is on the card.
+"""Measures and limits the memory of a CUDA (or ROCm) card through torch's caching allocator.
 
-Covers what torch's allocator holds and may hold. Does not cover what lies outside it: the CUDA context, NCCL's buffers
-and other libraries' memory show only in how little the driver has free.
+Covers what the allocator holds and may hold. Does not cover memory outside of it: the CUDA context, NCCL's buffers and
+other libraries' memory show only in how little the driver has free.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from autobatch.memory import nvml
+from autobatch.memory.device import Device
 from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
-from autobatch.torch_internals.profiler_range import profile_range
 
 __all__ = ["CudaDevice", "find_fraction"]
 
 
-@dataclass(eq=False)
-class _Limit:
-    """A ``limit`` block that a thread is in."""
-
-    thread: int
-    budget_bytes: int
-
-
 @dataclass
-class _Limits:
-    """All ``limit`` blocks of one card that some thread is in, in the order in which they were entered."""
+class _CardLimits:
+    """The ``limit`` blocks that threads are in on one card: thread and bytes by block, in order of entering."""
 
-    entered: list[_Limit] = field(default_factory=list)
+    entered: dict[object, tuple[int, int]] = field(default_factory=dict)
     before_bytes: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def in_force(self) -> int:
         """The smallest of each thread's innermost limit, in bytes; with no thread in any, what was set before."""
-        innermost = {limit.thread: limit.budget_bytes for limit in self.entered}
-        return min(innermost.values(), default=self.before_bytes)
+        return min(dict(self.entered.values()).values(), default=self.before_bytes)
 
 
-_LIMITS: dict[int, _Limits] = {}
+_LIMITS: dict[int, _CardLimits] = {}
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """One card, or one MIG slice, behind the ``Device`` protocol."""
 
     measures = True
-    counting_takes_time = False
 
     def __init__(self, torch_device: torch.device) -> None:
         """Take a card; ``"cuda"`` without an index is the current one."""
@@ -64,7 +54,7 @@ class CudaDevice:
         return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
 
     def describe(self) -> DeviceInfo:
-        """Name and total as torch sees them, and other processes as the driver tells."""
+        """Name and total from torch, other processes and UUID from the driver."""
         properties = torch.cuda.get_device_properties(self.torch_device)
         reading = nvml.query(str(properties.uuid))
         return DeviceInfo(
@@ -89,22 +79,20 @@ class CudaDevice:
         The allocator has one limit for all threads. Where several have entered one the smallest holds, and when the
         last one leaves, what was set before the first one came is set again.
         """
-        entered = _Limit(threading.get_ident(), budget_bytes)
+        limits, block = _LIMITS.setdefault(self.torch_device.index, _CardLimits()), object()
         try:
-            self._change_limits(entered, enter=True)
+            with limits.lock:
+                if not limits.entered:
+                    limits.before_bytes = self._limit_bytes()
+                limits.entered[block] = threading.get_ident(), budget_bytes
+                self._set_limit(limits.in_force())
             if torch.cuda.memory_reserved(self.torch_device) > budget_bytes:
                 torch.cuda.empty_cache()
             yield
         finally:
-            self._change_limits(entered, enter=False)
-
-    def _change_limits(self, limit: _Limit, *, enter: bool) -> None:
-        limits = _LIMITS.setdefault(self.torch_device.index, _Limits())
-        with limits.lock:
-            if enter and not limits.entered:
-                limits.before_bytes = self._limit_bytes()
-            limits.entered = [other for other in limits.entered if other is not limit] + [limit] * enter
-            self._set_limit(limits.in_force())
+            with limits.lock:
+                if limits.entered.pop(block, None):
+                    self._set_limit(limits.in_force())
 
     def _limit_bytes(self) -> int:
         # torch divides the bytes by the total to answer, so this gets the very bytes back.
@@ -113,25 +101,10 @@ class CudaDevice:
     def _set_limit(self, limit_bytes: int) -> None:
         torch.cuda.set_per_process_memory_fraction(find_fraction(limit_bytes, self.total_bytes), self.torch_device)
 
-    def limit_bytes(self, budget_bytes: int) -> int:
-        """The budget, or what is available now."""
-        return min(budget_bytes, self.available_bytes())
-
-    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
-        """Always: the allocator enforces it for nothing."""
-        return True
-
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing to do: the allocator sees every tensor."""
-
     def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copied without waiting where the source is pinned: torch reuses pinned memory only after it was read."""
         pinned = tensor.device.type == "cpu" and tensor.is_pinned()
         return tensor.to(self.torch_device, non_blocking=pinned)
-
-    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """A range in torch's profiler."""
-        return profile_range(f"autobatch micro-batch of {samples}")
 
     def reset_peak(self) -> None:
         """The peaks begin at what is held now."""
@@ -153,25 +126,18 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def reclaim(self) -> None:
-        """Let go of what nobody uses any more, then give cached blocks back to the driver."""
+        """Free what nothing refers to, then give cached blocks back to the driver."""
         drop_stale_references()
         torch.cuda.empty_cache()
 
 
 def find_fraction(limit_bytes: int, total_bytes: int) -> float:
-    """The fraction of the total that torch turns into exactly this many bytes.
+    """The fraction of the total, from 0 to 1 (no limit), that torch turns into exactly this many bytes.
 
     The allocator takes ``fraction * total`` in double precision and drops what is behind the point
     (``setMemoryFraction`` in torch's ``CUDACachingAllocator.cpp``). The plain quotient can so lose one byte, and with
     it the last 2 MiB segment of a budget that is a whole number of them. The next double loses none, and adds less
     than one while the limit is below 2**52 bytes.
-
-    Args:
-        limit_bytes: What the allocator may hold.
-        total_bytes: All memory of the device.
-
-    Returns:
-        Between 0 and 1; 1, which is no limit, from the total on.
     """
     if limit_bytes >= total_bytes:
         return 1.0

@@ -1,7 +1,7 @@
-"""How much memory this process may use on the host: the container's limit, or the machine's RAM.
+"""Reads how much memory this process may use on the host: the container's limit, or the machine's RAM.
 
-Covers Linux control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``. Elsewhere the installed
-RAM is all that the standard library tells. Does not cover what the process's tensors hold (``live_storage``).
+Covers Linux control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``; on other systems only
+the installed RAM is known. Does not cover what the process's tensors hold (``live_storage``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def read_host_memory(root: Path = Path("/")) -> HostMemory:
         root: Where ``proc`` and ``sys`` are mounted.
 
     Raises:
-        OSError: The platform does not even tell how much RAM there is.
+        OSError: The platform does not report how much RAM is installed.
     """
     limits = [_read_ram(root), *_control_groups(root)]
     tightest = min(limits, key=lambda limit: limit.total_bytes)
@@ -57,7 +57,7 @@ def _read_ram(root: Path) -> HostMemory:
 def _read_installed_ram() -> HostMemory:
     if not hasattr(os, "sysconf"):
         raise OSError(
-            "this platform does not tell how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
+            "this platform does not report how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
         )
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return HostMemory(total_bytes=total, available_bytes=total, source="RAM")

@@ -1,4 +1,4 @@
-"""An exact count of the bytes in live CPU tensors, and a budget on them.
+"""Counts the bytes in live CPU tensors exactly, and enforces a budget on them.
 
 Covers every storage that an operator returns while a ``StorageBudget`` is active (forward, backward, optimizer), plus
 those that were announced with ``LiveStorage.add``. That is all a step holds from one operator to the next: the count
@@ -124,7 +124,7 @@ class StorageBudget(DispatchMode):
     """While active, counts what operators return and raises when that passes the budget.
 
     The operator has run by then; its result is dropped before the error leaves, so nothing of it stays and the peak
-    does not contain it (only ``resize_`` and ``out=`` leave the larger tensor where it is). A view or an in-place
+    does not contain it (only ``resize_`` and ``out=`` leave the larger tensor). A view or an in-place
     update of a tensor that is counted never raises; of one that is not, it counts it.
 
     Attributes:
@@ -136,13 +136,7 @@ class StorageBudget(DispatchMode):
         self.storage = storage
         self.budget_bytes = budget_bytes
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, count its result."""
         result = func(*args, **(kwargs or {}))
         storage = self.storage
@@ -150,7 +144,10 @@ class StorageBudget(DispatchMode):
         if made:
             if storage.live_bytes > self.budget_bytes:
                 del result
-                raise torch.OutOfMemoryError(self._describe(str(func), made))
+                raise torch.OutOfMemoryError(
+                    f"CPU out of memory. Tried to allocate {format_bytes(made)} in {func} with "
+                    f"{format_bytes(storage.live_bytes)} in tensors; the limit is {format_bytes(self.budget_bytes)}"
+                )
             storage.raise_peak()
         return result
 
@@ -160,9 +157,3 @@ class StorageBudget(DispatchMode):
         if isinstance(result, (tuple, list)):
             return sum(self._count_nested(part) for part in result)
         return 0
-
-    def _describe(self, operator: str, made: int) -> str:
-        return (
-            f"CPU out of memory. Tried to allocate {format_bytes(made)} in {operator} with "
-            f"{format_bytes(self.storage.live_bytes)} in tensors; the limit is {format_bytes(self.budget_bytes)}"
-        )

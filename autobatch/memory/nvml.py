@@ -1,9 +1,8 @@
-"""What NVIDIA's driver knows of a card: its memory, and which other processes hold some of it.
+"""Asks NVIDIA's driver about a card: its memory, and which other processes hold some of it.
 
-Covers one reading by UUID, and one of all cards, through ``pynvml`` (nvidia-ml-py). Does not cover this process's own
-allocator (``cuda``). Whatever fails (no module, no driver, no permission, a vendor that is not NVIDIA) leaves the
-answer of ``query`` unknown: it is said once in the log and never raised. Inside a container the driver may number
-processes as the host does; then this process cannot be told from others by its number.
+Covers one card by UUID, and all cards, through ``pynvml`` (nvidia-ml-py). Whatever fails in ``query`` (no module, no
+driver, no permission, another vendor) is logged once and never raised. Inside a container the driver may number
+processes as the host does; then this process looks like another one. Does not cover our own allocator (``cuda``).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from autobatch.records import Record, Tenant
 __all__ = ["CardReading", "query", "query_all", "read_cuda_version"]
 
 logger = logging.getLogger("autobatch")
-_said = threading.Event()
+_logged = threading.Event()
 
 # A process with a compute and a graphics context is in both lists, with the same total in each.
 _PROCESS_LISTS = (
@@ -36,12 +35,12 @@ class CardReading(Record):
 
     Attributes:
         uuid: As the driver writes it: ``"GPU-..."`` or ``"MIG-..."``.
-        total_bytes: All memory of it, with what the driver keeps for itself.
-        free_bytes: What nobody holds.
-        tenants: Other processes whose memory the driver tells, the largest first.
+        total_bytes: All memory of it, with what the driver uses itself.
+        free_bytes: What no process holds.
+        tenants: Other processes whose memory the driver reports, the largest first.
         driver: The driver's version.
         name: As the driver writes it: ``"NVIDIA L4"``.
-        divided: Whether it is divided into MIG slices, whose memory is not told here.
+        divided: Whether it is divided into MIG slices, whose memory is not read here.
     """
 
     uuid: str
@@ -54,20 +53,17 @@ class CardReading(Record):
 
 
 def query(uuid: str) -> CardReading | None:
-    """Ask the driver about one card.
+    """Read one card or slice; ``None`` where that is not possible.
 
     Args:
         uuid: With or without its prefix: ``torch.cuda.get_device_properties(i).uuid`` has none, and a whole card and a
             MIG slice are then tried in turn. An index is never used: CUDA and NVML number cards differently.
-
-    Returns:
-        The reading, or ``None`` where there is none to be had.
     """
     try:
         with _session() as nvml:
-            return _read(nvml, uuid)
+            return _read_card(nvml, *_find(nvml, uuid))
     except Exception as error:  # noqa: BLE001 (a missing module, a wrong one, ctypes, the driver: all mean unknown)
-        _say_once(f"{type(error).__name__}: {error}")
+        _log_once(f"{type(error).__name__}: {error}")
         return None
 
 
@@ -75,7 +71,7 @@ def query_all() -> tuple[CardReading, ...]:
     """Every card that the driver has, in its order, whichever of them CUDA may use.
 
     Raises:
-        LookupError: There is no driver, or it does not answer; the text says why.
+        LookupError: No driver is installed, or it does not answer; the text says why.
     """
     try:
         with _session() as nvml:
@@ -86,7 +82,7 @@ def query_all() -> tuple[CardReading, ...]:
 
 
 def read_cuda_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver can run, such as ``(13, 0)``; ``None`` where there is no driver that tells."""
+    """The newest CUDA that the driver can run, such as ``(13, 0)``; ``None`` without a driver."""
     try:
         with _session() as nvml:
             version = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
@@ -97,20 +93,13 @@ def read_cuda_version() -> tuple[int, int] | None:
 
 @contextmanager
 def _session() -> Iterator[Any]:
-    # The driver counts these, so somebody else's use of it goes on when ours ends.
+    # The driver counts these, so other uses of it go on when ours ends.
     nvml = importlib.import_module("pynvml")
     nvml.nvmlInit()
     try:
         yield nvml
     finally:
         nvml.nvmlShutdown()
-
-
-def _read(nvml: Any, uuid: str) -> CardReading:
-    name, handle = _find(nvml, uuid)
-    if _is_divided(nvml, handle):
-        raise LookupError(f"{name} is divided into MIG slices, and which one is ours is not known")
-    return _read_card(nvml, name, handle)
 
 
 def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
@@ -136,9 +125,12 @@ def _find(nvml: Any, uuid: str) -> tuple[str, Any]:
     names = (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
     for name in names:
         try:
-            return name, nvml.nvmlDeviceGetHandleByUUID(name)
+            handle = nvml.nvmlDeviceGetHandleByUUID(name)
         except nvml.NVMLError:
             continue
+        if _is_divided(nvml, handle):
+            raise LookupError(f"{name} is divided into MIG slices, and which one is ours is not known")
+        return name, handle
     raise LookupError(f"the driver knows no device {' or '.join(names)}")
 
 
@@ -152,11 +144,11 @@ def _is_divided(nvml: Any, handle: Any) -> bool:
 
 
 def _list_processes(nvml: Any, handle: Any) -> dict[int, int]:
-    """Bytes by process, for those whose bytes are told."""
+    """Bytes by process, for those whose bytes are reported."""
     held: dict[int, int] = {}
     for process in _running(nvml, handle):
         if process.usedGpuMemory is None:  # the driver's "not available": Windows, or a slice without permission
-            _say_once(f"the memory of process {process.pid} is not available")
+            _log_once(f"the memory of process {process.pid} is not available")
         else:
             held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory))
     return held
@@ -172,17 +164,17 @@ def _running(nvml: Any, handle: Any) -> list[Any]:
             refusals.append(str(error))
     # One or two are refused on many cards (no graphics on a slice, no MPS in an old driver) and nothing is missed.
     if len(refusals) == len(_PROCESS_LISTS):
-        _say_once(refusals[0])
+        _log_once(refusals[0])
     return processes
 
 
 def _name_program(command: str) -> str:
-    """Without its folder and arguments, which are somebody else's to tell."""
+    """Without its folder and arguments, which may be private."""
     return command.rpartition("\\")[2] if "\\" in command else command.partition(" ")[0].rpartition("/")[2]
 
 
 def _ask_text(nvml: Any, function: str, *arguments: Any) -> str:
-    """What nothing that is measured hangs on: empty where it is not told."""
+    """Text that nothing measured depends on: empty where the driver does not answer."""
     try:
         return _read_text(getattr(nvml, function)(*arguments))
     except (nvml.NVMLError, AttributeError, UnicodeDecodeError):
@@ -193,7 +185,7 @@ def _read_text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _say_once(reason: str) -> None:
-    if not _said.is_set():
-        _said.set()
+def _log_once(reason: str) -> None:
+    if not _logged.is_set():
+        _logged.set()
         logger.info("autobatch: who else holds memory of the GPU is not fully known: %s", reason)

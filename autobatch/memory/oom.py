@@ -1,8 +1,8 @@
-"""Which errors mean that memory ended, and how such an error is told without being kept.
+"""Decides whether an exception is an out-of-memory error, and describes it without keeping it alive.
 
-Covers the one classifier that everything here asks, as tables: types first, then texts. Does not cover cleaning up
-(``Device.reclaim``) nor what is done next (``runner``, ``probe``); exception groups are not looked into. Nothing
-here holds an exception: a kept one keeps its traceback, and that keeps the failed step's tensors.
+Covers the one classifier that all of autobatch uses, as tables: types first, then texts; exception groups are not
+looked into. Does not cover freeing memory (``Device.reclaim``) nor the next attempt (``training``, ``fitting``).
+Nothing here holds an exception: its traceback would keep the failed step's tensors alive.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseExc
     context or a communicator are not, even where an OOM led to them, and neither is an interrupt.
 
     Args:
-        error: What was raised. It is looked at, never kept; what is no exception is no OOM.
+        error: What was raised; no reference to it stays. What is no exception is no OOM.
         memory_is_low: Decides errors that mean an OOM only sometimes, such as ``CUDNN_STATUS_NOT_SUPPORTED``. ``None``
             asks the CUDA devices that this process uses: low is less than 5 % of the device or 512 MiB, whichever is
             more. Without an initialised CUDA it is not low.
         handled: What was already being handled when the attempt began: ``sys.exc_info()[1]``, taken before the ``try``.
-            Python writes it behind every error that is raised meanwhile, so it and what it was raised from do not
-            count. It is compared, never kept.
+            Python makes it the context of every error that is raised meanwhile, so it and what it was raised from do
+            not count.
 
     Returns:
         Whether it is worth trying again with fewer samples.
@@ -96,26 +96,20 @@ def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseExc
         return False
     if any(_means_oom(link) for link in chain):
         return True
-    if not any(_may_mean_oom(link) for link in chain):
+    if not any(_contains(link, _AMBIGUOUS_TEXTS) for link in chain):
         return False
     return _any_device_is_low() if memory_is_low is None else memory_is_low
 
 
 def describe_error(error: BaseException, *, handled: BaseException | None = None) -> str:
-    """``"OutOfMemoryError: CUDA out of memory. Tried to..."``: type and first line, for a log.
+    """Type and first line of an error, for a log: ``"OutOfMemoryError: CUDA out of memory. Tried to..."``.
 
-    Args:
-        error: What was raised.
-        handled: What was already being handled when the attempt began, as for ``is_oom``: it is not told.
-
-    Returns:
-        A plain text about the link of the chain that tells of memory, or about ``error`` itself where none does.
+    Of a chain it is the link that ``is_oom`` recognises, or ``error`` itself where none is; ``handled`` is as there.
     """
     chain = _unchain(error, handled)
-    told = [link for link in chain if _means_oom(link)] or [link for link in chain if _may_mean_oom(link)] or chain
-    line = next((line.strip() for line in str(told[0]).splitlines() if line.strip()), "")
-    name = type(told[0]).__name__
-    return f"{name}: {line}" if line else name
+    [link, *_] = [e for e in chain if _means_oom(e)] or [e for e in chain if _contains(e, _AMBIGUOUS_TEXTS)] or chain
+    line = next((line.strip() for line in str(link).splitlines() if line.strip()), "")
+    return f"{type(link).__name__}: {line}" if line else type(link).__name__
 
 
 def _unchain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
@@ -125,11 +119,11 @@ def _unchain(error: BaseException, handled: BaseException | None) -> list[BaseEx
     # By identity: an exception class may compare its instances as it likes.
     while link is not None and not any(link is seen for seen in chain):
         chain.append(link)
+        if link is handled:  # the error itself, raised once more: it counts, and what is behind it does not
+            break
         # Setting a cause, also the None of `from None`, suppresses the context.
-        behind = link.__cause__ if link.__suppress_context__ else link.__context__
-        # The error itself counts in any case: it was raised, even where it is the handled one again.
-        ends = handled is not None and (link is handled or behind is handled)
-        link = None if ends else behind
+        link = link.__cause__ if link.__suppress_context__ else link.__context__
+        link = None if link is handled else link
     return chain
 
 
@@ -140,7 +134,7 @@ def _is_fatal(error: BaseException) -> bool:
         not isinstance(error, Exception)
         or isinstance(error, distributed)
         or _code(error) in _STICKY_CODES
-        or _tells(error, _FATAL_TEXTS)
+        or _contains(error, _FATAL_TEXTS)
     )
 
 
@@ -148,19 +142,12 @@ def _means_oom(error: BaseException) -> bool:
     return (
         isinstance(error, torch.OutOfMemoryError)
         or _code(error) == _OUT_OF_MEMORY_CODE
-        or _tells(error, _OUT_OF_MEMORY_TEXTS)
+        or _contains(error, _OUT_OF_MEMORY_TEXTS)
     )
 
 
-def _may_mean_oom(error: BaseException) -> bool:
-    return _tells(error, _AMBIGUOUS_TEXTS)
-
-
-def _tells(error: BaseException, texts: tuple[str, ...]) -> bool:
-    if not isinstance(error, RuntimeError):
-        return False
-    said = str(error)
-    return any(text in said for text in texts)
+def _contains(error: BaseException, texts: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _code(error: BaseException) -> int | None:
@@ -173,10 +160,7 @@ def _any_device_is_low() -> bool:
     try:
         # Only where this process holds something: asking another device would create a context on it.
         used = [index for index in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(index)]
-        return any(_is_low(*torch.cuda.mem_get_info(index)) for index in used)
+        readings = [torch.cuda.mem_get_info(index) for index in used]
     except RuntimeError:  # a device that does not even answer is not one to retry on
         return False
-
-
-def _is_low(free_bytes: int, total_bytes: int) -> bool:
-    return free_bytes < max(_LOW_FRACTION * total_bytes, _LOW_BYTES)
+    return any(free < max(_LOW_FRACTION * total, _LOW_BYTES) for free, total in readings)

@@ -1,4 +1,4 @@
-"""Frees what keeps memory alive that nobody will use again.
+"""Frees memory that is no longer used but still referenced.
 
 Covers reference cycles, and the graph of a backward pass that failed. Does not cover frames of an exception that is
 still being handled: nothing can free those from here.
@@ -17,7 +17,7 @@ __all__ = ["collecting_new_objects", "drop_stale_references"]
 
 
 def drop_stale_references() -> None:
-    """Break cycles that hold tensors, and let go of a failed backward pass.
+    """Break cycles that hold tensors, and free the graph of a failed backward pass.
 
     After an error torch's engine leaves the nodes that were ready to run, and with them the rest of the graph and what
     it has saved, in this thread's queue until the thread's next backward pass (``Engine::thread_main`` in

@@ -1,35 +1,32 @@
-"""Devices whose memory is not read or limited here: MPS, XPU and whatever else torch knows.
+"""Moves tensors to devices whose memory is neither read nor limited: MPS, XPU and any other that torch knows.
 
-Covers moving tensors, waiting and giving memory back. Does not cover budgets and peaks: running out of memory is the
-only signal there, and what is found is found by trying.
+Running out of memory is the only signal there, so sizes are found by trying them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
+from typing import Any
 
 import torch
 
+from autobatch.memory.device import Device
 from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
-from autobatch.torch_internals.profiler_range import profile_range
 
 __all__ = ["UnmonitoredDevice"]
 
 
-class UnmonitoredDevice:
+class UnmonitoredDevice(Device):
     """Any torch device behind the ``Device`` protocol, with nothing measured and nothing enforced."""
 
     measures = False
-    counting_takes_time = False
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
 
     def describe(self) -> DeviceInfo:
-        """The device's type is all that is known everywhere."""
+        """The type of the device, which is all that every backend has."""
         kind = self.torch_device.type
         return DeviceInfo(kind=kind, name=kind.upper(), total_bytes=self.available_bytes())
 
@@ -49,39 +46,21 @@ class UnmonitoredDevice:
         """Never: nothing is enforced."""
         return False
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Counts nothing."""
-
-    def move_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on this device; the copy is waited for."""
-        return tensor.to(self.torch_device)
-
-    def micro_batch(self, samples: int) -> AbstractContextManager[None] | None:
-        """A range in torch's profiler."""
-        return profile_range(f"autobatch micro-batch of {samples}")
-
-    def reset_peak(self) -> None:
-        """There is no peak."""
-
     def usage(self) -> MemoryUsage:
         """All zero: not known."""
         return MemoryUsage()
 
     def synchronize(self) -> None:
-        """Wait, where the device's module can."""
-        _call(self._module(), "synchronize")
+        """Wait, where the backend's module can."""
+        self._call("synchronize")
 
     def reclaim(self) -> None:
-        """Let go of what nobody uses any more, then empty the device's cache where it has one."""
+        """Free what nothing refers to, then empty the device's cache where it has one."""
         drop_stale_references()
-        _call(self._module(), "empty_cache")
+        self._call("empty_cache")
 
-    def _module(self) -> ModuleType | None:
+    def _call(self, name: str) -> None:
         # torch.mps, torch.xpu...; a backend from outside torch registers its own. "meta" has none.
-        return getattr(torch, self.torch_device.type, None)
-
-
-def _call(module: ModuleType | None, name: str) -> None:
-    function = getattr(module, name, None)
-    if function is not None:
-        function()
+        module: Any = getattr(torch, self.torch_device.type, None)
+        if hasattr(module, name):
+            getattr(module, name)()

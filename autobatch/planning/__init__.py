@@ -1,1 +1,1 @@
-"""Pure planning: which size to try next, the memory curve, and how a target is divided. Nothing here imports torch."""
+"""Decides without torch: which size to try next, the memory curve, how a target is divided, when a size changes."""

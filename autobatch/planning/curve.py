@@ -1,8 +1,7 @@
-"""Peak memory as a function of the micro-batch size, from a few trials.
+"""Fits peak memory as a function of the micro-batch size to a few trials.
 
 Covers one process on one device: a convex, piecewise linear curve for allocated and for reserved bytes. Does not cover
-which sizes are worth a trial (``search``) nor curves that were traced instead of measured, though those are the same
-record.
+which sizes are worth a trial (``search``).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, Strict
 
@@ -18,14 +17,13 @@ from autobatch._bounds import LONGEST_LIST, Bytes
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record, Trial
 
-__all__ = ["UNLIMITED", "Knots", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
+__all__ = ["UNLIMITED", "Knots", "Line", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
 
 UNLIMITED = sys.maxsize
-"""What ``MemoryCurve.largest`` answers where memory does not grow with the size at all."""
+"""What ``MemoryCurve.largest`` returns where memory does not grow with the size at all."""
 
 
 def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-    """Refuse knots that are no function of the size which never falls and only bends up."""
     if any(next_size <= size or next_peak < peak for (size, peak), (next_size, next_peak) in pairwise(knots)):
         raise ValueError("knots must go up in size and never down in bytes")
     if any(_bend(*triple) < 0 for triple in zip(knots, knots[1:], knots[2:], strict=False)):
@@ -36,6 +34,29 @@ def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
 _Knot = tuple[Annotated[int, Strict(), Field(ge=0, le=2**31)], Bytes]
 Knots = Annotated[tuple[_Knot, ...], Field(min_length=2, max_length=LONGEST_LIST), AfterValidator(_check_knots)]
 """``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
+
+
+class Line(NamedTuple):
+    """A straight line up to a point ``(size, peak)``, coming from ``run`` samples and ``rise`` bytes below it."""
+
+    size: int
+    peak: int
+    run: int
+    rise: int
+
+    def reach(self, limit: int, steepness: int = 1) -> int:
+        """The largest size within the limit on this line, or on one so many times as steep through the same point."""
+        if self.rise <= 0:
+            return UNLIMITED
+        return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
+
+    def height(self, size: int) -> int:
+        """The bytes at a size on this line, rounded down."""
+        return self.peak + (size - self.size) * self.rise // self.run
+
+    def passes(self, size: int, peak: int, tolerance: int) -> bool:
+        """Whether the line comes within ``tolerance`` bytes of another point."""
+        return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run
 
 
 class MemoryCurve(Record):
@@ -76,8 +97,8 @@ class MemoryCurve(Record):
         """
         if self.peak_reserved(1) > limit:
             return 0
-        rising = (piece for piece in pairwise(self.reserved) if piece[1][1] > piece[0][1])
-        return min((_reach(piece, limit) for piece in rising), default=UNLIMITED)
+        pieces = pairwise(self.reserved)
+        return min(Line(end, high, end - start, high - low).reach(limit) for (start, low), (end, high) in pieces)
 
 
 def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
@@ -85,14 +106,11 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
 
     It passes through every point of convex measurements. Reserved bytes are a staircase (the CUDA allocator takes
     segments of 2 and 20 MiB): there it is the greatest convex function below the points, moved up until no point lies
-    above it. So a measured size is never under-predicted; between and beyond sizes it is a prediction.
-
-    Args:
-        trials: At least one that ran (``"fits"`` or ``"thrash"``). One alone gives the line to the resident bytes at
-            size 0, which is steeper than memory that grows linearly.
+    above it. So a measured size is never under-predicted; between and beyond sizes it is a prediction. One trial alone
+    gives the line to the resident bytes at size 0, which is steeper than memory that grows linearly.
 
     Raises:
-        InvalidArgument: No trial ran, so nothing was measured.
+        InvalidArgument: No trial ran (``"fits"`` or ``"thrash"``), so nothing was measured.
     """
     measured = [trial for trial in trials if ran(trial)]
     if not measured:
@@ -100,8 +118,8 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
     resident = min(trial.resident_bytes for trial in measured)
     plateaus = [trial for trial in measured if _optimizer_leads(trial)]
     return MemoryCurve(
-        allocated=_fit_knots(((trial.micro_batch_size, growing_allocated(trial)) for trial in measured), resident),
-        reserved=_fit_knots(((trial.micro_batch_size, growing_reserved(trial)) for trial in measured), resident),
+        allocated=_fit_knots(((t.micro_batch_size, growing_allocated(t)) for t in measured), resident),
+        reserved=_fit_knots(((t.micro_batch_size, growing_reserved(t)) for t in measured), resident),
         allocated_floor=max([resident, *(max(trial.peak_allocated, trial.optimizer_peak) for trial in plateaus)]),
         reserved_floor=max([resident, *(_peak_reserved(trial) for trial in plateaus)]),
     )
@@ -140,7 +158,10 @@ def _peak_reserved(trial: Trial) -> int:
 
 
 def _fit_knots(points: Iterable[tuple[int, int]], resident: int) -> tuple[tuple[int, int], ...]:
-    rising = _raise_dips(points)
+    highest, by_size = 0, {}
+    for size, peak in sorted(points):  # a size is taken to need no less than a smaller one did
+        by_size[size] = highest = max(highest, peak)
+    rising = list(by_size.items())
     if len(rising) == 1:
         [(size, peak)] = rising
         return ((0, min(resident, peak)), (size, peak))
@@ -150,16 +171,6 @@ def _fit_knots(points: Iterable[tuple[int, int]], resident: int) -> tuple[tuple[
         if _evaluate(others, 1) >= rising[0][1]:
             return others
     return _cover(rising)
-
-
-def _raise_dips(points: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """In order of size, each size once, no size with less than a smaller one had."""
-    rising: dict[int, int] = {}
-    highest = 0
-    for size, peak in sorted(points):
-        highest = max(highest, peak)
-        rising[size] = highest
-    return list(rising.items())
 
 
 def _cover(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -185,8 +196,3 @@ def _evaluate(knots: Sequence[tuple[int, int]], n: int) -> int:
         peak - (size - n) * (next_peak - peak) // (next_size - size)  # minus a floor: rounded up, on either side
         for (size, peak), (next_size, next_peak) in pairwise(knots)
     )
-
-
-def _reach(piece: tuple[tuple[int, int], tuple[int, int]], limit: int) -> int:
-    (size, peak), (next_size, next_peak) = piece
-    return size + (limit - peak) * (next_size - size) // (next_peak - peak)

@@ -1,33 +1,22 @@
-"""What a search asks, and what the trials so far say about it.
+"""Reads from the trials so far what is known about the question of a search.
 
-Covers reading trials: which sizes fit, which are still open, the straight line through what was measured. Does not
-cover what to try next (``search``).
+Covers which sizes fit, which are still open, and the straight line through what was measured. Does not cover what to
+try next (``search``).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from pydantic import Field, model_validator
 
-from autobatch.planning.curve import UNLIMITED, growing_allocated, growing_reserved
+from autobatch.planning.curve import Line, growing_allocated, growing_reserved
 from autobatch.records import Record, Trial
 
-__all__ = [
-    "Bracket",
-    "Line",
-    "Question",
-    "draw_line",
-    "find_bracket",
-    "fits",
-    "fitting_sizes",
-    "largest_fitting",
-    "measured_peaks",
-    "safe_reach",
-    "smallest_as_fast",
-]
+__all__ = ["Evidence", "Question", "draw_line", "fits", "largest_fitting", "smallest_as_fast"]
 
 _AS_FAST = 0.98
 """The share of the best rate that still counts as no slower; timings of one size differ by about as much."""
@@ -73,51 +62,15 @@ class Question(Record):
         return self.candidates or range(1, self.bound + 1)
 
 
-class Bracket(NamedTuple):
-    """What is settled: ``lowest`` fits (0: nothing known to), ``failing`` does not, ``open`` lies strictly between."""
-
-    lowest: int
-    failing: int | None
-    open: Sequence[int]
-
-
-class Line(NamedTuple):
-    """A straight line up to a point ``(size, peak)``, coming from ``run`` samples and ``rise`` bytes below it."""
-
-    size: int
-    peak: int
-    run: int
-    rise: int
-
-    def reach(self, limit: int, steepness: int = 1) -> int:
-        """The largest size within the limit on this line, or on one so many times as steep through the same point."""
-        if self.rise <= 0:
-            return UNLIMITED
-        return self.size + (limit - self.peak) * self.run // (self.rise * steepness)
-
-    def height(self, size: int) -> int:
-        """The bytes at a size on this line, rounded down."""
-        return self.peak + (size - self.size) * self.rise // self.run
-
-    def passes(self, size: int, peak: int, tolerance: int) -> bool:
-        """Whether the line comes within ``tolerance`` bytes of another point."""
-        return abs((peak - self.peak) * self.run - (size - self.size) * self.rise) <= tolerance * self.run
-
-
 def fits(question: Question, trial: Trial) -> bool:
     """Whether the trial ran, without thrashing and within the limit."""
     within = max(trial.peak_reserved, trial.peak_allocated) <= question.limit_bytes
     return trial.outcome == "fits" and (within or not question.measures)
 
 
-def fitting_sizes(question: Question, trials: Sequence[Trial]) -> set[int]:
-    """The sizes that fit each time they were tried, candidates or not."""
-    return {trial.micro_batch_size for trial in trials} - _failing_sizes(question, trials)
-
-
 def largest_fitting(question: Question, trials: Sequence[Trial]) -> int | None:
     """The largest candidate that has run and fits, ``None`` where none has."""
-    return max((size for size in fitting_sizes(question, trials) if size in question.sizes), default=None)
+    return Evidence(question, trials).lowest or None
 
 
 def smallest_as_fast(question: Question, trials: Sequence[Trial]) -> int | None:
@@ -126,9 +79,10 @@ def smallest_as_fast(question: Question, trials: Sequence[Trial]) -> int | None:
     Without rates the largest, since nothing says that a smaller one is as fast. ``None`` where none fits.
     """
     rates: dict[int, float] = {}
+    fitting = Evidence(question, trials).fitting
     for trial in trials:
         size = trial.micro_batch_size
-        if size in question.sizes and size in fitting_sizes(question, trials):
+        if size in question.sizes and size in fitting:
             rates[size] = max(rates.get(size, 0.0), trial.samples_per_second)
     best = max(rates.values(), default=0.0)
     if best == 0:
@@ -136,22 +90,55 @@ def smallest_as_fast(question: Question, trials: Sequence[Trial]) -> int | None:
     return min(size for size, rate in rates.items() if rate >= _AS_FAST * best)
 
 
-def find_bracket(question: Question, trials: Sequence[Trial]) -> Bracket:
-    """Between the largest candidate that fits and the smallest size above it that does not.
+@dataclass(frozen=True)
+class Evidence:
+    """What is settled and what is open. Failures below a size that fits settle nothing: memory may not be monotone."""
 
-    On memory that is not monotone a failure below a size that fits settles nothing; no open size has been tried.
-    """
-    sizes = question.sizes
-    lowest = largest_fitting(question, trials) or 0
-    failing = min((size for size in _failing_sizes(question, trials) if size > lowest), default=None)
-    end = len(sizes) if failing is None else bisect_left(sizes, failing)
-    return Bracket(lowest, failing, sizes[bisect_right(sizes, lowest) : end])
+    question: Question
+    trials: Sequence[Trial]
 
+    @cached_property
+    def failing(self) -> set[int]:
+        """The sizes that did not fit when they were tried, candidates or not."""
+        return {trial.micro_batch_size for trial in self.trials if not fits(self.question, trial)}
 
-def measured_peaks(question: Question, trials: Sequence[Trial]) -> dict[int, int]:
-    """The bytes that grow with the size, by size. Thrashing trials say little: they had to do with what there was."""
-    measured = [trial for trial in trials if trial.outcome == "fits"] if question.measures else []
-    return {trial.micro_batch_size: growing_reserved(trial) for trial in measured}
+    @cached_property
+    def fitting(self) -> set[int]:
+        """The sizes that fit each time they were tried, candidates or not."""
+        return {trial.micro_batch_size for trial in self.trials} - self.failing
+
+    @cached_property
+    def lowest(self) -> int:
+        """The largest candidate that fits, 0 where none is known to."""
+        return max((size for size in self.fitting if size in self.question.sizes), default=0)
+
+    @cached_property
+    def limiting(self) -> int | None:
+        """The smallest size above ``lowest`` that does not fit."""
+        return min((size for size in self.failing if size > self.lowest), default=None)
+
+    @cached_property
+    def open(self) -> Sequence[int]:
+        """The candidates between ``lowest`` and ``limiting``, none of which has been tried."""
+        sizes = self.question.sizes
+        end = len(sizes) if self.limiting is None else bisect_left(sizes, self.limiting)
+        return sizes[bisect_right(sizes, self.lowest) : end]
+
+    @cached_property
+    def peaks(self) -> dict[int, int]:
+        """The bytes that grow with the size, by size. Those of trials that thrash say little."""
+        measured = [trial for trial in self.trials if trial.outcome == "fits"] if self.question.measures else []
+        return {trial.micro_batch_size: growing_reserved(trial) for trial in measured}
+
+    @cached_property
+    def line(self) -> Line:
+        """The line through at least two of the peaks."""
+        return draw_line(self.peaks, self.trials)
+
+    def safe_reach(self, size: int, peak: int) -> int:
+        """The largest size within the limit on the line from what is resident at 0, steeper than linear memory is."""
+        resident = min(trial.resident_bytes for trial in self.trials if trial.outcome == "fits")
+        return Line(size, peak, size, peak - resident).reach(self.question.limit_bytes)
 
 
 def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
@@ -167,13 +154,3 @@ def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
     tensors = {trial.micro_batch_size: growing_allocated(trial) for trial in trials}
     rise = max(peaks[largest] - peaks[other], tensors[largest] - tensors[other])
     return Line(largest, peaks[largest], largest - other, rise)
-
-
-def safe_reach(question: Question, trials: Sequence[Trial], size: int, peak: int) -> int:
-    """The largest size within the limit on the line from what is resident at 0: steeper than linear memory can be."""
-    resident = min(trial.resident_bytes for trial in trials if trial.outcome == "fits")
-    return Line(size, peak, size, peak - resident).reach(question.limit_bytes)
-
-
-def _failing_sizes(question: Question, trials: Sequence[Trial]) -> set[int]:
-    return {trial.micro_batch_size for trial in trials if not fits(question, trial)}

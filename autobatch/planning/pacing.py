@@ -1,7 +1,7 @@
 """Decides the micro-batch size of each step from free memory and from how earlier steps went.
 
 Covers the way down (memory ended, the allocator thrashes, less is free than the size needs) and the way back to the
-plan's size. Does not cover how memory is read, nor what is done about a step that ran out of it (``runner``).
+plan's size. Does not cover how memory is read, nor how a step is retried (``training``).
 
 The policy follows from costs. A retry costs one piece, at most one step; a size that is too small costs something in
 every step. So the plan's size is back as soon as the reading of free memory allows it, and after an OOM that the
@@ -18,8 +18,7 @@ from typing import Literal
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.shrinking import shrink
-from autobatch.planning.size_recovery import CLEAN_STEPS, Setback
+from autobatch.planning.retry_size import CLEAN_STEPS, Setback, shrink
 
 __all__ = ["Pace", "Reason"]
 
@@ -28,25 +27,19 @@ Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in the step that is under way.
+    """What went wrong in the step that is under way."""
 
-    Attributes:
-        goal: The size that was wanted when the step began.
-        failed: The smallest size at which a micro-batch failed.
-        is_explained: Whether each OOM was explained by the curve and by what was free then.
-    """
-
-    goal: int
-    failed: int
-    is_explained: bool
+    goal: int  # the size that was wanted when the step began
+    failed: int  # the smallest size at which a micro-batch failed
+    is_explained: bool  # whether each OOM was explained by the curve and by what was free then
 
 
 @dataclass(frozen=True)
 class Pace:
     """The size of the next step and what the last steps have shown.
 
-    Every transition returns a new value, so a step that is undone is forgotten by keeping the old one. A step is
-    ``before_step``, any number of ``after_shortage``, ``after_step``.
+    Every transition returns a new value: the old one still describes the state before a step that is undone. A step
+    is ``before_step``, any number of ``after_shortage``, ``after_step``.
 
     Attributes:
         ladder: The sizes to choose from, ascending; the last is the plan's.
@@ -74,7 +67,7 @@ class Pace:
     failure: _Failure | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no ladder, or a size above it."""
+        """Check the ladder and the size."""
         if not self.ladder or self.ladder[0] < 1 or any(above <= below for below, above in pairwise(self.ladder)):
             raise InvalidArgument(f"a ladder must go up from at least one sample, not {self.ladder}")
         if not 1 <= self.size <= self.ladder[-1]:
@@ -92,45 +85,43 @@ class Pace:
         return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
 
     @property
+    def last(self) -> Setback | None:
+        """The setback that decides the size for now."""
+        return self.setbacks[-1] if self.setbacks else None
+
+    @property
     def goal(self) -> int:
         """The size that the last steps allow, whatever is free now."""
-        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
+        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]  # not `last`: each step asks
 
-    def before_step(self, there_bytes: int | None, room_bytes: int | None) -> Pace:
-        """The size for a step that begins with so much memory.
+    def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
+        """The size for a step that begins with so much memory; this very pace where the size stays.
 
         The goal where it can fit, else the largest size that fits with the headroom to spare. Of sizes below the goal
-        one that can fit stays, so that a neighbour who comes and goes a little is not answered each time.
+        one that can fit stays, so that the size does not follow each small change of what another process holds.
 
-        Args:
-            there_bytes: What a step can reach at most, in bytes, what is resident included.
-            room_bytes: The same less the headroom; ``None``: no headroom is known.
-
-        Returns:
-            This very pace where the size stays.
+        ``most_bytes`` is what a step can reach at most, with what is resident; ``limit_bytes`` is without the headroom.
         """
         size = self.goal
-        if self.curve is not None and there_bytes is not None and not self._fits(size, there_bytes):
-            limit = there_bytes if room_bytes is None else min(there_bytes, room_bytes)
+        if self.curve is not None and most_bytes is not None and not self._fits(size, most_bytes):
+            limit = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes)
             lower = [rung for rung in self.rungs if rung < size]
             size = max((rung for rung in lower if self._fits(rung, limit)), default=(lower or [size])[0])
-            if size < self.size < self.goal and self._fits(self.size, there_bytes):
+            if size < self.size < self.goal and self._fits(self.size, most_bytes):
                 size = self.size
         if size > self.size and self.clean_steps < self.patience:
             return self
         return _move(self, size, "less is free" if size < self.size else "grown back")
 
-    def after_shortage(self, failed: int, room_bytes: int | None, least: int = 1) -> Pace:
+    def after_shortage(self, failed: int, limit_bytes: int | None, least: int = 1) -> Pace:
         """Memory ended at a micro-batch: go on with less.
 
         Where a size failed that was only being tried, and the curve does not say why, what ran before is good enough.
         Else as ``shrink`` says, down to a rung; at the second OOM of a step that it cannot explain the curve is not
         asked again.
 
-        Args:
-            failed: Samples in the micro-batch that did not fit, at most ``size``; parts of a batch may be smaller.
-            room_bytes: What the step may hold now, what is resident included; ``None`` where it cannot be told.
-            least: The fewest samples into which the rest of the step can be divided.
+        ``failed`` are the samples in the micro-batch that did not fit, and ``least`` the fewest into which the rest of
+        the step can be divided.
 
         Raises:
             InvalidArgument: ``failed`` is no more than ``least`` or ``smallest``: it cannot be made smaller.
@@ -139,12 +130,11 @@ class Pace:
         least = max(least, rungs[0])
         if failed <= least:
             raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller: at least {least} samples can run")
-        explains = self.curve is not None and room_bytes is not None and self.curve.largest(room_bytes) < failed
+        explains = self.curve is not None and limit_bytes is not None and self.curve.largest(limit_bytes) < failed
         is_blind = self.failure is not None and not (self.failure.is_explained or explains)
-        wanted = shrink(failed, None if is_blind else self.curve, room_bytes)
-        last = self.setbacks[-1] if self.setbacks else None
-        if last and last.is_tried and last.ran < failed and not explains:
-            wanted = last.ran
+        wanted = shrink(failed, None if is_blind else self.curve, limit_bytes)
+        if self.last and self.last.is_tried and self.last.ran < failed and not explains:
+            wanted = self.last.ran
         size = max(rungs[max(bisect_right(rungs, min(wanted, failed - 1)) - 1, 0)], least)
         began = self.failure or _Failure(self.goal, self.size, is_explained=True)
         failed = min(rungs[bisect_left(rungs, failed)], began.failed)
@@ -152,12 +142,10 @@ class Pace:
         return replace(_move(self, size, "out of memory"), failure=failure, clean_steps=0, thrashed_steps=0)
 
     def after_step(self, largest: int, *, thrashed: bool) -> Pace:
-        """A step is done; the next steps may have another size.
+        """A step whose largest micro-batch had so many samples is done; the next steps may have another size.
 
-        Args:
-            largest: Samples in the step's largest micro-batch.
-            thrashed: Whether the allocator had to give memory back and ask again during the step. Not counted where
-                memory also ended in the step, because it does so before each OOM.
+        ``thrashed`` says whether the allocator had to give memory back and ask again. Not counted where memory also
+        ended in the step, because it does so before each OOM.
         """
         if self.failure is not None:
             return _set_back_by_shortage(replace(self, failure=None), self.failure)
@@ -168,7 +156,7 @@ class Pace:
         if pace.thrashed_steps < 2 or not lower:
             return pace
         failure = _Failure(pace.goal, pace.size, is_explained=False)
-        ran = pace.setbacks[-1].ran if pace.setbacks and pace.setbacks[-1].is_tried else lower[-1]
+        ran = self.last.ran if self.last and self.last.is_tried else lower[-1]
         return _set_back(_move(pace, min(ran, lower[-1]), "thrash"), failure, CLEAN_STEPS, CLEAN_STEPS)
 
     def _fits(self, size: int, limit_bytes: int) -> bool:
@@ -191,8 +179,8 @@ def _set_back_by_shortage(pace: Pace, failure: _Failure) -> Pace:
 
 def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -> Pace:
     """Remember what failed in a step that went on with ``pace.size``; ``least_wait`` is for one that fails again."""
-    if pace.setbacks and pace.setbacks[-1].is_tried:
-        setback = pace.setbacks[-1].fail(pace.size, failure.failed, least_wait)
+    if pace.last and pace.last.is_tried:
+        setback = pace.last.fail(pace.size, failure.failed, least_wait)
         return replace(pace, setbacks=(*pace.setbacks[:-1], setback))
     setback = Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
     return replace(pace, setbacks=(*pace.setbacks, setback))
@@ -204,7 +192,7 @@ def _count(pace: Pace, largest: int) -> Pace:
         pace = replace(pace, thrashed_steps=0)
     if not pace.setbacks and pace.size == pace.ladder[-1]:
         return pace  # nothing to come back to: most steps
-    last = pace.setbacks[-1] if pace.setbacks else None
+    last = pace.last
     is_tried = last is not None and last.is_tried and pace.size == last.goal
     least = last.ran + 1 if last and is_tried else pace.size // 2 + 1
     if largest < least:

@@ -1,7 +1,6 @@
-"""A plan as plain data.
+"""Defines a plan as plain data: what was decided, from which measurements, under which budget.
 
-Covers what was decided, from which measurements, under which budget. Does not cover what a user does with it (``plan``)
-nor how it is shown (``report``).
+Does not cover what a user does with it (``autobatch.plan``) nor how it is shown (``report``).
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class PlanRecord(Record):
         smallest_micro_batch: The fewest samples that the model can run: 2 where ``fit`` found that one sample raises an
             error, as BatchNorm does in train mode with one value per channel. A retry has no smaller piece either.
         accumulation_steps: How many micro-batches that is.
-        budget_bytes: What the process may hold on the device; 0 where the device cannot tell.
+        budget_bytes: What the process may hold on the device; 0 where that is not known.
         headroom_bytes: The part of the budget that is left free on purpose.
-        peak_bytes: What meets the limit at ``micro_batch_size``: measured, or the curve's word if ``predicted``.
+        peak_bytes: What meets the limit at ``micro_batch_size``: measured, or by the curve if ``predicted``.
         curve: Memory against micro-batch size; ``None`` where the device cannot measure.
         trials: Every attempt, in order.
         device: What it was measured on.
@@ -60,7 +59,7 @@ class PlanRecord(Record):
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
         version: The autobatch that made it.
-        id: Names this plan among all that were made; empty where nobody gave it one.
+        id: Names this plan among all that were made; empty where it was given none.
         made_at: Seconds since 1970, UTC; 0 where it was not noted.
         model: The class of the model.
         objective: What ``fit`` was asked for: the fewest steps, or the least memory.

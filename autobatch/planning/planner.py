@@ -1,12 +1,11 @@
-"""How a target batch is divided: over ranks, then into micro-batches of nearly one size.
+"""Divides a target batch over ranks, and then into micro-batches of nearly one size.
 
-Covers arithmetic on samples and the choice of the size among those that ran. Does not cover the plan itself (``plan``)
-nor which sizes to run (``search``).
+Covers arithmetic on samples and the choice of the size among those that ran. Does not cover the plan itself
+(``plan_record``) nor which sizes to run (``search``). What is less than one sample raises ``InvalidArgument``.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
@@ -15,30 +14,24 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.evidence import Question, largest_fitting, smallest_as_fast
 from autobatch.records import Trial
 
-__all__ = ["Objective", "balance", "choose_size", "divide_evenly", "least_size", "spread", "useful_sizes"]
+__all__ = ["Objective", "balance", "choose_size", "least_size", "spread", "useful_sizes"]
 
 Objective = Literal["throughput", "memory"]
 
 
 def choose_size(question: Question, trials: Sequence[Trial], objective: Objective = "throughput") -> int | None:
-    """The micro-batch size that a plan may promise: one that has run and fits.
+    """The micro-batch size that a plan may promise: one that has run and fits; ``None`` where none does.
 
     ``"throughput"`` takes the largest: the rates of single trials are too noisy to overrule fewer, fuller steps, and
-    what crawls near the limit is told by its outcome (``"thrash"``). ``"memory"`` takes the smallest that is no slower.
-
-    Returns:
-        ``None`` where not even the smallest size fits.
+    what crawls near the limit has the outcome ``"thrash"``. ``"memory"`` takes the smallest that is no slower.
     """
     return largest_fitting(question, trials) if objective == "throughput" else smallest_as_fast(question, trials)
 
 
 def spread(total: int, parts: int) -> tuple[int, ...]:
-    """``total`` samples in so many parts that differ by at most one, larger first; parts beyond ``total`` are 0.
-
-    Raises:
-        InvalidArgument: There is nothing to spread over, or less than nothing to spread.
-    """
-    _check_total(total)
+    """``total`` samples in so many parts that differ by at most one, larger first; parts beyond ``total`` are 0."""
+    if total < 0:
+        raise InvalidArgument(f"{total} samples cannot be divided")
     if parts < 1:
         raise InvalidArgument(f"{total} samples cannot be spread over {parts} parts")
     size, larger = divmod(total, parts)
@@ -52,20 +45,13 @@ def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     ``balance(256, 100)`` is ``(86, 85, 85)``: as many steps as ``(100, 100, 56)`` and less memory. 0 samples need no
     part. As the parts are few and equal, no other division has a larger smallest part.
 
-    Args:
-        total: Samples to divide.
-        largest: The most samples of a part.
-        smallest: The fewest samples of a part: what the model can run.
-
     Raises:
-        InvalidArgument: ``largest`` is less than 1, or ``total`` less than 0; or each division has a part of fewer than
-            ``smallest`` samples: ``largest`` is less than ``least_size(total, smallest)``, or ``total`` than
-            ``smallest``.
+        InvalidArgument: Each division has a part of fewer than ``smallest`` samples, the fewest that the model can
+            run: ``largest`` is less than ``least_size(total, smallest)``, or ``total`` than ``smallest``.
     """
-    _check_total(total)
     _check_largest(largest)
     steps = -(-total // largest)
-    if total and total // steps < smallest:
+    if total > 0 and total // steps < smallest:
         raise InvalidArgument(
             f"{total} samples cannot be divided into parts of at least {smallest} and at most {largest}"
         )
@@ -78,32 +64,11 @@ def least_size(total: int, smallest: int) -> int:
 
     ``least_size(9, 2)`` is 3, as 9 samples in parts of at most 2 leave one alone. Any larger size allows a division
     too. A ``total`` below ``smallest`` stays whole.
-
-    Raises:
-        InvalidArgument: ``total`` or ``smallest`` is less than 1.
     """
-    _check_positive(total)
+    _check_total(total)
     if smallest < 1:
         raise InvalidArgument(f"a micro-batch must have at least one sample, not at least {smallest}")
     return -(-total // max(total // smallest, 1))
-
-
-def divide_evenly(total: int, largest: int, smallest: int = 1) -> tuple[int, int]:
-    """``(size, steps)`` with ``size * steps == total`` exactly and ``size`` as large as ``largest`` allows.
-
-    For frameworks that own the loop and know one size and one number of steps only. A prime ``total`` above
-    ``largest`` leaves ``(1, total)``.
-
-    Raises:
-        InvalidArgument: ``total`` or ``largest`` is less than 1; or no divisor is from ``smallest`` to ``largest``.
-    """
-    _check_positive(total)
-    _check_largest(largest)
-    small = (divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0)
-    size = max(part for divisor in small for part in (divisor, total // divisor) if part <= largest)
-    if size < smallest:
-        raise InvalidArgument(f"{total} samples have no divisor from {smallest} to {largest}")
-    return size, total // size
 
 
 def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
@@ -111,11 +76,8 @@ def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
 
     Any other size needs as many steps as the next smaller useful one, and more memory. There are at most
     ``2 * sqrt(total)`` of them; 1 is always one, and 2 where ``total`` and ``bound`` allow it.
-
-    Raises:
-        InvalidArgument: ``total`` or ``bound`` is less than 1.
     """
-    _check_positive(total)
+    _check_total(total)
     _check_largest(bound)
     sizes = []
     steps = 1
@@ -128,11 +90,6 @@ def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
 
 
 def _check_total(total: int) -> None:
-    if total < 0:
-        raise InvalidArgument(f"{total} samples cannot be divided")
-
-
-def _check_positive(total: int) -> None:
     if total < 1:
         raise InvalidArgument(f"a batch must have at least one sample, not {total}")
 

@@ -9,8 +9,8 @@ import difflib
 import re
 from typing import Any
 
+from autobatch._arguments import read_bytes
 from autobatch._formatting import format_bytes, show_value
-from autobatch._quantities import read_bytes
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.card_table import COMMONEST, GPUS, Gpu, make_gpu
 

@@ -1,1 +1,1 @@
-"""A plan, and what became of it, rendered for people: text and HTML."""
+"""Renders a plan, and what became of it, for people: text, charts and HTML."""

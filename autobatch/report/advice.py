@@ -1,20 +1,54 @@
-"""What would help, from what a plan's trials have shown.
+"""Says what would help: towards a larger micro-batch, and where nothing fits at all.
 
-Covers sentences, each with its number. Does not cover predictions of what a change would save (``prediction.changes``).
+Covers sentences, each with its number, and the text of ``DoesNotFit`` after a search in which no size ran. Does not
+cover predictions of what a change would save (``prediction.changes``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autobatch._formatting import format_bytes
+from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
+from autobatch.records import DeviceInfo, Phase, Trial
 
-__all__ = ["advise"]
+__all__ = ["PHASES", "advise", "explain_refusal", "tenant_lines"]
+
+PHASES: dict[Phase, str] = {
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "gradients": "in the backward pass",
+    "optimizer state": "where the optimizer made its state",
+    "update": "in the optimizer's step",
+}
+_SUBJECTS: dict[Phase, str] = {
+    "gradients": "the gradients do not fit on {device} beside the model",
+    "optimizer state": "the optimizer's state does not fit on {device} beside model and gradients",
+    "update": "the optimizer's update does not fit on {device} beside model, gradients and its state",
+}
+_NO_USE = "smaller micro-batches and activation checkpointing would not help"
+_PASSES = (
+    "activation checkpointing, bfloat16 autocast, smaller inputs, an optimizer with less state, or fewer trained "
+    "parameters"
+)
+_ADVICE: dict[Phase, str] = {
+    "forward": _PASSES,
+    "backward": _PASSES,
+    "gradients": f"fewer trained parameters (freeze some, or LoRA), or parameters in bfloat16; {_NO_USE}",
+    "optimizer state": (
+        f"an optimizer with less state (SGD, Adafactor, Adam in 8 bits), fewer trained parameters, or parameters in "
+        f"bfloat16; {_NO_USE}"
+    ),
+    "update": (
+        f"an optimizer without temporaries of all parameters at once (foreach=False or fused=True), one with less "
+        f"state, or fewer trained parameters; {_NO_USE}"
+    ),
+}
+_MODEL_ADVICE = f"fewer parameters, parameters in bfloat16, or a batch that is not on the device as a whole; {_NO_USE}"
 
 
 def advise(plan: PlanRecord) -> Iterator[str]:
-    """A sentence for each thing that a user could do for a larger micro-batch; none where memory is no matter."""
+    """A sentence for each thing that a user could do for a larger micro-batch; none where memory does not matter."""
     share = sum(plan.micro_batch_sizes)
     need = plan.curve.peak_reserved(share) if plan.curve is not None else 0
     # Within the limit it was the user's own bound or objective that divided the batch, and memory is not what to save.
@@ -30,3 +64,35 @@ def advise(plan: PlanRecord) -> Iterator[str]:
     for tenant in plan.device.tenants:
         held = format_bytes(tenant.used_bytes)
         yield f"process {tenant.pid} holds {held} of this device; without it the budget would be larger"
+
+
+def tenant_lines(device: DeviceInfo) -> Iterator[str]:
+    """Who else holds memory of the device, a sentence each."""
+    for tenant in device.tenants:
+        name = f" ({tenant.name})" if tenant.name else ""
+        yield f"process {tenant.pid}{name} holds {format_bytes(tenant.used_bytes)}"
+
+
+def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: int, device: DeviceInfo) -> str:
+    """Why nothing fits: where memory ended, how much was held, who else is on the device, what would help.
+
+    ``trial`` is of the smallest size that was tried, and ``reason`` the error's first line.
+    """
+    phase = trial.ended_in or "forward"
+    is_full = phase in ("forward", "backward") and 0 < limit_bytes <= trial.resident_bytes
+    held_bytes = max(trial.peak_reserved, trial.resident_bytes)  # memory may end before the first reading
+    return (
+        f"{_name_subject(trial, phase, device, is_full=is_full)}: memory ended {PHASES[phase]}; "
+        f"{format_bytes(held_bytes)} were held, {format_bytes(trial.resident_bytes)} of that before the first sample, "
+        f"and the limit is {format_bytes(limit_bytes)} of a budget of {format_bytes(budget_bytes)}; {reason}; "
+        f"{'; '.join(tenant_lines(device)) or 'no other process is known to hold memory there'}; what would help: "
+        f"a larger budget= or smaller headroom=, {_MODEL_ADVICE if is_full else _ADVICE[phase]}"
+    )
+
+
+def _name_subject(trial: Trial, phase: Phase, device: DeviceInfo, *, is_full: bool) -> str:
+    if phase in _SUBJECTS:
+        return f"{_SUBJECTS[phase].format(device=device.name)}, at any micro-batch size"
+    size = plural(trial.micro_batch_size, "sample")
+    model = ", as the model by itself does not" if is_full else ""
+    return f"a micro-batch of {size} does not fit on {device.name}{model}"

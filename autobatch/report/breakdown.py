@@ -1,7 +1,6 @@
-"""Where the memory goes at the planned size: parts that add up to the budget.
+"""Divides the budget into parts: where the memory goes at the planned size.
 
-Covers arithmetic on one plan. Does not cover how the parts are shown (``text``, ``charts``), nor what the allocator
-does inside itself.
+Does not cover how the parts are shown (``text``, ``charts``).
 """
 
 from __future__ import annotations
@@ -18,14 +17,7 @@ __all__ = ["Part", "apportion", "chosen_trial", "held_bytes", "memory_parts"]
 
 
 class Part(NamedTuple):
-    """A share of the budget.
-
-    Attributes:
-        key: One word for it, the same in all reports.
-        symbol: One character for it, in a bar of text.
-        size_bytes: In bytes, more than 0.
-        about: What it is, for people.
-    """
+    """A share of the budget: one word for it, one character for a bar of text, more than 0 bytes, and a description."""
 
     key: str
     symbol: str
@@ -48,11 +40,12 @@ def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
     """The parts, in the order in which they are stacked; those of 0 bytes are left out.
 
     What the chosen trial held (or, where none ran, the predicted peak), then what is left of the limit, then the
-    headroom. They add up to the budget, or to the peak where that is more or where there is no budget: the device then
-    does not tell its memory, and nothing is free that is known of.
+    headroom. They add up to the budget, or to the peak where that is more or where no budget is known.
     """
     trial = chosen_trial(plan)
-    used = _parts_of_prediction(plan) if trial is None or not held_bytes(trial) else _parts_of_trial(trial, plan)
+    used: tuple[Part, ...] = (Part("peak", "#", plan.peak_bytes, "peak: predicted, nothing was run at this size"),)
+    if trial is not None and held_bytes(trial):
+        used = _parts_of_trial(trial, plan)
     peak = sum(part.size_bytes for part in used)
     within = min(peak, plan.budget_bytes)
     headroom = min(plan.headroom_bytes, plan.budget_bytes - within)
@@ -66,7 +59,7 @@ def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
 
 
 def apportion(counts: Sequence[int], cells: int) -> tuple[int, ...]:
-    """So many cells divided in proportion to the counts, by largest remainders; none where there is nothing.
+    """So many cells divided in proportion to the counts, by largest remainders; none of nothing.
 
     ``apportion((1, 1, 2), 8)`` is ``(2, 2, 4)``.
     """
@@ -78,10 +71,6 @@ def apportion(counts: Sequence[int], cells: int) -> tuple[int, ...]:
     for index in by_remainder[: cells - sum(whole)]:
         whole[index] += 1
     return tuple(whole)
-
-
-def _parts_of_prediction(plan: PlanRecord) -> tuple[Part, ...]:
-    return (Part("peak", "#", plan.peak_bytes, "peak: predicted, nothing was run at this size"),)
 
 
 def _parts_of_trial(trial: Trial, plan: PlanRecord) -> tuple[Part, ...]:

@@ -1,12 +1,13 @@
-"""The pictures of a plan: memory and speed against the micro-batch size, and where the memory goes.
+"""Draws the charts of a plan: memory and speed against the micro-batch size, and where the memory goes.
 
-Covers what is drawn where; each returns one ``<svg>``, or nothing where nothing was measured that it could show. Does
-not cover runs (``run_chart``) nor colours (``style``).
+Each is one ``<svg>``, or an empty text where nothing was measured that it could show. Does not cover runs
+(``run_chart``) nor colours (``style``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
@@ -17,6 +18,9 @@ from autobatch.report.svg import Frame, axes, band, cross, dot, element, label, 
 
 __all__ = ["memory_bar", "peak_chart", "speed_chart"]
 
+_N = TypeVar("_N", int, float)
+
+_MARKS: dict[str, Callable[[float, float, str, str], str]] = {"fits": dot, "oom": cross, "thrash": triangle}
 _FRAME = Frame()
 _BAR = Frame(height=80, left=16, right=404, top=10, bottom=46)
 _BEYOND = 1.35
@@ -24,11 +28,7 @@ _BEYOND = 1.35
 
 
 def peak_chart(plan: PlanRecord) -> str:
-    """Peak memory against micro-batch size: trials, curve, budget, headroom and the chosen size.
-
-    Returns:
-        Nothing where the device told of no bytes.
-    """
+    """Peak memory against micro-batch size: trials, curve, budget, headroom and the chosen size."""
     peaks = [held_bytes(trial) for trial in plan.trials]
     if not any((*peaks, plan.peak_bytes)):
         return ""
@@ -45,25 +45,13 @@ def peak_chart(plan: PlanRecord) -> str:
             (upward, byte_ticks(upward), _name("peak", upward)),
         ),
         *_curve_lines(plan, across, upward),
-        *(
-            _trial_mark(
-                trial,
-                across.position(trial.micro_batch_size),
-                upward.position(held_bytes(trial)),
-                format_bytes(held_bytes(trial)),
-            )
-            for trial in plan.trials
-        ),
+        *_trial_marks(plan.trials, across, upward, held_bytes, format_bytes),
         *_chosen_mark(plan, across, upward.position(plan.peak_bytes), format_bytes(plan.peak_bytes)),
     )
 
 
 def speed_chart(plan: PlanRecord) -> str:
-    """Samples a second against micro-batch size.
-
-    Returns:
-        Nothing where no trial took a time.
-    """
+    """Samples per second against micro-batch size."""
     rates = {trial.micro_batch_size: trial.samples_per_second for trial in plan.trials if trial.outcome != "oom"}
     if not any(rates.values()):
         return ""
@@ -82,30 +70,18 @@ def speed_chart(plan: PlanRecord) -> str:
             (across, count_ticks(across), _name("samples in a micro-batch", across)),
             (upward, count_ticks(upward), "samples/s"),
         ),
-        *(
-            _trial_mark(
-                trial,
-                across.position(trial.micro_batch_size),
-                upward.position(_rate(trial)),
-                f"{_rate(trial):.1f} samples/s",
-            )
-            for trial in timed
-        ),
+        *_trial_marks(timed, across, upward, _rate, "{:.1f} samples/s".format),
         *(_chosen_mark(plan, across, upward.position(chosen), named) if chosen else ()),
     )
 
 
 def memory_bar(plan: PlanRecord) -> str:
-    """The parts of the budget on top of each other, lying.
-
-    Returns:
-        Nothing where the device told of no bytes.
-    """
+    """The parts of the budget, as one bar from left to right."""
     parts = memory_parts(plan)
     total = sum(part.size_bytes for part in parts)
     if not total:
         return ""
-    # At least 2 bytes: there must be room for three ticks.
+    # At least 2 bytes, so that three ticks fit.
     scale = LinearScale(0, max(total, 2), _BAR.left, _BAR.right)
     pieces, start = [], 0
     for part in parts:
@@ -172,26 +148,27 @@ def _curve_lines(plan: PlanRecord, across: Scale, upward: Scale) -> Iterator[str
         return
     curve, last = plan.curve, _largest_drawn(plan)
     ran = max((trial.micro_batch_size for trial in plan.trials if trial.outcome != "oom"), default=0)
-    drawn = {max(round(across.value(_FRAME.left + 3 * step)), 1) for step in range(117)}
+    even = {max(round(across.value(_FRAME.left + 3 * step)), 1) for step in range(117)}
     knots = {size for size, _ in curve.reserved if size >= 1}
-    sizes = sorted(size for size in {*drawn, *knots, ran, last} - {0} if size <= last)
+    sizes = sorted(size for size in {*even, *knots, ran, last} - {0} if size <= last)
     points = [(size, max(curve.peak_reserved(size), 0)) for size in sizes]
-    places = [(size, across.position(size), upward.position(peak)) for size, peak in points if peak <= upward.high]
-    yield polyline(((x, y) for size, x, y in places if size <= ran), "curve")
-    yield polyline(((x, y) for size, x, y in places if size >= ran), "curve expected")
+    drawn = [(size, across.position(size), upward.position(peak)) for size, peak in points if peak <= upward.high]
+    yield polyline(((x, y) for size, x, y in drawn if size <= ran), "curve")
+    yield polyline(((x, y) for size, x, y in drawn if size >= ran), "curve expected")
 
 
-def _trial_mark(trial: Trial, x: float, y: float, measured: str) -> str:
-    about = f"{plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, {measured}"
-    if trial.outcome == "oom":
-        return cross(x, y, "trial oom", about)
-    if trial.outcome == "thrash":
-        return triangle(x, y, "trial thrash", about)
-    return dot(x, y, "trial fits", about)
+def _trial_marks(
+    trials: Iterable[Trial], across: Scale, upward: Scale, measure: Callable[[Trial], _N], write: Callable[[_N], str]
+) -> Iterator[str]:
+    for trial in trials:
+        value = measure(trial)
+        about = f"{plural(trial.micro_batch_size, 'sample')}: {trial.outcome}, {write(value)}"
+        x, y = across.position(trial.micro_batch_size), upward.position(value)
+        yield _MARKS[trial.outcome](x, y, f"trial {trial.outcome}", about)
 
 
 def _chosen_mark(plan: PlanRecord, across: Scale, y: float, measured: str) -> Iterator[str]:
-    """A ring, a line down to its size, and the label above the plot, where nothing else can come in its way."""
+    """A ring, a line down to its size, and the label above the plot, where nothing else is drawn."""
     x = across.position(plan.micro_batch_size)
     text = f"{plural(plan.micro_batch_size, 'sample')}: {measured}"
     yield polyline([(x, min(y + 8, _FRAME.bottom)), (x, _FRAME.bottom)], "chosen down")

@@ -1,4 +1,4 @@
-"""What differs between two plans, as data and in words.
+"""Compares two plans, as data and in words.
 
 Covers every field of a plan but its name, date and duration, its trials size by size and its curve at common sizes.
 Does not cover why they differ; but whether the same workload was measured is said first.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from typing import Any
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import Trial
 from autobatch.report.breakdown import held_bytes
 from autobatch.report.tables import format_time
 
@@ -23,11 +23,7 @@ _WIDTH = 80
 
 
 def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
-    """What differs, for JSON.
-
-    Args:
-        a: The first plan, in time or by choice.
-        b: The second one; changes are from ``a`` to ``b``.
+    """What differs from ``a`` to ``b``, for JSON.
 
     Returns:
         ``same_workload``: whether the fingerprints are equal; ``None`` where one has none.
@@ -40,24 +36,21 @@ def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
     """
     return {
         "same_workload": a.fingerprint == b.fingerprint if a.fingerprint and b.fingerprint else None,
-        "fields": list(_differing_fields(a, b)),
-        "trials": list(_differing_trials(a, b)),
-        "curve": _differing_curve(a, b),
+        "fields": _differences("field", *(dict(_flatten(_comparable_fields(plan))) for plan in (a, b))),
+        "trials": sorted(_differences("size", _trial_facts(a), _trial_facts(b)), key=itemgetter("size")),
+        "curve": _differences("samples", *_curve_points(a, b)),
     }
 
 
 def diff_plans(a: PlanRecord, b: PlanRecord) -> str:
-    """What differs, in lines of at most 80 columns; ends without a newline.
-
-    Args:
-        a: The first plan, in time or by choice.
-        b: The second one; changes are from ``a`` to ``b``.
-    """
+    """What differs from ``a`` to ``b``, in lines of at most 80 columns; ends without a newline."""
     data = diff_plans_data(a, b)
     lines = [_WORKLOADS[data["same_workload"]]]
     lines += [_field_line(entry) for entry in data["fields"]]
     lines += [f"trial of {plural(entry['size'], 'sample')}: {_change(entry, _say_trial)}" for entry in data["trials"]]
-    lines += [f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, _say_bytes)}" for entry in data["curve"]]
+    lines += [
+        f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, format_bytes)}" for entry in data["curve"]
+    ]
     if len(lines) == 1:
         lines.append("nothing else differs")
     return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
@@ -79,14 +72,11 @@ _EACH_ITS_OWN = {"id", "made_at", "seconds", "confirms"}
 """Fields that differ between any two plans, and say nothing of what was found."""
 
 
-def _differing_fields(a: PlanRecord, b: PlanRecord) -> Iterator[dict[str, Any]]:
-    ours, theirs = (dict(_flatten(_comparable(plan))) for plan in (a, b))
-    for name in [*ours, *(name for name in theirs if name not in ours)]:
-        if ours.get(name) != theirs.get(name):
-            yield {"field": name, "a": ours.get(name), "b": theirs.get(name)}
+def _differences(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> list[dict[str, Any]]:
+    return [{name: key, "a": a.get(key), "b": b.get(key)} for key in {**a, **b} if a.get(key) != b.get(key)]
 
 
-def _comparable(plan: PlanRecord) -> dict[str, Any]:
+def _comparable_fields(plan: PlanRecord) -> dict[str, Any]:
     fields = plan.model_dump(mode="json", exclude=_APART | _EACH_ITS_OWN)
     if plan.verdict is not None:  # what was found, and not how long it took and to which decimal
         found = plan.verdict
@@ -102,52 +92,41 @@ def _flatten(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield prefix + name, value
 
 
-def _differing_trials(a: PlanRecord, b: PlanRecord) -> Iterator[dict[str, Any]]:
-    """The last attempt at each size speaks for it. Times are left out: no two are ever the same."""
-    ours, theirs = ({trial.micro_batch_size: _facts_of(trial) for trial in plan.trials} for plan in (a, b))
-    for size in sorted({*ours, *theirs}):
-        if ours.get(size) != theirs.get(size):
-            yield {"size": size, "a": ours.get(size), "b": theirs.get(size)}
+def _trial_facts(plan: PlanRecord) -> dict[int, dict[str, Any]]:
+    """Of the last attempt at each size. Times are left out: no two are ever the same."""
+    return {
+        trial.micro_batch_size: {
+            "outcome": trial.outcome,
+            "peak_bytes": held_bytes(trial),
+            "alloc_retries": trial.alloc_retries,
+        }
+        for trial in plan.trials
+    }
 
 
-def _facts_of(trial: Trial) -> dict[str, Any]:
-    return {"outcome": trial.outcome, "peak_bytes": held_bytes(trial), "alloc_retries": trial.alloc_retries}
-
-
-def _differing_curve(a: PlanRecord, b: PlanRecord) -> list[dict[str, int]]:
-    if a.curve is None or b.curve is None or a.curve == b.curve:
-        return []
+def _curve_points(a: PlanRecord, b: PlanRecord) -> Iterator[dict[int, int]]:
     sizes = sorted({1, *(size for plan in (a, b) for size in (plan.micro_batch_size, sum(plan.micro_batch_sizes)))})
-    points = [{"samples": size, "a": a.curve.peak_reserved(size), "b": b.curve.peak_reserved(size)} for size in sizes]
-    return [point for point in points if point["a"] != point["b"]]
+    for curve in (a.curve, b.curve):
+        yield {size: curve.peak_reserved(size) for size in sizes} if curve and a.curve and b.curve else {}
 
 
 def _field_line(entry: dict[str, Any]) -> str:
     field = entry["field"]
-    say = _SPECIAL.get(field) or (_say_bytes if field.endswith("_bytes") else _say)
+    say = _SPECIAL.get(field) or (format_bytes if field.endswith("_bytes") else _say)
     return f"{_NAMES.get(field) or field.replace('.', ' ').replace('_', ' ')}: {_change(entry, say)}"
 
 
 def _change(entry: dict[str, Any], say: Callable[[Any], str]) -> str:
     before, after = entry["a"], entry["b"]
-    told = f"{_said(before, say)} -> {_said(after, say)}"
-    if say is _say_bytes and before and after and before != after:
-        told += f" ({after / before - 1:+.1%})"
-    return told
-
-
-def _said(value: Any, say: Callable[[Any], str]) -> str:
-    return "none" if value in (None, "", [], {}) else say(value)
+    first, second = ("none" if value in (None, "", [], {}) else say(value) for value in (before, after))
+    grown = f" ({after / before - 1:+.1%})" if say is format_bytes and before and after and before != after else ""
+    return f"{first} -> {second}{grown}"
 
 
 def _say(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _say_bytes(value: int) -> str:
-    return format_bytes(value)
 
 
 def _say_sizes(sizes: list[int]) -> str:

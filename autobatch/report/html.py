@@ -14,7 +14,7 @@ from markupsafe import Markup
 from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.report.advice import advise
+from autobatch.report.advice import advise, tenant_lines
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.charts import memory_bar, peak_chart, speed_chart
 from autobatch.report.run_chart import run_chart
@@ -31,7 +31,7 @@ from autobatch.report.tables import (
     trial_table,
 )
 from autobatch.report.templating import Figure, Key, Section, render_template
-from autobatch.report.text import summarise_plan, tenant_lines
+from autobatch.report.text import summarise_plan
 
 __all__ = ["render_fragment", "render_report"]
 

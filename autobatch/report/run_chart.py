@@ -1,7 +1,7 @@
-"""The picture of a run: micro-batch size and retries from step to step.
+"""Draws the chart of a run: micro-batch size and retries from step to step.
 
-Covers runs of any length: where many ranges of steps fall on one place, the first, the least, the most and the last of
-them are drawn. Does not cover what happened in words (``tables``).
+Covers runs of any length: of many ranges of steps at one position, the first, the least, the most and the last are
+drawn. Does not cover what happened in words (``tables``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _LANE = 30
 
 
 def run_chart(run: Run) -> str:
-    """Size and retries over the steps of one run.
-
-    Returns:
-        Nothing where the run has no step and no setback.
-    """
+    """Size and retries over the steps of one run; empty where it has no step and no setback."""
     if not run.ranges and not run.setbacks:
         return ""
     sizes = [part.micro_batch_size for part in run.ranges]
@@ -51,18 +47,18 @@ def run_chart(run: Run) -> str:
 
 
 def thin_out(ranges: Sequence[StepRange], across: Scale) -> list[StepRange]:
-    """The ranges that make a difference to the picture, in order: at most four that begin at one place.
+    """The ranges that make a difference to the chart, in order: at most four that begin at one position.
 
-    Of those the least and the most size are always among them, so no dip and no peak is lost.
+    The least and the most size are always among them, so no dip and no peak is lost.
     """
-    kept: list[StepRange] = []
+    thinned: list[StepRange] = []
     for _, group in groupby(ranges, lambda part: int(across.position(part.first_step))):
         parts = list(group)
         indices = range(len(parts))
         least = min(indices, key=lambda index: parts[index].micro_batch_size)
         most = max(indices, key=lambda index: parts[index].micro_batch_size)
-        kept += [parts[index] for index in sorted({0, least, most, len(parts) - 1})]
-    return kept
+        thinned += [parts[index] for index in sorted({0, least, most, len(parts) - 1})]
+    return thinned
 
 
 def _step_scale(run: Run) -> Scale:
@@ -80,12 +76,12 @@ def _corners(ranges: Sequence[StepRange], across: Scale, upward: Scale) -> Itera
 
 
 def _retry_bars(run: Run, across: Scale) -> Iterator[str]:
-    """One bar a place, as high as the most retries of a range of steps that begins there."""
+    """One bar at each position, as high as the most retries of a range of steps that begins there."""
     most: dict[float, StepRange] = {}
     for part in run.ranges:
-        place = round(across.position(part.first_step), 0)
-        if part.retries > (most[place].retries if place in most else 0):
-            most[place] = part
+        x = round(across.position(part.first_step), 0)
+        if part.retries > (most[x].retries if x in most else 0):
+            most[x] = part
     if not most:
         return
     highest = max(part.retries for part in most.values())
@@ -107,9 +103,9 @@ def _setback_marks(setbacks: Sequence[Setback], across: Scale, upward: Scale) ->
     for back in setbacks:
         size = back.old_size if back.kind == "retry" else back.new_size
         x, y = across.position(back.step), upward.position(size)
-        if (place := (round(x / 8), round(y), back.kind)) in seen:
+        if (mark := (round(x / 8), round(y), back.kind)) in seen:
             continue
-        seen.add(place)
+        seen.add(mark)
         about = f"step {back.step}: {back.old_size} to {back.new_size} samples"
         if back.kind == "retry":
             yield cross(x, y, "setback oom", about)

@@ -1,4 +1,4 @@
-"""From numbers to places on a chart, and the round numbers worth writing beside its axes.
+"""Maps numbers to positions on a chart, and chooses the round numbers to write beside its axes.
 
 Covers linear and logarithmic scales, and ticks for counts and for bytes (binary units, at 1, 2 and 5). Does not cover
 drawing (``svg``, ``charts``).
@@ -70,14 +70,10 @@ Scale = LinearScale | LogScale
 
 
 def choose_scale(values: Iterable[float], start: float, end: float, *, margin: float = 1.12, least: float = 3) -> Scale:
-    """A scale on which all positive values can be told apart: logarithmic where they are 200 times apart, else from 0.
+    """A scale on which all positive values are distinct: logarithmic where they are 200 times apart, else from 0.
 
-    Args:
-        values: What has to be on it; values of 0 have no say.
-        start: The position of its low end.
-        end: The position of its high end.
-        margin: How far the scale goes beyond the largest value: 1.1 is a tenth of its length.
-        least: How far a linear scale goes at least; 3 has room for three whole numbers.
+    It goes beyond the largest value by ``margin`` (1.1 is a tenth of its length); a linear one at least to ``least``
+    (3 is enough for three whole numbers).
     """
     positive = [value for value in values if value > 0] or [1.0]
     smallest, largest = min(positive), max(positive)

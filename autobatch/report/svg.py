@@ -1,7 +1,7 @@
-"""Marks, lines and axes as SVG text.
+"""Writes marks, lines and axes as SVG text.
 
-Covers escaping and the few shapes that the charts are made of; colours are classes (``style``). Does not cover what is
-drawn where (``charts``). No element has an id, so that any number of charts can stand on one page.
+Covers escaping and the few shapes that the charts are made of; colours are classes (``style``). No element has an id,
+so that any number of charts can be on one page. Does not cover what is drawn (``charts``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def element(name: str, *children: str, **attributes: float | str) -> str:
         attributes: ``_`` stands for ``-``, and one at the end for nothing. Values are escaped here; those without any
             are left out.
     """
-    written = "".join(f' {_attribute(key)}="{_value(value)}"' for key, value in attributes.items() if value != "")
+    given = ((key.removesuffix("_").replace("_", "-"), value) for key, value in attributes.items() if value != "")
+    written = "".join(f' {key}="{_value(value)}"' for key, value in given)
     return f"<{name}{written}>{''.join(children)}</{name}>"
 
 
@@ -81,7 +82,7 @@ def picture(frame: Frame, title: str, about: str, *children: str) -> str:
 
 
 def label(text: str, x: float, y: float, kind: str = "") -> str:
-    """Text at a place; ``kind`` is its classes."""
+    """Text at a position; ``kind`` is its classes."""
     return element("text", escape(text), x=x, y=y, class_=kind)
 
 
@@ -104,8 +105,8 @@ def triangle(x: float, y: float, kind: str, about: str, *, height: float = 9) ->
 
 def polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
     """A line through the points; nothing where there are less than two."""
-    places = [f"{_value(x)} {_value(y)}" for x, y in points]
-    return element("path", d="M" + " L".join(places), class_=kind) if len(places) > 1 else ""
+    corners = [f"{_value(x)} {_value(y)}" for x, y in points]
+    return element("path", d="M" + " L".join(corners), class_=kind) if len(corners) > 1 else ""
 
 
 def band(left: float, top: float, right: float, bottom: float, kind: str) -> str:
@@ -154,10 +155,6 @@ def _tick_upward(frame: Frame, y: float, tick: Tick) -> str:
         "text", escape(tick.label), x=frame.left - 7, y=y + 4.5, class_="soft end", data_upward=f"{tick.value:.17g}"
     )
     return line + text
-
-
-def _attribute(key: str) -> str:
-    return key.removesuffix("_").replace("_", "-")
 
 
 def _value(value: float | str) -> str:

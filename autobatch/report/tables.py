@@ -1,4 +1,4 @@
-"""A plan and its runs as tables of values, from which the text and the HTML are both made.
+"""Tabulates a plan and its runs, for the text and the HTML alike.
 
 Covers which numbers are shown, in which order, and how many rows of long lists. Does not cover how a table looks.
 """
@@ -42,7 +42,6 @@ _UNKNOWN = "-"
 _MOST_ROWS = 24
 """Of a list without an end; half from its beginning, half from its end."""
 
-
 _MOST_RUNS = 4
 """Shown one by one, with their steps: the newest."""
 
@@ -55,13 +54,7 @@ Cell = str | int | float
 
 
 class Table(NamedTuple):
-    """Rows of values under headings, and sentences beneath.
-
-    Attributes:
-        headings: One a column; empty where a column needs none.
-        rows: Cells of each row: text, counts, rates (float), or ``Bytes``.
-        notes: Sentences.
-    """
+    """Rows of text, counts, rates (float) or ``Bytes`` under headings, which may be empty; notes are sentences."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
@@ -77,12 +70,12 @@ def format_cell(cell: Cell) -> str:
 
 def number_columns(table: Table) -> frozenset[int]:
     """The columns that hold numbers, which stand below each other."""
+
+    def is_number(cell: Cell) -> bool:
+        return not isinstance(cell, str) or cell == _UNKNOWN or cell.endswith("%")
+
     columns = enumerate(zip(*table.rows, strict=True))
-    return frozenset(index for index, column in columns if all(map(_is_number, column)))
-
-
-def _is_number(cell: Cell) -> bool:
-    return not isinstance(cell, str) or cell == _UNKNOWN or cell.endswith("%")
+    return frozenset(index for index, column in columns if all(map(is_number, column)))
 
 
 def newest(runs: Sequence[Run]) -> Sequence[Run]:
@@ -119,19 +112,13 @@ def facts_table(plan: PlanRecord) -> Table:
         ("autobatch", plan.version),
         ("fingerprint", plan.fingerprint),
     )
-    return Table(("", ""), tuple(row for row in facts if _is_known(row)))
-
-
-def _is_known(fact: tuple[str, Cell]) -> bool:
-    name, value = fact
-    return value not in ("", 0) and (name, value) != ("ranks", 1)
+    return Table(("", ""), tuple(fact for fact in facts if fact[1] not in ("", 0) and fact != ("ranks", 1)))
 
 
 def budget_table(plan: PlanRecord) -> Table:
-    """What the process may hold; without rows where the device does not tell."""
+    """What the process may hold; without rows where that is not known."""
     if not plan.budget_bytes:
-        told = f"{plan.device.name} does not tell its memory; sizes were found by running out of it"
-        return Table((), (), (told,))
+        return Table((), (), (f"{plan.device.name} does not report its memory; sizes were found by running out of it",))
     who = "the prediction stays" if plan.predicted else "a trial had to stay"
     rows: list[tuple[Cell, ...]] = [
         ("budget", Bytes(plan.budget_bytes), f"what this process may hold on {plan.device.name}"),
@@ -146,9 +133,9 @@ def budget_table(plan: PlanRecord) -> Table:
 def trial_table(plan: PlanRecord) -> Table:
     """Every attempt, in order."""
     headings = ("size", "outcome", "allocated", "reserved", "optimizer", "retries", "samples/s")
-    told = "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
+    note = "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
     ended = ("Where memory ended (oom), peaks are what was reached before.",) if plan.out_of_memory_trials else ()
-    return Table(headings, tuple(map(_trial_row, plan.trials)), (told, *ended))
+    return Table(headings, tuple(map(_trial_row, plan.trials)), (note, *ended))
 
 
 def _trial_row(trial: Trial) -> tuple[Cell, ...]:
@@ -163,12 +150,12 @@ def breakdown_table(plan: PlanRecord) -> Table:
     parts = memory_parts(plan)
     total = sum(part.size_bytes for part in parts)
     rows = ((part.symbol, Bytes(part.size_bytes), f"{part.size_bytes / total:.1%}", part.about) for part in parts)
-    told = f"In all {format_bytes(total)}{', the budget' if total == plan.budget_bytes else ''}."
-    return Table(("", "bytes", "share", "part"), tuple(rows), (told,))
+    note = f"In all {format_bytes(total)}{', the budget' if total == plan.budget_bytes else ''}."
+    return Table(("", "bytes", "share", "part"), tuple(rows), (note,))
 
 
 def curve_table(plan: PlanRecord) -> Table:
-    """The curve's word on a few sizes, the planned one among them; without rows where there is no curve."""
+    """The curve at a few sizes, the planned one among them; without rows where the plan has no curve."""
     if plan.curve is None:
         return Table((), ())
     share = sum(plan.micro_batch_sizes)
@@ -176,15 +163,19 @@ def curve_table(plan: PlanRecord) -> Table:
     marks = {plan.micro_batch_size: "<- the plan"}
     rows = tuple((size, Bytes(plan.curve.peak_reserved(size)), marks.get(size, "")) for size in sizes)
     largest = min(plan.curve.largest(plan.limit_bytes), share)
-    told = (f"The curve puts the largest size within the limit at {largest} of {share}.",) if plan.budget_bytes else ()
-    return Table(("samples", "peak", ""), rows, told)
+    notes = (f"The curve puts the largest size within the limit at {largest} of {share}.",) if plan.budget_bytes else ()
+    return Table(("samples", "peak", ""), rows, notes)
 
 
 def run_table(runs: Sequence[Run]) -> Table:
     """Each run in a line."""
     shown, left_out = _ends(runs, "run")
     ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
-    silent = (_last_heard_of(run) for run in shown if run.outcome == "running")
+    silent = (  # a run that was killed could not say so
+        f"Run {run.id} was last heard of at {format_time(run.last_seen_at)}; what it did since then is not known."
+        for run in shown
+        if run.outcome == "running"
+    )
     one_by_one = (f"Steps and setbacks: of the last {_MOST_RUNS} runs only.",) if len(runs) > _MOST_RUNS else ()
     headings = ("run", "began", "steps", "retries", "peak", "outcome")
     return Table(headings, tuple(map(_run_row, shown)), (*left_out, *ended, *silent, *one_by_one))
@@ -195,19 +186,12 @@ def _run_row(run: Run) -> tuple[Cell, ...]:
     return (run.id, began or _UNKNOWN, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
 
 
-def _last_heard_of(run: Run) -> str:
-    """One that was killed could not say so."""
-    return f"Run {run.id} was last heard of at {format_time(run.last_seen_at)}; what it did since then is not known."
-
-
-_ENQUEUED = "On a card these rates are of the time until the work was handed over: a runner waits for nothing."
-
-
 def range_table(run: Run) -> Table:
     """How one run's steps went: consecutive ones that went alike in one row."""
     shown, left_out = _ends(run.ranges, "range of steps", "ranges of steps")
     headings = ("steps", "micro-batch", "retries", "peak", "samples/s")
-    return Table(headings, tuple(map(_range_row, shown)), (*left_out, _ENQUEUED))
+    note = "On a card these rates are of the time until the work was handed over: a runner waits for nothing."
+    return Table(headings, tuple(map(_range_row, shown)), (*left_out, note))
 
 
 def _range_row(part: StepRange) -> tuple[Cell, ...]:
@@ -219,8 +203,8 @@ def _range_row(part: StepRange) -> tuple[Cell, ...]:
 def setback_table(run: Run) -> Table:
     """When memory was short or came back in one run, and why."""
     shown, left_out = _ends(run.setbacks, "setback")
-    rows = tuple(map(_setback_row, shown))
-    return Table(("step", "kind", "from", "to", "held", "reason"), rows, left_out)
+    headings = ("step", "kind", "from", "to", "held", "reason")
+    return Table(headings, tuple(map(_setback_row, shown)), left_out)
 
 
 def _setback_row(back: Setback) -> tuple[Cell, ...]:

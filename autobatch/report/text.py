@@ -1,7 +1,6 @@
-"""A plan as text: one line, the whole story, and the story with its runs.
+"""Renders a plan as text: in one line, in full, and with its runs.
 
-Covers words and tables in 80 to 120 columns. Does not cover any measurement: every number shown stands in the plan, or
-in the runs.
+Covers words and tables in 80 to 120 columns. Every number shown is in the plan, or in the runs.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from autobatch._formatting import format_bytes, plural, spell
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import DeviceInfo
-from autobatch.report.advice import advise
+from autobatch.report.advice import advise, tenant_lines
 from autobatch.report.breakdown import apportion, memory_parts
 from autobatch.report.tables import (
     Table,
@@ -31,7 +29,7 @@ from autobatch.report.tables import (
     trial_table,
 )
 
-__all__ = ["describe_division", "explain_plan", "show_plan", "summarise_plan", "tenant_lines"]
+__all__ = ["describe_division", "explain_plan", "show_plan", "summarise_plan"]
 
 _WIDTH = 80
 _BAR_CELLS = 72
@@ -40,7 +38,8 @@ _BAR_CELLS = 72
 def summarise_plan(plan: PlanRecord) -> str:
     """``autobatch: 256 = 6 x 43 (two of 42) on NVIDIA L4; peak 18.7 of 21.6 GiB; 3 trials, 0 out of memory, 1.2 s``."""
     where = f"{describe_division(plan)} on {plan.device.name}"
-    return f"autobatch: {where}; {_peak(plan)}; {_tried(plan)}, {plan.seconds:.1f} s"
+    trials = f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory"
+    return f"autobatch: {where}; {_peak(plan)}; {'nothing was run' if plan.predicted else trials}, {plan.seconds:.1f} s"
 
 
 def describe_division(plan: PlanRecord) -> str:
@@ -74,28 +73,13 @@ def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
     return "\n".join(part for line in lines for part in _wrap(line))
 
 
-def tenant_lines(device: DeviceInfo) -> Iterator[str]:
-    """Who else holds memory of the device, a sentence each."""
-    for tenant in device.tenants:
-        name = f" ({tenant.name})" if tenant.name else ""
-        yield f"process {tenant.pid}{name} holds {format_bytes(tenant.used_bytes)}"
-
-
-def _tried(plan: PlanRecord) -> str:
-    if plan.predicted:
-        return "nothing was run"
-    return f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory"
-
-
 def _peak(plan: PlanRecord) -> str:
-    kind = "predicted peak" if plan.predicted else "peak"
     if not plan.peak_bytes:
         return "peak not measured"
     peak, budget = format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes)
     if peak.split()[1:] == budget.split()[1:]:
         peak = peak.split()[0]
-    beside = " beside CUDA's own" if plan.predicted else ""
-    return f"{kind} {peak} of {budget}{beside}"
+    return f"predicted peak {peak} of {budget} beside CUDA's own" if plan.predicted else f"peak {peak} of {budget}"
 
 
 def _sections(plan: PlanRecord) -> list[str]:
@@ -151,8 +135,7 @@ def _table_lines(table: Table, gap: int = 3) -> Iterator[str]:
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         before = "".join(cell + " " * gap for cell in cells[:-1])
-        room = max(_WIDTH - 2 - len(before), 20)
-        first, *others = textwrap.wrap(cells[-1], room) or [""]
+        first, *others = textwrap.wrap(cells[-1], max(_WIDTH - 2 - len(before), 20)) or [""]
         yield (before + first).rstrip()
         yield from (" " * len(before) + other for other in others)
     yield from table.notes

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
-from autobatch._objects import is_instance_with, takes_none
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized

@@ -1,1 +1,1 @@
-"""What the other packages rely on of torch's own objects: dispatch modes, storages, its import, profiler ranges."""
+"""Wraps what is needed of torch's own objects: dispatch modes, storages, its import."""

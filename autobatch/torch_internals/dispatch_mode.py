@@ -7,7 +7,6 @@ cover what a mode does with an operator.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils._python_dispatch import (
@@ -52,26 +51,21 @@ class DispatchMode(TorchDispatchMode):
         _pop_mode()
 
 
-class _NotUnderModes:
-    """Stands in for torch's function that says, at each call of a compiled function, what is done with its frames.
+def _set_up_compiler() -> None:
+    """Wrap torch's function that says, at each call of a compiled function, what is done with its frames.
 
     torch calls it in the thread that calls the function (``compile_wrapper`` in torch/_dynamo/eval_frame.py), and each
-    thread has its own modes. It holds nothing, so it can stay for the life of the process and needs no lock.
+    thread has its own modes. The wrapper holds nothing, so it can stay for the life of the process and needs no lock.
     """
-
-    def __init__(self, choose: Callable[[Any], Any]) -> None:
-        self._choose = choose
-
-    def __call__(self, callback: Any) -> Any:
-        """``None``, which means that frames are run as they are, under a mode of ours; else torch's own answer."""
-        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):
-            return None
-        return self._choose(callback)
-
-
-def _set_up_compiler() -> None:
     from torch._dynamo import eval_frame  # noqa: PLC0415 - waits where another thread is just importing it
 
     choose = eval_frame._callback_from_stance  # noqa: SLF001 - all that is public holds for every thread
-    if not isinstance(choose, _NotUnderModes):
-        eval_frame._callback_from_stance = _NotUnderModes(choose)  # noqa: SLF001 - as above
+    if choose.__module__ == __name__:
+        return
+
+    def choose_by_modes(callback: Any) -> Any:
+        if any(isinstance(mode, DispatchMode) for mode in _get_current_dispatch_mode_stack()):
+            return None  # frames are run as they are
+        return choose(callback)
+
+    eval_frame._callback_from_stance = choose_by_modes  # noqa: SLF001 - as above

@@ -1,9 +1,7 @@
 """Imports torch without its warning that NumPy is missing.
 
-Covers processes without NumPy: torch tries to import it once, on its own import or with the first optimizer, depending
-on its version, and warns where it cannot (``torch/csrc/utils/tensor_numpy.cpp``). Nothing here needs NumPy, so whoever
-calls ``fit`` or the command ``autobatch`` should not read of it. Does not cover processes that have NumPy, where
-nothing is done.
+torch tries to import NumPy once, on its own import or with the first optimizer, depending on its version, and warns
+where it cannot (``torch/csrc/utils/tensor_numpy.cpp``). Nothing here needs NumPy, so users should not read of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The memory behind a tensor of any layout.
+"""Finds the storages behind a tensor of any layout.
 
 Covers dense, sparse and wrapped tensors on every device. Does not cover what is done with the memory: counting it is
-``memory.live_storage``, putting it aside ``state.storage_copy``.
+``memory.live_storage``, copying it ``state.storage_copy``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What tells whether a tensor still points to the same memory, and reads it the same way; no values."""
+    """Equal as long as a tensor points to the same memory and reads it the same way; values do not count."""
     storages = [storage._cdata for storage in storages_of(tensor)]
     strides = (tensor.storage_offset(), tensor.stride()) if tensor.layout is torch.strided else None
     return storages, tensor.dtype, tensor.shape, strides

@@ -14,22 +14,22 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autobatch._arguments import check_choice, find_device
+from autobatch._arguments import check_choice
 from autobatch._formatting import format_bytes, name_type
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_one_batch
-from autobatch.distributed.ranks import refuse_many_ranks
+from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.device import Device
+from autobatch.memory.devices import find_device
 from autobatch.plan import Plan
-from autobatch.planning.ladders import compiled_ladder, eager_ladder
 from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import least_size
-from autobatch.planning.size_recovery import CLEAN_STEPS
-from autobatch.report.refusal import SCENES
+from autobatch.planning.retry_size import CLEAN_STEPS, compiled_ladder, eager_ladder
+from autobatch.report.advice import PHASES
 from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
 from autobatch.step.batch_norm import explain_smallest, refuses_one_sample
@@ -359,7 +359,7 @@ class Runner:
         samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
         reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(self._workload.model)}"
         return (
-            f"step {self.steps} ran out of memory {SCENES[shortage.ended_in]} at a micro-batch of {samples}; "
+            f"step {self.steps} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
             f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; "
             f"{reason}; everything is as before the step: free memory or give fit() a larger budget="
         )

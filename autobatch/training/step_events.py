@@ -28,8 +28,8 @@ from autobatch.events import (
     emit,
 )
 from autobatch.plan import Plan
-from autobatch.planning.model_difference import differences
 from autobatch.planning.pacing import Pace
+from autobatch.planning.reuse import model_differences
 from autobatch.result import StepResult
 from autobatch.step.model_identity import identify_model
 from autobatch.training.accumulation_state import Shortage
@@ -80,7 +80,7 @@ class StepEvents:
     def report_plan(self, model: nn.Module, optimizer: Any | None) -> None:
         """A plan of another model or optimizer."""
         name = type(unwrap_model(model)).__name__
-        differing = differences(self._plan, name, identify_model(model, optimizer))
+        differing = tuple(model_differences(self._plan, name, identify_model(model, optimizer)))
         if differing:
             emit(PlanDiffers(plan_id=self._plan.id, differences=differing), self._hooks)
 

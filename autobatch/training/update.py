@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
-from autobatch._objects import is_instance_with, takes_none
 from autobatch._wrappers import unwrap_optimizer
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom

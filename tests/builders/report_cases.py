@@ -20,7 +20,7 @@ HOSTILE = "</style></pre><script>alert('1')</script>\"&amp;<b onclick='x'>\x00\x
 
 
 def make_trial(size, allocated, reserved=None, outcome="fits", **fields):
-    """A trial whose reserved bytes are its allocated ones unless told."""
+    """A trial whose reserved bytes are its allocated ones unless given."""
     fields = {"seconds": 0.02 + 0.002 * size, "backward_allocated": allocated, **fields}
     reserved = allocated if reserved is None else reserved
     return Trial(micro_batch_size=size, outcome=outcome, peak_allocated=allocated, peak_reserved=reserved, **fields)

@@ -121,7 +121,7 @@ def test_a_device_that_cannot_measure_is_searched_by_running_out():
     assert plan.out_of_memory_trials >= 1
     assert plan.curve is None
     assert "peak not measured" in str(plan)
-    assert "does not tell its memory" in plan.explain()
+    assert "does not report its memory" in plan.explain()
 
 
 def test_a_size_that_thrashes_is_not_chosen():

@@ -73,14 +73,14 @@ def test_usage_follows_what_is_made_and_freed():
     with device.limit(ROOMY):
         device.reset_peak()
         base = device.usage().allocated
-        kept = allocate(1000)
+        held = allocate(1000)
         allocate(5000)
         usage = device.usage()
         assert (usage.allocated - base, usage.peak_allocated - base) == (1000, 6000)
         assert (usage.reserved, usage.peak_reserved) == (usage.allocated, usage.peak_allocated)
         device.reset_peak()
         assert device.usage().peak_allocated - base == 1000
-    del kept
+    del held
     assert device.usage().allocated == base
 
 

@@ -188,12 +188,12 @@ def test_nested_limits_hold_inside_and_come_back_to_the_byte(total, user, budget
         descend(CudaDevice(CARD), allocator, budgets)
 
 
-@pytest.mark.parametrize(("cached", "kept"), [(2 * GIB, 2 * GIB), (2 * GIB + 1, 0)])
-def test_only_a_cache_beyond_the_budget_is_given_back(allocator, cached, kept):
+@pytest.mark.parametrize(("cached", "left"), [(2 * GIB, 2 * GIB), (2 * GIB + 1, 0)])
+def test_only_a_cache_beyond_the_budget_is_given_back(allocator, cached, left):
     """Cached blocks are handed out whatever the limit is, so what is beyond it must go; the rest is worth keeping."""
     allocator.cached = cached
     with CudaDevice(CARD).limit(2 * GIB):
-        assert allocator.cached == kept
+        assert allocator.cached == left
 
 
 def test_available_is_what_is_free_and_what_is_ours(allocator):

@@ -1,14 +1,18 @@
-"""Which device object stands behind a torch device."""
+"""Which device object stands behind a torch device, and which device a model is on."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from autobatch.errors import InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.cuda import CudaDevice
-from autobatch.memory.devices import device_for
+from autobatch.memory.devices import device_for, find_device
 from autobatch.memory.unmonitored import UnmonitoredDevice
+from autobatch.testing import FakeDevice
+
+FAKE = FakeDevice(lambda n: n, "1GiB")
 
 
 @pytest.mark.parametrize(
@@ -26,8 +30,8 @@ def test_a_device_has_one_object():
     assert device_for(torch.device("xpu:1")) is not device_for(torch.device("xpu:0"))
 
 
-def test_a_device_knows_where_it_is():
-    """An unmeasured one keeps its torch device."""
+def test_a_device_has_its_torch_device():
+    """One whose memory is not measured has its torch device all the same."""
     assert device_for(torch.device("xpu:1")).torch_device == torch.device("xpu:1")
 
 
@@ -37,3 +41,51 @@ def test_cuda_without_an_index_is_the_current_card():
     device = device_for(torch.device("cuda"))
     assert type(device) is CudaDevice
     assert device is device_for(torch.device("cuda", torch.cuda.current_device()))
+
+
+ON_CPU = [torch.ones(2), torch.ones(3)]
+
+
+@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
+def test_a_device_is_found_by_its_parameters(device):
+    """Left out, by name or as torch's own object: the same one device, also for parameters made on ``cpu:0``."""
+    assert find_device(ON_CPU, "Net", device) is device_for(torch.device("cpu"))
+    assert find_device([torch.ones(2, device="cpu:0"), torch.ones(2)], "Net", device) is device_for(torch.device("cpu"))
+
+
+def test_a_device_object_is_taken_as_it_is():
+    """A fake device stands in for the real one."""
+    assert find_device(ON_CPU, "Net", FAKE) is FAKE
+
+
+@pytest.mark.parametrize("device", [0, 1.5, True, "gpu", "", [], {}, "cpu:x", CpuDevice, torch.ones(1)])
+def test_what_is_no_device_is_refused(device):
+    """The message carries the user's own words and what would do."""
+    with pytest.raises(InvalidArgument) as caught:
+        find_device(ON_CPU, "Net", device)
+    assert str(caught.value).startswith(f"device={device!r} is no device: ")
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:1", "cpu:1", torch.device("cuda:0")])
+def test_a_device_where_the_model_is_not_is_refused(device):
+    """Sizes found there would say nothing about here."""
+    with pytest.raises(InvalidArgument, match=f"device='{device}', but the model is on cpu; move the model first"):
+        find_device(ON_CPU, "Net", device)
+
+
+@pytest.mark.parametrize("device", [None, "cpu", FAKE])
+def test_parameters_on_several_devices_are_refused(device):
+    """One budget is one device's; the message names those there are, each once."""
+    split = [torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)]
+    with pytest.raises(InvalidArgument, match="Net has parameters on several devices: cpu, meta; "):
+        find_device(split, "Net", device)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [([], "Net has no parameters: there is nothing to train"), ([torch.ones(2, device="meta")], "Net is on the meta")],
+)
+def test_parameters_without_memory_are_refused(parameters, message):
+    """None at all, or none with values."""
+    with pytest.raises(InvalidArgument, match=message):
+        find_device(parameters, "Net", None)

@@ -260,9 +260,9 @@ def test_a_step_s_leftovers_are_what_python_still_holds():
             model(inputs).square().mean().backward()
             optimizer.step()
     gc.collect()
-    kept = [inputs, *model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
-    kept += [value for entry in optimizer.state.values() for value in entry.values()]
-    assert storage.live_bytes == count(*kept) > 0
+    held = [inputs, *model.parameters(), *model.buffers(), *(p.grad for p in model.parameters())]
+    held += [value for entry in optimizer.state.values() for value in entry.values()]
+    assert storage.live_bytes == count(*held) > 0
 
 
 def test_autocast_counts_its_cached_weights():
@@ -387,11 +387,11 @@ def test_nothing_is_counted_after_the_block():
     """The mode ends with the block, also by an error, and frees are still seen."""
     storage = LiveStorage()
     with pytest.raises(ValueError, match="mine"), StorageBudget(storage, UNLIMITED):
-        kept = torch.ones(10)
+        held = torch.ones(10)
         raise ValueError("mine")
     assert torch.ones(10**5) is not None
     assert storage.live_bytes == 40
-    del kept
+    del held
     assert storage.live_bytes == 0
 
 

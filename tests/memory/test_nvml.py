@@ -98,7 +98,7 @@ class FakeNvml:
 @pytest.fixture
 def install(monkeypatch):
     """Put a module in the place of ``pynvml``, with nothing said yet in the log."""
-    monkeypatch.setattr(nvml, "_said", threading.Event())
+    monkeypatch.setattr(nvml, "_logged", threading.Event())
 
     def put(module):
         monkeypatch.setitem(sys.modules, "pynvml", module)

@@ -1,4 +1,4 @@
-"""Which errors are an OOM: a table of real exception objects, the chains they come in, and what is kept of them."""
+"""Which errors are an OOM: a table of real exceptions and the chains they come in; and that no reference stays."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ RETRYABLE = {
     "CPU on Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: "
                                    "you tried to allocate 1073741824 bytes."),
     "DataParallel": torch.OutOfMemoryError(f"Caught OutOfMemoryError in replica 0 on device 0.\n{CUDA_OOM}"),
-    "told again": RuntimeError(f"training failed: {CUDA_OOM}"),
+    "raised again": RuntimeError(f"training failed: {CUDA_OOM}"),
 }  # fmt: skip
 
 AMBIGUOUS = {
@@ -293,7 +293,7 @@ class Falsy(RuntimeError):
 
 
 def test_odd_exception_classes_do_not_hide_what_they_were_raised_from():
-    """Links are told apart by identity, whatever their class says about truth and equality."""
+    """Links are compared by identity, whatever their class says about truth and equality."""
     assert is_oom(from_cause(ValueError(), from_cause(Falsy("odd"), oom())))
 
 
@@ -417,7 +417,7 @@ def test_what_lies_behind_the_handled_error_does_not_count_either():
 
 @pytest.mark.parametrize("handled", [ValueError("before"), FATAL["assert"], torch.OutOfMemoryError(CUDA_OOM)])
 def test_a_new_oom_counts_whatever_was_handled_before(handled):
-    """Only what is behind the handled error is left out: the attempt's own OOM stays one, and is the one told."""
+    """Only what is behind the handled error is left out: the attempt's own OOM stays one, and is the one described."""
     error = raised_while_handling(handled, run_out)
     assert is_oom(error, handled=handled)
     assert describe_error(error, handled=handled) == f"OutOfMemoryError: {CUDA_OOM}"
@@ -428,9 +428,9 @@ def test_the_error_itself_counts_even_where_it_is_the_handled_one():
     error = torch.OutOfMemoryError(CUDA_OOM)
     assert is_oom(error, handled=error)
     assert describe_error(error, handled=error) == f"OutOfMemoryError: {CUDA_OOM}"
-    told = raised_by(run_out)
-    assert is_oom(told)
-    assert not is_oom(told, handled=told)  # what lies behind it was there before
+    error = raised_by(run_out)
+    assert is_oom(error)
+    assert not is_oom(error, handled=error)  # what lies behind it was there before
 
 
 def test_the_handled_error_is_not_kept():

@@ -116,7 +116,7 @@ def test_without_reserved_bytes_tensors_are_what_is_held():
 
 
 def test_memory_that_does_not_grow_has_no_largest():
-    """A flat curve has room for any size within the limit, and for none above it."""
+    """A flat curve fits any size within the limit, and for none above it."""
     curve = fit_curve([measured(2, 500), measured(8, 500)])
     assert curve.largest(500) == UNLIMITED
     assert curve.largest(499) == 0

@@ -12,10 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.ladders import COMPILED_SIZES, compiled_ladder, eager_ladder
 from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import balance
-from autobatch.planning.size_recovery import CLEAN_STEPS, LONGEST_WAIT
+from autobatch.planning.retry_size import CLEAN_STEPS, COMPILED_SIZES, LONGEST_WAIT, compiled_ladder, eager_ladder
 
 LINE = MemoryCurve(allocated=((0, 100), (10, 200)), reserved=((0, 100), (10, 200)))  # 100 bytes and 10 a sample
 POWERS = (1, 2, 4, 8, 16, 32, 64)
@@ -26,22 +25,22 @@ def at(size: int, curve: MemoryCurve | None = LINE, smallest: int = 1, ladder: t
     return Pace(ladder=ladder, size=size, curve=curve, smallest=smallest)
 
 
-def finish(pace: Pace, steps: int, room: int | None = None, *, thrashed: bool = False) -> Pace:
+def finish(pace: Pace, steps: int, free: int | None = None, *, thrashed: bool = False) -> Pace:
     """So many steps, all alike."""
     for _ in range(steps):
-        pace = pace.before_step(room, room)
+        pace = pace.before_step(free, free)
         pace = pace.after_step(pace.size, thrashed=thrashed)
     return pace
 
 
 def train(
-    pace: Pace, most: int, *, crawls: int | None = None, room: int | None = None, samples: int | None = None
+    pace: Pace, most: int, *, crawls: int | None = None, free: int | None = None, samples: int | None = None
 ) -> tuple[Pace, int]:
     """One step where ``most`` samples fit and sizes above ``crawls`` thrash; the new pace, and how many OOMs."""
     shortages = 0
-    pace = pace.before_step(room, room)
+    pace = pace.before_step(free, free)
     while (largest := pace.size if samples is None else max(balance(samples, pace.size))) > most:
-        pace = pace.after_shortage(largest, room)
+        pace = pace.after_shortage(largest, free)
         shortages += 1
     thrashed = shortages > 0 or (crawls is not None and largest > crawls)
     return pace.after_step(largest, thrashed=thrashed), shortages
@@ -59,7 +58,7 @@ def paces(draw: st.DrawFn) -> Pace:
     return Pace(ladder, size, curve, draw(st.sampled_from([1, 2])), patience)
 
 
-rooms = st.none() | st.integers(-(10**6), 10**10)
+free_bytes = st.none() | st.integers(-(10**6), 10**10)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +133,7 @@ def test_below_the_ladder_the_size_is_halved(ladder, smallest, rungs):
 
 
 @pytest.mark.parametrize(
-    ("failed", "curve", "room", "limits", "size"),
+    ("failed", "curve", "free", "limits", "size"),
     [
         (64, LINE, 500, (1, 1), 32),  # the curve says 40
         (64, LINE, 419, (1, 1), 16),  # and 31 here
@@ -146,10 +145,10 @@ def test_below_the_ladder_the_size_is_halved(ladder, smallest, rungs):
         (4, LINE, 0, (2, 3), 3),  # an odd rest cannot be divided into twos
     ],
 )
-def test_the_size_after_an_oom_by_example(failed, curve, room, limits, size):
-    """What the curve and the room allow, down to the next rung, but no size that the model cannot run."""
+def test_the_size_after_an_oom_by_example(failed, curve, free, limits, size):
+    """What the curve and the free memory allow, down to the next rung, but no size that the model cannot run."""
     smallest, least = limits
-    pace = at(64, curve, smallest).after_shortage(failed, room, least)
+    pace = at(64, curve, smallest).after_shortage(failed, free, least)
     assert (pace.size, pace.reason) == (size, "out of memory")
 
 
@@ -170,7 +169,7 @@ def test_a_curve_that_was_wrong_twice_is_not_asked_again():
 
 
 @pytest.mark.parametrize(
-    ("there", "room", "curve", "size", "reason"),
+    ("there", "free", "curve", "size", "reason"),
     [
         (740, 0, LINE, 64, None),  # 64 samples take 740: no headroom is left, and it stays
         (739, 740, LINE, 32, "less is free"),
@@ -182,9 +181,9 @@ def test_a_curve_that_was_wrong_twice_is_not_asked_again():
         (0, 0, None, 64, None),
     ],
 )
-def test_the_size_before_a_step_by_example(there, room, curve, size, reason):
+def test_the_size_before_a_step_by_example(there, free, curve, size, reason):
     """It is left only where it cannot fit, for the largest that fits with the headroom."""
-    pace = at(64, curve).before_step(there, room)
+    pace = at(64, curve).before_step(there, free)
     assert (pace.size, pace.reason) == (size, reason)
 
 
@@ -196,7 +195,7 @@ def test_memory_that_is_free_again_is_used_in_the_next_step():
 
 
 def test_an_oom_that_the_reading_explains_ends_with_its_cause():
-    """A neighbour came in the middle of a step: as soon as it has gone the planned size is back, without any wait."""
+    """Another process came in the middle of a step: once it has ended the planned size is back, without any wait."""
     short = at(64).before_step(740, 740).after_shortage(64, 500).after_step(32, thrashed=False)
     assert short.before_step(500, 500).size == 32
     assert short.before_step(740, 740).size == 64
@@ -214,10 +213,10 @@ def test_a_size_that_fails_as_soon_as_it_is_back_waits_twice_as_long(curve):
     """1, 2, 4, ... clean steps, up to the longest wait; and it falls back to what ran, in one attempt."""
     pace, waits = at(64, curve), []
     for _ in range(13):
-        pace, _ = train(pace, 40, room=5_000)
+        pace, _ = train(pace, 40, free=5_000)
         waits.append(0)
         while pace.size < 64:
-            pace, shortages = train(pace, 40, room=5_000)
+            pace, shortages = train(pace, 40, free=5_000)
             waits[-1] += shortages == 0
             if shortages:  # a size in between was tried
                 break
@@ -293,7 +292,7 @@ def test_a_step_that_thrashed_is_not_a_clean_one():
 
 
 def test_a_compiled_model_grows_only_after_clean_steps():
-    """A neighbour who has gone is answered 20 steps later; an unexplained OOM changes no size between steps."""
+    """After another process has ended the size grows 20 steps later; an unexplained OOM changes nothing before."""
     pace = Pace((16, 32, 64), 64, LINE, patience=CLEAN_STEPS)
     short = finish(pace.before_step(500, 500), CLEAN_STEPS, 500)
     assert finish(pace.before_step(500, 500), CLEAN_STEPS - 1, 5_000).before_step(5_000, 5_000).size == 32
@@ -301,32 +300,32 @@ def test_a_compiled_model_grows_only_after_clean_steps():
     assert pace.after_shortage(64, 5_000).after_step(32, thrashed=False).size == 64
 
 
-@given(paces(), st.data(), rooms)
-def test_an_oom_always_shrinks_and_never_below_what_runs(pace, data, room):
+@given(paces(), st.data(), free_bytes)
+def test_an_oom_always_shrinks_and_never_below_what_runs(pace, data, free):
     """Whatever part of the size failed, the next one is a rung below it."""
     if pace.size > pace.rungs[0]:
         failed = data.draw(st.integers(pace.rungs[0] + 1, pace.size))
-        size = pace.after_shortage(failed, room).size
+        size = pace.after_shortage(failed, free).size
         assert pace.rungs[0] <= size < failed
         assert size in pace.rungs
 
 
-@given(paces(), rooms)
-def test_failing_again_and_again_ends_at_the_smallest_size(pace, room):
+@given(paces(), free_bytes)
+def test_failing_again_and_again_ends_at_the_smallest_size(pace, free):
     """A step that no size can save comes to its end within a few attempts: 9 halvings of 500, and one quarter."""
     attempts = 0
     while pace.size > pace.rungs[0]:
-        pace = pace.after_shortage(pace.size, room)
+        pace = pace.after_shortage(pace.size, free)
         attempts += 1
     assert attempts <= 10
 
 
-@given(paces(), rooms, rooms)
-def test_before_a_step_it_settles_at_once(pace, there, room):
+@given(paces(), free_bytes, free_bytes)
+def test_before_a_step_it_settles_at_once(pace, there, free):
     """Asked twice with the same answer, the second time nothing changes; a size that fits is left alone."""
-    after = pace.before_step(there, room)
+    after = pace.before_step(there, free)
     assert after.size <= pace.size
-    assert after.before_step(there, room) is after
+    assert after.before_step(there, free) is after
     if pace.curve is None or there is None or pace.curve.peak_reserved(pace.size) <= max(there, 0):
         assert after is pace
 
@@ -360,14 +359,14 @@ def test_memory_that_comes_back_is_used_again(pace, most, hard_steps):
 
 
 @given(paces(), st.integers(0, 10**9), st.integers(0, 10**6))
-def test_a_neighbour_within_the_headroom_changes_nothing(pace, room, headroom):
+def test_a_neighbour_within_the_headroom_changes_nothing(pace, free, headroom):
     """Where what is there moves between the two thresholds, a size below the plan's stays."""
     if pace.curve is None:
         return
-    pace = pace.before_step(room, room)
+    pace = pace.before_step(free, free)
     sizes = [pace.size]
     for step in range(100):
-        pace = pace.before_step(room + headroom * (step % 2), room)
+        pace = pace.before_step(free + headroom * (step % 2), free)
         pace = pace.after_step(pace.size, thrashed=False)
         sizes.append(pace.size)
     assert len(set(sizes) - {pace.ladder[-1]}) <= 1
@@ -393,23 +392,23 @@ class Training(RuleBasedStateMachine):
             assert pace.reason == self.before.reason
 
     @precondition(lambda self: self.pace.size > self.pace.rungs[0])
-    @rule(data=st.data(), room=rooms, times=st.integers(1, 4))
-    def run_out(self, data, room, times):
+    @rule(data=st.data(), free=free_bytes, times=st.integers(1, 4))
+    def run_out(self, data, free, times):
         """Memory ends at some parts of a batch, and the step goes on: no later step begins below what it needed."""
         for _ in range(times):
             if self.pace.size > self.pace.rungs[0]:
                 failed = data.draw(st.integers(self.pace.rungs[0] + 1, self.pace.size))
-                self.change(self.pace.after_shortage(failed, room))
+                self.change(self.pace.after_shortage(failed, free))
                 assert self.pace.size < failed
         needed = self.pace.size
         self.change(self.pace.after_step(needed, thrashed=False))
         assert self.pace.size >= needed
         assert self.pace.goal >= needed
 
-    @rule(there=rooms, room=rooms)
-    def look(self, there, room):
+    @rule(there=free_bytes, free=free_bytes)
+    def look(self, there, free):
         """What is free is read before a step: never more than the goal."""
-        self.change(self.pace.before_step(there, room))
+        self.change(self.pace.before_step(there, free))
         assert self.pace.size <= self.pace.goal
 
     @rule()

@@ -10,17 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from autobatch.planning.evidence import draw_line
+from autobatch.planning.evidence import Question, draw_line, fits, largest_fitting, smallest_as_fast
 from autobatch.planning.planner import useful_sizes
-from autobatch.planning.search import (
-    Question,
-    fits,
-    largest_fitting,
-    most_trials,
-    next_size,
-    next_smaller_size,
-    smallest_as_fast,
-)
+from autobatch.planning.search import most_trials, next_size, next_smaller_size
 from autobatch.records import Outcome, Trial
 
 pytestmark = pytest.mark.quick
@@ -174,8 +166,8 @@ LINEAR_SEARCHES = {
     ),
     "3 is sure, 9 is not": (8192, 131, lambda n: 100 + 10 * n, 98, [2, 3, 1]),
     "nothing above 2 is sure, so 1 tells the slope": (8192, 1062, lambda n: 1000 + 10 * n, 0, [2, 1, 6]),
-    "room for twice the slope: straight to the bound": (1000, 20_000, lambda n: 100 + n, 0, [2, 8, 1000]),
-    "no room for twice the slope: by way of half": (1000, 1500, lambda n: 100 + n, 0, [2, 8, 500, 1000]),
+    "enough for twice the slope: straight to the bound": (1000, 20_000, lambda n: 100 + n, 0, [2, 8, 1000]),
+    "not enough for twice the slope: by way of half": (1000, 1500, lambda n: 100 + n, 0, [2, 8, 500, 1000]),
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 
-from autobatch.planning.ladders import compiled_ladder
 from autobatch.planning.planner import balance
+from autobatch.planning.retry_size import compiled_ladder
 from autobatch.step.compilation import is_compiled
 
 

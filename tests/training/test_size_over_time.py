@@ -22,9 +22,8 @@ import autobatch
 from autobatch.events import Retried, SizeChanged
 from autobatch.planning import planner
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.ladders import compiled_ladder, eager_ladder
 from autobatch.planning.pacing import Pace
-from autobatch.planning.size_recovery import CLEAN_STEPS
+from autobatch.planning.retry_size import CLEAN_STEPS, compiled_ladder, eager_ladder
 from autobatch.records import Tenant
 from autobatch.testing import FakeDevice
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.shrinking import shrink
+from autobatch.planning.retry_size import shrink
 
 pytestmark = pytest.mark.quick
 
@@ -17,7 +17,7 @@ FLAT = MemoryCurve(allocated=((0, 100), (10, 100)), reserved=((0, 100), (10, 100
 
 
 @pytest.mark.parametrize(
-    ("failed", "curve", "room_bytes", "size"),
+    ("failed", "curve", "limit_bytes", "size"),
     [
         (64, LINE, 500, 40),  # the curve says 40 fit
         (64, LINE, 730, 63),
@@ -33,9 +33,9 @@ FLAT = MemoryCurve(allocated=((0, 100), (10, 100)), reserved=((0, 100), (10, 100
         (2, None, None, 1),
     ],
 )
-def test_the_next_size_by_example(failed, curve, room_bytes, size):
+def test_the_next_size_by_example(failed, curve, limit_bytes, size):
     """The curve's size, three quarters where the curve is wrong, half where there is no curve."""
-    assert shrink(failed, curve, room_bytes) == size
+    assert shrink(failed, curve, limit_bytes) == size
 
 
 @st.composite
@@ -47,17 +47,17 @@ def curves(draw: st.DrawFn) -> MemoryCurve:
 
 
 @given(st.integers(2, 10**6), st.none() | curves(), st.none() | st.integers(-(10**9), 10**12))
-def test_it_always_shrinks_and_never_to_nothing(failed, curve, room_bytes):
-    """Whatever the curve and the room, the next size is at least 1 and less than the one that failed."""
-    assert 1 <= shrink(failed, curve, room_bytes) < failed
+def test_it_always_shrinks_and_never_to_nothing(failed, curve, limit_bytes):
+    """Whatever the curve and the limit, the next size is at least 1 and less than the one that failed."""
+    assert 1 <= shrink(failed, curve, limit_bytes) < failed
 
 
 @given(st.integers(2, 10**6), st.none() | curves(), st.none() | st.integers(0, 10**12))
-def test_repeated_shrinking_reaches_one_sample(failed, curve, room_bytes):
+def test_repeated_shrinking_reaches_one_sample(failed, curve, limit_bytes):
     """Failing again and again ends at one sample within a few dozen attempts."""
     attempts = 0
     while failed > 1:
-        failed = shrink(failed, curve, room_bytes)
+        failed = shrink(failed, curve, limit_bytes)
         attempts += 1
     assert attempts <= 60
 

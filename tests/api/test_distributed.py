@@ -8,7 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.distributed.ranks import refuse_many_ranks, world_size
+from autobatch.distributed import refuse_many_ranks, world_size
 from autobatch.errors import AutobatchError
 
 pytestmark = pytest.mark.quick
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def ranks(request):
-    """A process group of so many ranks, all but this one pretended by torch's own fake backend."""
+    """A process group of so many ranks, all but this one simulated by torch's own fake backend."""
     torch.distributed.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
     yield request.param
     torch.distributed.destroy_process_group()

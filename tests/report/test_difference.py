@@ -86,8 +86,8 @@ def test_the_same_workload_is_the_same_fingerprint(first, second):
     """Known only where both have one."""
     data = diff_plans_data(card_plan(fingerprint=first), card_plan(fingerprint=second))
     assert data["same_workload"] == ((first == second) if first and second else None)
-    told = diff_plans(card_plan(fingerprint=first), card_plan(fingerprint=second)).splitlines()[0]
-    assert told.startswith(
+    line = diff_plans(card_plan(fingerprint=first), card_plan(fingerprint=second)).splitlines()[0]
+    assert line.startswith(
         {True: "the same workload", False: "not the same workload", None: "not known"}[data["same_workload"]]
     )
 

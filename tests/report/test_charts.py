@@ -93,7 +93,7 @@ def test_the_chosen_size_is_labelled():
 
 
 def test_far_apart_values_have_a_log_scale_that_says_so():
-    """From 10 KB to 200 GiB all dots can be told apart, and the axis is labelled."""
+    """From 10 KB to 200 GiB all dots are distinct, and the axis is labelled."""
     svg = read(peak_chart(CASES["from 10 KB to 200 GiB"]))
     places = [centre(mark) for mark in with_class(svg, "trial")]
     assert all(right[0] - left[0] > 9 and left[1] - right[1] > 9 for left, right in pairwise(places))
@@ -156,14 +156,14 @@ def test_thinning_keeps_the_least_and_the_most(sizes, width):
     """At most four ranges a place; the ends, and each place's extremes, are among them, in order."""
     run = make_run(sizes)
     across = LinearScale(0, 2 * len(sizes), 0, width)
-    kept = thin_out(run.ranges, across)
-    assert len(kept) <= 4 * (width + 1)
-    assert (kept[0], kept[-1]) == (run.ranges[0], run.ranges[-1])
-    assert sorted(kept, key=lambda part: part.first_step) == kept
+    thinned = thin_out(run.ranges, across)
+    assert len(thinned) <= 4 * (width + 1)
+    assert (thinned[0], thinned[-1]) == (run.ranges[0], run.ranges[-1])
+    assert sorted(thinned, key=lambda part: part.first_step) == thinned
     for place in range(width):
         there, drawn = (
             [part.micro_batch_size for part in parts if int(across.position(part.first_step)) == place]
-            for parts in (run.ranges, kept)
+            for parts in (run.ranges, thinned)
         )
         assert not there or (min(there), max(there)) == (min(drawn), max(drawn))
 

@@ -17,12 +17,12 @@ UNSEEN = "530.0 MiB then: something that the fingerprint cannot see has changed"
 
 
 def needs(size):
-    """Memory of the pretended step: a line."""
+    """Memory of the simulated step: a line."""
     return (100 + 10 * size) * MIB
 
 
 def try_size(size):
-    """A trial of the pretended step."""
+    """A trial of the simulated step."""
     return Trial(micro_batch_size=size, outcome="fits", peak_allocated=needs(size), peak_reserved=needs(size))
 
 

@@ -1,7 +1,7 @@
-"""Decides when a micro-batch size that failed is tried again.
+"""Chooses the next size after an out-of-memory error, and when a size that failed is tried again.
 
-Covers one failed size: how many clean steps it waits, what is tried first, and how trust is regained. Does not cover
-which size a step has when memory is free or short (``pacing``).
+Covers the sizes that a run may change to, the one number after an error, and how one failed size comes back. Does not
+cover which size a step begins with (``pacing``), nor what is restored and run again (``training``).
 """
 
 from __future__ import annotations
@@ -9,13 +9,57 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["CLEAN_STEPS", "LONGEST_WAIT", "Setback"]
+from autobatch.errors import InvalidArgument
+from autobatch.planning.curve import MemoryCurve
+from autobatch.planning.planner import useful_sizes
+
+__all__ = ["CLEAN_STEPS", "COMPILED_SIZES", "LONGEST_WAIT", "Setback", "compiled_ladder", "eager_ladder", "shrink"]
+
+COMPILED_SIZES = 3
+"""Rungs for a compiled step. A batch in balanced parts has at most two sizes, so three rungs are six graphs of the
+eight that ``torch._dynamo.config.recompile_limit`` allows: two are left for evaluation or the epoch's short last batch.
+"""
 
 CLEAN_STEPS = 20
 """Clean steps before one of the sizes below a failed one is tried while it waits, and the first wait after thrash."""
 
 LONGEST_WAIT = 64 * CLEAN_STEPS
 """The most clean steps before a failed size is tried again."""
+
+
+def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> int:
+    """The next size to try: at least 1, always smaller than the one that failed.
+
+    What the curve says fits is tried first. Where the curve says that the failed size fits, it is wrong today (longer
+    sequences, another tenant, fragmentation), but it was right on an earlier day: so only a quarter is given up.
+    Without a curve or a limit, half. ``limit_bytes`` is what the step may hold now, with what is resident.
+
+    Raises:
+        InvalidArgument: ``failed`` is less than 2: one sample cannot be split.
+    """
+    if failed < 2:
+        raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller")
+    if curve is None or limit_bytes is None:
+        return failed // 2
+    fitting = curve.largest(limit_bytes)
+    return failed * 3 // 4 if fitting >= failed else max(fitting, 1)
+
+
+def eager_ladder(target: int, size: int) -> tuple[int, ...]:
+    """The sizes worth going on with where a new size costs nothing: ``useful_sizes`` up to the plan's, ascending."""
+    sizes = useful_sizes(target, size)
+    return sizes if sizes[-1] == size else (*sizes, size)
+
+
+def compiled_ladder(size: int) -> tuple[int, ...]:
+    """A few sizes where each new one is compiled anew: ``size``, its half and its quarter, ascending.
+
+    One sample is left out: ``torch.compile`` specialises on it even where sizes are dynamic.
+    """
+    if size < 1:
+        raise InvalidArgument(f"a micro-batch must have at least one sample, not {size}")
+    halves = (size >> times for times in reversed(range(COMPILED_SIZES)))
+    return tuple(half for half in halves if half > 1 or half == size)
 
 
 @dataclass(frozen=True)
@@ -71,7 +115,7 @@ class Setback:
     def fail(self, ran: int, failed: int, least_wait: int) -> Setback:
         """The size for now failed, and ``ran`` ran instead: twice the wait, unless only a size in between was tried.
 
-        What has run before stays: where that failed too, in the same step, it was no loss that stays.
+        ``ran`` never falls: a smaller size that failed too, in the same step, was no lasting loss.
         """
         ran = max(ran, self.ran)
         known = min((size for size in (failed, self.failed) if size > ran), default=self.size)

@@ -1,4 +1,4 @@
-"""The plain arguments of ``fit``: what they mean in bytes and samples, and what is refused."""
+"""Budget and headroom in bytes, samples and choices: what arguments of ``fit`` mean, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autobatch._arguments import (
-    DEFAULT_HEADROOM,
-    check_choice,
-    check_count,
-    check_target,
-    find_allowance,
-    find_device,
-    parse_bytes,
-    parse_headroom,
-)
+from autobatch._arguments import check_choice, check_count, check_target, parse_bytes
 from autobatch.errors import InvalidArgument
-from autobatch.memory.cpu import CpuDevice
-from autobatch.memory.devices import device_for
+from autobatch.memory.allowance import DEFAULT_HEADROOM, find_allowance, parse_headroom
 from autobatch.testing import FakeDevice
 
 GIB, MIB = 2**30, 2**20
@@ -184,52 +173,3 @@ def test_a_choice_is_one_of_a_few():
     check_choice("check", None, ("warn", "raise", None))
     with pytest.raises(InvalidArgument, match=r"check='stop' is not known; one of 'warn', 'raise', None"):
         check_choice("check", "stop", ("warn", "raise", None))
-
-
-ON_CPU = [torch.ones(2), torch.ones(3)]
-
-
-@pytest.mark.parametrize("device", [None, "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)])
-def test_a_device_is_found_by_its_parameters(device):
-    """Left out, by name or as torch's own object: the same one device, also for parameters made on ``cpu:0``."""
-    assert find_device(ON_CPU, "Net", device) is device_for(torch.device("cpu"))
-    assert find_device([torch.ones(2, device="cpu:0"), torch.ones(2)], "Net", device) is device_for(torch.device("cpu"))
-
-
-def test_a_device_object_is_taken_as_it_is():
-    """A pretended device stands in for the real one."""
-    device = make_device(GIB)
-    assert find_device(ON_CPU, "Net", device) is device
-
-
-@pytest.mark.parametrize("device", [0, 1.5, True, "gpu", "", [], {}, "cpu:x", CpuDevice, torch.ones(1)])
-def test_what_is_no_device_is_refused(device):
-    """The message carries the user's own words and what would do."""
-    with pytest.raises(InvalidArgument) as caught:
-        find_device(ON_CPU, "Net", device)
-    assert str(caught.value).startswith(f"device={device!r} is no device: ")
-
-
-@pytest.mark.parametrize("device", ["meta", "cuda", "cuda:1", "cpu:1", torch.device("cuda:0")])
-def test_a_device_where_the_model_is_not_is_refused(device):
-    """Sizes found there would say nothing about here."""
-    with pytest.raises(InvalidArgument, match=f"device='{device}', but the model is on cpu; move the model first"):
-        find_device(ON_CPU, "Net", device)
-
-
-@pytest.mark.parametrize("device", [None, "cpu", make_device(GIB)])
-def test_parameters_on_several_devices_are_refused(device):
-    """One budget is one device's; the message names those there are, each once."""
-    split = [torch.ones(2), torch.ones(2, device="meta"), torch.ones(3)]
-    with pytest.raises(InvalidArgument, match="Net has parameters on several devices: cpu, meta; "):
-        find_device(split, "Net", device)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [([], "Net has no parameters: there is nothing to train"), ([torch.ones(2, device="meta")], "Net is on the meta")],
-)
-def test_parameters_without_memory_are_refused(parameters, message):
-    """None at all, or none with values."""
-    with pytest.raises(InvalidArgument, match=message):
-        find_device(parameters, "Net", None)

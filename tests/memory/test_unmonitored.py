@@ -60,29 +60,31 @@ def test_what_a_backend_lacks_is_passed_over(promise, kind):
 
 def test_reclaiming_frees_cycles_before_the_cache(monkeypatch):
     """The backend's cache is emptied once, after what nobody holds any more is gone."""
-    told = []
+    called = []
 
     class Held:
         def __init__(self):
             self.itself = self
 
     reference = weakref.ref(Held())
-    backend = SimpleNamespace(empty_cache=lambda: told.append(reference()), synchronize=lambda: told.append("waited"))
+    backend = SimpleNamespace(
+        empty_cache=lambda: called.append(reference()), synchronize=lambda: called.append("waited")
+    )
     monkeypatch.setattr(torch, "mps", backend)
     gc.disable()
     try:
         UnmonitoredDevice(torch.device("mps")).reclaim()
     finally:
         gc.enable()
-    assert told == [None]
+    assert called == [None]
 
 
 def test_waiting_is_the_backends(monkeypatch):
     """Where the backend can wait, it is asked to."""
-    told = []
-    monkeypatch.setattr(torch, "mps", SimpleNamespace(synchronize=lambda: told.append("waited")))
+    called = []
+    monkeypatch.setattr(torch, "mps", SimpleNamespace(synchronize=lambda: called.append("waited")))
     UnmonitoredDevice(torch.device("mps")).synchronize()
-    assert told == ["waited"]
+    assert called == ["waited"]
 
 
 def test_a_micro_batch_is_a_range_in_the_profiler():

@@ -1,7 +1,6 @@
-"""How many ranks there are, and what is refused while they do not talk to each other.
+"""Counts the ranks, and refuses more than one where a hang or an unreduced gradient would follow.
 
-Covers the question only: sizes are not agreed between ranks yet, and a rank that retried alone could leave the others
-waiting. So more than one rank is refused where a hang or an unreduced gradient would follow.
+Sizes are not agreed between ranks yet, and a rank that retried alone could leave the others waiting.
 """
 
 from __future__ import annotations
@@ -21,11 +20,7 @@ def world_size() -> int:
 
 
 def refuse_many_ranks() -> None:
-    """Stop before anything runs.
-
-    Raises:
-        AutobatchError: There is more than one rank.
-    """
+    """Raise ``AutobatchError`` before anything runs on more than one rank."""
     size = world_size()
     if size > 1:
         raise AutobatchError(

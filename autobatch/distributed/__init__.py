@@ -1,1 +1,0 @@
-"""What ranks must agree on."""
