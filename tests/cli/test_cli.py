@@ -105,7 +105,7 @@ def test_a_day_with_it(ask):
     assert [line.split()[0] for line in text.splitlines()] == ["id", second.id, second.confirms]
     assert "Sequential" in text
     assert [row["plan"]["id"] for row in json.loads(ask("plans", "--json")[1])] == [second.id, second.confirms]
-    assert ask("plans", "--model", "transformer")[1].startswith("no such plan is kept")
+    assert ask("plans", "--model", "transformer")[1].startswith("no such plan is stored")
 
     code, text, _ = ask("show", second.id[:6])
     assert code == 0
@@ -209,8 +209,8 @@ def test_which_of_several_cards_was_meant_is_printed(ask):
 
 
 WRONG = {
-    "no module": (("fit", "nowhere:make", "--target", "8"), "there is no module nowhere here"),
-    "no file": (("fit", "nowhere.py:make", "--target", "8"), "there is no file nowhere.py"),
+    "no module": (("fit", "nowhere:make", "--target", "8"), "no module nowhere here"),
+    "no file": (("fit", "nowhere.py:make", "--target", "8"), "no file nowhere.py"),
     "no function": (("fit", "train_it:mak", "--target", "8"), "'train_it:mak': train_it has no function mak"),
     "no callable": (("fit", "train_it:number", "--target", "8"), "train_it has no function number"),
     "no colon": (("fit", "train_it", "--target", "8"), "'train_it' is no MODULE:FUNCTION, such as train:make"),
@@ -225,7 +225,7 @@ WRONG = {
     "unknown card": (("predict", "train_it:make", "--gpu", "L5"), "gpu='L5' is not known"),
     "two plans in a file": (("predict", "train_it:make", "--gpu", "L4", "T4", "--save", "x"), "2 cards were named"),
     "unknown plan": (("show", "0123"), "no plan has the id '0123'"),
-    "no such file": (("show", "nothing.json"), "there is no file nothing.json"),
+    "no such file": (("show", "nothing.json"), "no file nothing.json"),
     "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
     "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
     "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is no whole number from 1 on"),
@@ -284,7 +284,7 @@ def test_verbose_says_what_happens_on_the_way(ask):
 
 def test_a_plan_of_another_version_is_told_and_left_out(here, ask, monkeypatch):
     """On stderr, so that nobody takes it for gone."""
-    monkeypatch.setattr("autobatch.ledger.warnings._told", set())
+    monkeypatch.setattr("autobatch.ledger.path._warned", set())
     ask("fit", "train_it:make", "--target", "64")
     with sqlite3.connect(here / "home" / "ledger.sqlite3") as connection:
         connection.execute("UPDATE plans SET content = json_set(content, '$.target_batch', 'many')")
@@ -491,7 +491,7 @@ def test_a_list_that_was_cut_says_so(ask):
 def test_a_ledger_that_is_turned_off_is_no_trouble(ask, monkeypatch):
     """Somebody wanted it so."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
-    assert "fine    plans are not kept: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]
+    assert "fine    plans are not stored: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]
 
 
 @pytest.mark.usefixtures("here")

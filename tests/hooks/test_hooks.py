@@ -305,7 +305,7 @@ def test_a_hook_that_always_fails_is_told_once(caplog):
     train(away, steps=4)
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.exc_info is not None
-    assert "further failures of it are not told" in record.message
+    assert "its further failures are not logged" in record.message
 
 
 @pytest.mark.parametrize("wrong", [[5], [[]], "abc", 5, [None]], ids=str)
