@@ -22,7 +22,6 @@ from autobatch.records import Record
 __all__ = ["Finding", "configure_doctor", "examine"]
 
 _LEVELS = ("wrong", "beware", "fine")
-_OLDEST_TORCH = (2, 8)
 _SMALL_SHARED_MEMORY = 256 * 2**20
 """Docker gives 64 MiB by default: one loader process with large images fills that."""
 
@@ -115,7 +114,7 @@ def _check_torch(found: Environment) -> Iterator[Finding]:
     release = tuple(int(part) for part in found.torch.split("+")[0].split(".")[:2] if part.isdigit())
     if not found.torch:
         yield _wrong("torch is not installed", "pip install torch")
-    elif release < _OLDEST_TORCH:
+    elif release < (2, 8):
         yield _wrong(f"torch {found.torch} is older than 2.8", "pip install 'torch>=2.8'")
     else:
         builds = {"CUDA": found.torch_cuda, "ROCm": found.torch_hip}
@@ -238,8 +237,8 @@ def _check_ledger(found: Environment) -> Iterator[Finding]:
         yield _fine("plans are not stored: AUTOBATCH_LEDGER turns that off")
     elif found.ledger_error:
         what = f"plans cannot be stored in {found.home}: {found.ledger_error}"
-        is_damaged = "is damaged" in found.ledger_error
-        advice = "look at that disk" if is_damaged else "set AUTOBATCH_HOME to a folder that can be written to"
+        move = "set AUTOBATCH_HOME to a folder that can be written to"
+        advice = "look at that disk" if "is damaged" in found.ledger_error else move
         yield _wrong(what, advice) if found.settings.get("AUTOBATCH_HOME", "").strip() else _beware(what, advice)
     else:
         yield _fine(f"plans are stored in {found.home}")

@@ -58,14 +58,7 @@ exit codes: 0 done, 1 done and the answer is no (does not fit, not exact, someth
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Without the program's name; ``None`` for those of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command and return the exit code; the arguments are those of this process, unless given."""
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
     try:

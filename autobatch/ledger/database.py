@@ -78,9 +78,7 @@ _MOUNTS = Path("/proc/self/mounts")
 def open_database(path: Path, patience_s: float) -> sqlite3.Connection:
     """A connection in autocommit mode; the file, and a folder that nobody else may enter, are made if missing.
 
-    Args:
-        path: Of the file.
-        patience_s: How long each operation waits while another process writes.
+    Each operation waits at most ``patience_s`` while another process writes.
 
     Raises:
         OSError: The folder cannot be made.
@@ -123,15 +121,7 @@ def _read_version(connection: sqlite3.Connection) -> int:
 
 @contextmanager
 def transaction(connection: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
-    """All that is done in the block, or nothing.
-
-    Args:
-        connection: In autocommit mode.
-        kind: ``"IMMEDIATE"`` to write, ``"DEFERRED"`` to read one state of the file.
-
-    Raises:
-        sqlite3.Error: The file is locked, or cannot be written.
-    """
+    """Commit all that is done in the block, or nothing: ``"IMMEDIATE"`` to write, ``"DEFERRED"`` to read one state."""
     connection.execute(f"BEGIN {kind}")
     try:
         yield connection
@@ -174,19 +164,14 @@ def _set_journal_mode(connection: sqlite3.Connection, folder: Path, patience_s: 
 
 
 def is_remote(folder: Path, mounts: Path = _MOUNTS) -> bool:
-    """Whether other computers may write to this existing folder too; ``False`` where the system lists no mounts.
-
-    Args:
-        folder: An existing folder.
-        mounts: The system's list: a line each, of device, mount point, kind and options.
-    """
+    """Whether other computers may write to this existing folder too; ``False`` where the system lists no mounts."""
     try:
         lines = os.fsdecode(mounts.read_bytes()).splitlines()
     except OSError:
         return False
     folder = folder.resolve()
     kinds = {}  # by depth: the deepest mount point above the folder is the one it lies on, and of those the last
-    for _, point, kind, *_ in (line.split(" ") for line in lines if line.count(" ") > 1):
+    for _device, point, kind, *_options in (line.split(" ") for line in lines if line.count(" ") > 1):
         above = Path(point.replace("\\040", " "))  # a blank in a name
         if folder.is_relative_to(above):
             kinds[len(above.parts)] = kind

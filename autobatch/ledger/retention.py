@@ -65,12 +65,7 @@ def read_days(text: str) -> float | None:
 
 
 def prune(connection: sqlite3.Connection, retention: Retention, elapsed: float) -> int:
-    """Delete old runs, then old plans that have no run any more.
-
-    Args:
-        connection: In a transaction that writes.
-        retention: How much stays.
-        elapsed: Seconds of the ledger's own clock.
+    """Delete old runs, then old plans that have no run any more, at these seconds of the ledger's own clock.
 
     Returns:
         How many plans were deleted.
@@ -99,11 +94,7 @@ _SURPLUS_PLANS = """
 
 
 def tick(connection: sqlite3.Connection, retention: Retention) -> float:
-    """Count the time since the last write, in a transaction that writes.
-
-    Returns:
-        The seconds that have passed since the ledger was made.
-    """
+    """Count the time since the last write; the seconds that have passed since the ledger was made."""
     now = time.time()
     elapsed, latest = _read_clock(connection) or (_newest_addition(connection), now)
     elapsed += min(max(now - latest, 0.0), retention.days * _DAY_S / _GAPS)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
@@ -25,7 +24,7 @@ __all__ = ["Store"]
 
 
 class Store:
-    """One connection to one file, for one thread of one process; close it, or use it in a ``with``."""
+    """One connection to one file, for one thread of one process; used in a ``with``."""
 
     def __init__(self, path: Path, *, patience_s: float = 5.0) -> None:
         """Open the file, as ``open_database`` does."""
@@ -35,9 +34,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()
 
     def check_writable(self) -> None:
@@ -127,19 +124,15 @@ class Store:
         older_than_seconds: float | None = None,
         everything: bool = False,
     ) -> int:
-        """Delete plans with their runs: exactly one of the three says which.
+        """Delete plans with their runs, and return how many: by ids, by age or all, exactly one of the three.
 
         Args:
             ids: As ``find_plan`` takes them; those of plans that this version does not read too.
             older_than_seconds: Made longer ago than that, whether or not they still have runs.
             everything: All of them.
 
-        Returns:
-            How many plans were deleted.
-
         Raises:
-            InvalidArgument: An id is of no plan or of several, and then nothing is deleted; or not exactly one of the
-                three was given.
+            InvalidArgument: An id is of no plan or of several, and then nothing is deleted.
         """
         if (ids is not None) + (older_than_seconds is not None) + everything != 1:
             raise InvalidArgument("forget() takes ids, older_than_seconds= or everything=True: one of them")

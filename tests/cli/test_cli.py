@@ -92,7 +92,7 @@ def ask(capsys):
 
 @pytest.mark.usefixtures("here")
 def test_a_day_with_it(ask):
-    """Plan, look, compare, repeat: the second plan is confirmed by one trial, and all that was kept can be found."""
+    """Plan, look, compare, repeat: the second plan is confirmed by one trial, and all that was stored can be found."""
     code, text, _ = ask("fit", "train_it:make", "--target", "256")
     assert code == 0
     assert text.startswith("autobatch: 256 = ")
@@ -161,7 +161,7 @@ def test_what_does_not_fit_ends_with_one(ask):
 
 
 @pytest.mark.usefixtures("here")
-def test_verify_tells_an_exact_step_from_one_that_is_not(ask):
+def test_verify_says_which_step_is_exact(ask):
     """0 and 1; the cause is named."""
     assert ask("verify", "train_it:make")[0] == 0
     code, text, _ = ask("verify", "train_it:normalised")
@@ -189,7 +189,7 @@ def test_predict_answers_for_one_card_several_or_all(ask):
     "options", [["--gpu", "L4"], ["--gpu", "L4", "T4"], ["--all"], ["--gpu", "L4", "--explain"]], ids=" ".join
 )
 def test_what_would_help_is_printed_where_it_was_asked_for(ask, options):
-    """Below each answer, in each form; without --what-if there is nothing of it."""
+    """Below each answer, in each form; nothing of it without --what-if."""
     asked = ("predict", "train_it:make", "--target", "64", *options)
     code, text, _ = ask(*asked, "--what-if")
     assert code == 0
@@ -258,7 +258,7 @@ def test_a_module_that_the_users_own_misses_is_named(here, ask):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_ledger_that_is_off_or_broken_is_told(ask, monkeypatch):
+def test_a_ledger_that_is_off_or_broken_is_reported(ask, monkeypatch):
     """Whoever asks for it should know; a saved plan can be looked at all the same."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
     monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
@@ -270,7 +270,7 @@ def test_a_ledger_that_is_off_or_broken_is_told(ask, monkeypatch):
     assert code == 1
     assert "cannot be used" in error
     assert ask("show", "plan.json")[0] == 0
-    assert "plans cannot be kept" in ask("doctor")[1]
+    assert "plans cannot be stored" in ask("doctor")[1]
 
 
 @pytest.mark.usefixtures("here")
@@ -282,7 +282,7 @@ def test_verbose_says_what_happens_on_the_way(ask):
     assert ask("fit", "train_it:make", "--target", "64")[2] == ""
 
 
-def test_a_plan_of_another_version_is_told_and_left_out(here, ask, monkeypatch):
+def test_a_plan_of_another_version_is_reported_and_left_out(here, ask, monkeypatch):
     """On stderr, so that nobody takes it for gone."""
     monkeypatch.setattr("autobatch.ledger.path._warned", set())
     ask("fit", "train_it:make", "--target", "64")
@@ -303,8 +303,8 @@ def test_warnings_of_a_plan_are_said_once(ask):
 
 
 @pytest.mark.usefixtures("here")
-def test_devices_tells_the_hosts_memory(ask):
-    """Also where there is no card."""
+def test_devices_shows_the_hosts_memory(ask):
+    """Also on a machine without a card."""
     code, text, _ = ask("devices")
     assert code == 0
     assert text.splitlines()[-1].startswith("CPU")
@@ -364,9 +364,9 @@ def test_help_answers_at_once():
 def test_looking_takes_little_more_than_importing_pydantic(command, here, ask):
     """Which is most of what it takes; under 0.3 s is the rest for sure, and 0.1 s where nothing else runs."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
-    kept = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
+    ledger = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
     records = "import pydantic\nclass Record(pydantic.BaseModel): size: int"
-    assert time_best("-m", "autobatch", *command, **kept) - time_best("-c", records) < 0.3
+    assert time_best("-m", "autobatch", *command, **ledger) - time_best("-c", records) < 0.3
 
 
 def test_it_runs_as_a_module_and_as_a_command():
@@ -378,7 +378,7 @@ def test_it_runs_as_a_module_and_as_a_command():
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(here):
-    """As with ``autobatch devices | true``: nothing is complained of."""
+    """As with ``autobatch devices | true``: nothing is printed on stderr."""
     program = f"sleep 0.2 | {shlex.quote(sys.executable)} -m autobatch devices --json | true"
     done = start("-c", f"import subprocess, sys; sys.exit(subprocess.run({program!r}, shell=True).returncode)")
     assert done.stderr == ""
@@ -408,8 +408,8 @@ def test_what_the_users_code_prints_is_no_part_of_the_json(here, ask, command):
 @pytest.mark.parametrize(
     "command", [("fit", "train_it:make", "--target", "64"), ("predict", "train_it:make", "--gpu", "L4")]
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_work(ask, command):
-    """No plan is made, and there is no traceback."""
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(ask, command):
+    """No plan is made, and no traceback is printed."""
     code, text, error = ask(*command, "--save", "nowhere/plan.json")
     assert (code, text) == (2, "")
     assert "--save 'nowhere/plan.json': no file can be written there" in error
@@ -534,8 +534,8 @@ def test_a_name_cannot_steer_the_terminal(ask):
     assert not [letter for letter in said if letter != "\n" and not letter.isprintable()]
 
 
-def test_a_ledger_that_can_only_be_read_is_told(here, monkeypatch):
-    """Opening it is not enough: whatever is found would not be ledger_access."""
+def test_a_ledger_that_can_only_be_read_is_reported(here, monkeypatch):
+    """Opening it is not enough: whatever is found would not be stored."""
     with ledger_access.open_store() as store:
         store.add_plan(make_plan())
     assert ledger_access.find_fault() == (str(here / "home"), "")
@@ -545,21 +545,21 @@ def test_a_ledger_that_can_only_be_read_is_told(here, monkeypatch):
         return connect(f"file:{path}?mode=ro", uri=True, **options)
 
     monkeypatch.setattr(sqlite3, "connect", connect_to_read)
-    place, fault = ledger_access.find_fault()
-    assert place == str(here / "home")
+    home, fault = ledger_access.find_fault()
+    assert home == str(here / "home")
     assert "readonly" in fault
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("source", [".:make", "..:make", ".train_it:make"])
 def test_a_name_that_begins_with_a_dot_is_no_module(ask, source):
-    """There is no package that it could be relative to."""
+    """Nothing that it could be relative to is known."""
     code, _, error = ask("fit", source, "--target", "4")
     assert code == 2
     assert "is no MODULE:FUNCTION" in error
 
 
-def test_a_plan_that_cannot_be_written_is_told_and_leaves_nothing(here, ask):
+def test_a_plan_that_cannot_be_written_is_reported_and_leaves_nothing(here, ask):
     """With what it was, and without half a file beside it; a dash is no file's name."""
     assert "name a file" in ask("fit", "train_it:make", "--target", "8", "--save", "-")[2]
     (here / "old.json").write_text("{}")
@@ -627,7 +627,7 @@ def test_a_folder_is_no_plan(ask, command):
     assert ". is a folder" in error
 
 
-def test_a_run_that_went_silent_is_told_with_when(here, ask):
+def test_a_run_that_went_silent_is_shown_with_when(here, ask):
     """It may have been killed, and what is counted is what it wrote until then."""
     ask("fit", "train_it:make", "--target", "64")
     with ledger_access.open_store() as store:

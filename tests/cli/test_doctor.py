@@ -171,7 +171,7 @@ def test_what_torch_was_built_for_is_read_without_importing_it():
 
 
 def test_windows_is_known_by_its_kernel(tmp_path):
-    """Its name is in /proc/version; where there is no such file it is not Linux."""
+    """Its name is in /proc/version; without such a file it is not Linux."""
     version = tmp_path / "version"
     version.write_text("Linux version 5.15.167.4-microsoft-standard-WSL2")
     assert _is_wsl(version)

@@ -181,7 +181,7 @@ tmpfs {here}/twice tmpfs rw 0 0
     ],
 )
 def test_the_deepest_mount_above_decides(tmp_path, folder, remote):
-    """A network's file system is told from a disk, whatever lies above or beside it; the last mount covers others."""
+    """A network's file system differs from a disk's, whatever lies above or beside it; the last mount covers others."""
     mounts = tmp_path / "mounts"
     mounts.write_text(MOUNTS.format(here=tmp_path.resolve()))
     assert is_remote(tmp_path / folder, mounts) is remote

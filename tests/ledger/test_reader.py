@@ -61,7 +61,7 @@ DAMAGES = {
     "a date that is none": "content = json_set(content, '$.made_at', 1e300)",
     "an id that forges a row": "content = json_set(content, '$.id', 'bb' || char(10) || 'cc')",
     "a field that is no longer known": "content = replace(content, 'target_batch', 'tarfet_batch')",
-    "another field's place": "content = json_remove(content, '$.device')",
+    "a field that is missing": "content = json_remove(content, '$.device')",
     "deep": "content = replace(hex(zeroblob(50000)), '0', '[')",
 }
 

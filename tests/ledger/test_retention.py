@@ -156,7 +156,7 @@ def test_a_plan_that_runs_is_no_surplus(store):
 
 @settings(max_examples=30)
 @given(ages=st.lists(st.integers(0, 9), max_size=8), most=st.integers(1, 8))
-def test_the_last_that_were_written_are_kept_and_no_more(tmp_path_factory, ages, most):
+def test_the_last_that_were_written_stay_and_no_more(tmp_path_factory, ages, most):
     """By their count, whatever their dates say; runs by their last update."""
     with Store(tmp_path_factory.mktemp("home") / "ledger.sqlite3") as store:
         for number, age in enumerate(ages):

@@ -52,7 +52,7 @@ def take(recorder, *events):
 
 @st.composite
 def histories(draw):
-    """What a runner tells: steps in order, each perhaps after retries or a change of its size."""
+    """Events of a runner: steps in order, each perhaps after retries or a change of its size."""
     events, size = [], 16
     for step in range(draw(st.integers(0, 12))):
         retries = 0
@@ -93,7 +93,7 @@ def test_what_happened_is_what_is_read(events, every_s, read_between):
         assert run.outcome == "finished"
 
 
-def test_a_real_runner_is_kept(tmp_path):
+def test_a_real_runner_is_recorded(tmp_path):
     """A plan from ``fit``, a tenant in the middle and a step that never fits leave their marks."""
     free = [100]
     device = FakeDevice(lambda n: 10 * n + 100 - free[0], total_bytes=110)
@@ -113,9 +113,9 @@ def test_a_real_runner_is_kept(tmp_path):
     with pytest.raises(autobatch.DoesNotFit):
         runner.accumulate(batch)
     with Store(tmp_path / "ledger.sqlite3") as store:
-        (kept,) = store.plans()
-        (run,) = store.runs_of(kept.id)
-    assert kept.micro_batch_sizes == plan.micro_batch_sizes
+        (stored,) = store.plans()
+        (run,) = store.runs_of(stored.id)
+    assert stored.micro_batch_sizes == plan.micro_batch_sizes
     assert run.steps == 2
     assert run.ranges[-1].micro_batch_size == max(result.micro_batch_sizes) < plan.micro_batch_size
     assert run.retries == result.retries
@@ -265,7 +265,7 @@ def test_a_run_that_was_forgotten_stays_forgotten(tmp_path, caplog):
 
 @pytest.mark.parametrize("finds_it", ["this run", "another process"])
 def test_a_run_goes_on_in_another_file_when_its_own_is_damaged(tmp_path, finds_it):
-    """What was kept before is in the damaged file; nobody had the run forgotten."""
+    """What was stored before is in the damaged file; nobody had the run forgotten."""
     recorder = RunRecorder(make_plan("a"), Ledger(tmp_path), every_s=OFTEN)
     take(recorder, finished(0), finished(1))
     (tmp_path / "ledger.sqlite3").write_bytes(b"no database" * 2000)
@@ -315,7 +315,7 @@ def test_a_failure_is_written_at_once(tmp_path):
     assert (run.outcome, run.reason, run.steps) == ("failed", "no memory", 0)
 
 
-def test_a_plan_without_an_id_is_kept_too(tmp_path):
+def test_a_plan_without_an_id_is_stored_too(tmp_path):
     """Under an id that follows from its content, so that its runs are together."""
     for _ in range(2):
         take(RunRecorder(make_plan(""), Ledger(tmp_path)), finished(0))

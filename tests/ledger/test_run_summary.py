@@ -76,7 +76,7 @@ def test_setbacks_say_what_happened():
 
 
 @given(cuts=st.sets(st.integers(0, 30)), changes=st.sets(st.integers(0, 30)))
-def test_what_was_written_is_replaced_or_kept_never_lost(cuts, changes):
+def test_what_was_written_is_replaced_or_left_never_lost(cuts, changes):
     """Written at any moments, the pieces laid over each other by position are what one update in the end would be."""
     events = [part for step in range(30) for part in ([resized(step)] if step in changes else []) + [finished(step)]]
     whole, piecewise = Tally(8), Tally(8)
@@ -91,8 +91,8 @@ def test_what_was_written_is_replaced_or_kept_never_lost(cuts, changes):
         if event is not None:
             take(piecewise, event)
     expected = whole.unwritten("r", 0.0, "running", "")
-    assert tuple(ranges[place] for place in sorted(ranges)) == expected.ranges
-    assert tuple(setbacks[place] for place in sorted(setbacks)) == expected.setbacks
+    assert tuple(ranges[position] for position in sorted(ranges)) == expected.ranges
+    assert tuple(setbacks[position] for position in sorted(setbacks)) == expected.setbacks
 
 
 @pytest.mark.parametrize("written", [True, False])

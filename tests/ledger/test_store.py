@@ -101,9 +101,9 @@ def test_a_plan_without_an_id_gets_one_that_follows_from_its_content(store):
         plan.model_copy(update={"target_batch": 33, "micro_batch_sizes": (8, 8, 8, 8, 1), "accumulation_steps": 5})
     )
     assert len(store.plans()) == 2
-    kept = store.plans()[-1]
-    assert before <= kept.made_at <= time.time()
-    assert store.find_plan(kept.id) == kept == plan.model_copy(update={"id": kept.id, "made_at": kept.made_at})
+    stored = store.plans()[-1]
+    assert before <= stored.made_at <= time.time()
+    assert store.find_plan(stored.id) == stored == plan.model_copy(update={"id": stored.id, "made_at": stored.made_at})
 
 
 def test_a_plan_of_another_version_is_left_out(store, caplog):
@@ -307,6 +307,6 @@ def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path):
         with Store(path) as store:
             assert store._connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert set(plans) <= set(names(store.plans())), delay_s
-            kept = [part.first_step for run in store.runs_of(name) for part in run.ranges]
-            assert kept[: len(steps)] == steps, delay_s
+            stored = [part.first_step for run in store.runs_of(name) for part in run.ranges]
+            assert stored[: len(steps)] == steps, delay_s
     assert acknowledged > 100
