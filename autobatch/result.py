@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autobatch.events.step_metrics import step_metrics
+from autobatch.events.runner_events import step_metrics
 
 __all__ = ["StepResult"]
 

@@ -39,7 +39,7 @@ LOOP_GUARD = "autobatch/step/loop_guard.py"
 REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
 RETRY_SIZE = "autobatch/planning/retry_size.py"
-KEEPING = "autobatch/ledger/run_recorder.py"
+RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
 BATCH = "autobatch/batch/"
@@ -554,17 +554,17 @@ MUTANTS = (
     ),
     Mutant(
         "a forked child writes its parent's run",
-        KEEPING,
+        RUN_RECORDER,
         "if self._over or os.getpid() != self._pid or self._run is None:",
         "if self._over or self._run is None:",
-        ("tests/ledger/test_ledger_keeping.py",),
+        ("tests/ledger/test_run_recorder.py",),
     ),
     Mutant(
         "what is written is not committed",
-        "autobatch/ledger/sqlite_journal_mode.py",
+        "autobatch/ledger/database.py",
         '        connection.execute("COMMIT")\n',
         '        connection.execute("ROLLBACK")\n',
-        ("tests/ledger/test_ledger_store.py",),
+        ("tests/ledger/test_store.py",),
     ),
     Mutant(
         "a prediction forgets the margin",
@@ -695,9 +695,9 @@ MUTANTS = (
     Mutant(
         "a plan that runs is deleted",
         "autobatch/ledger/retention.py",
-        'rowid IN ({surplus}) AND {idle}"',
-        'rowid IN ({surplus})"',
-        ("tests/ledger/test_ledger_store.py",),
+        "ORDER BY rowid DESC LIMIT -1 OFFSET ?)\n    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)",
+        "ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
+        ("tests/ledger/test_retention.py",),
     ),
     Mutant(
         "a smaller plan hides a better one",
@@ -937,17 +937,17 @@ MUTANTS = (
     ),
     Mutant(
         "a clock that was ahead once counts in full",
-        "autobatch/ledger/clock.py",
-        "min(max(now - latest, 0.0), retention.days * DAY_S / _GAPS)",
+        "autobatch/ledger/retention.py",
+        "min(max(now - latest, 0.0), retention.days * _DAY_S / _GAPS)",
         "max(now - latest, 0.0)",
-        ("tests/ledger/test_ledger_store.py",),
+        ("tests/ledger/test_retention.py",),
     ),
     Mutant(
         "a damaged plan stays among the others",
         "autobatch/ledger/reader.py",
-        "                self._set_aside(set_plan_aside, rowid, error.reason)\n",
+        "            _set_aside(connection, _move_plan, rowid, error.reason)\n",
         "",
-        ("tests/ledger/test_ledger_set_aside.py",),
+        ("tests/ledger/test_reader.py",),
     ),
     Mutant(
         "a text from a file may steer a terminal",

@@ -1,1 +1,1 @@
-"""The command ``autobatch``: plan, predict, look, compare, repeat. Each command is a module; ``main`` chooses."""
+"""Implements the command ``autobatch``; ``main`` imports the module of the command that is asked for."""

@@ -1,7 +1,6 @@
-"""``autobatch devices``: what memory there is here, and who holds it.
+"""Lists NVIDIA's cards and the host's memory, and which processes use it: ``autobatch devices``.
 
-Covers NVIDIA's cards as the driver sees them, and the host with its container's limit. Does not cover other vendors'
-cards. Nothing here imports torch.
+Does not cover other vendors' cards. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -10,25 +9,23 @@ import argparse
 from collections.abc import Iterator
 
 from autobatch._formatting import format_bytes
+from autobatch.cli.environment import read_cards
 from autobatch.cli.output import Answer
 from autobatch.memory.host_limit import HostMemory, read_host_memory
-from autobatch.memory.nvml import CardReading, query_all
+from autobatch.memory.nvml import CardReading
 
-__all__ = ["configure", "run"]
+__all__ = ["configure_devices"]
 
 
-def configure(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
+def configure_devices(command: argparse.ArgumentParser) -> None:
+    """Describe the command."""
     command.description = "Cards as NVIDIA's driver sees them, and the memory that this container may use."
+    command.set_defaults(run=_run)
 
 
-def run(_: argparse.Namespace) -> Answer:
-    """Read the driver and the host."""
+def _run(_: argparse.Namespace) -> Answer:
     host = read_host_memory()
-    try:
-        cards, missing = query_all(), ""
-    except LookupError as error:
-        cards, missing = (), str(error)
+    cards, missing = read_cards()
     lines = [*_show_cards(cards, missing), _show_host(host)]
     return Answer("\n".join(lines), {"cards": cards, "no_cards_because": missing, "cpu": host})
 

@@ -1,39 +1,250 @@
-"""``autobatch doctor``: is everything here as it should be, and if not, what to type?
+"""Checks what a training process would find here, and says what to type: ``autobatch doctor``.
 
-Covers the answer. Does not cover what is read (``surroundings``) nor how it is judged (``checkup``). Nothing here
-imports torch.
+Covers the judgement of what was read; nothing here imports torch. Does not cover reading it (``environment``).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
+from collections.abc import Iterator
+from itertools import chain
+from typing import Literal
 
-from autobatch.cli.diagnostics import Finding, examine
-from autobatch.cli.environment import read_environment
+from autobatch._formatting import format_bytes, plural, show_value
+from autobatch.cli.environment import Environment, read_environment
 from autobatch.cli.ledger_access import find_fault
 from autobatch.cli.output import DONE, NO, Answer
+from autobatch.ledger.retention import read_days
+from autobatch.records import Record
 
-__all__ = ["configure", "run"]
+__all__ = ["Finding", "configure_doctor", "examine"]
 
-_MARKS = {"wrong": "WRONG ", "beware": "beware", "fine": "fine  "}
+_LEVELS = ("wrong", "beware", "fine")
+_SMALL_SHARED_MEMORY = 256 * 2**20
+"""Docker gives 64 MiB by default: one loader process with large images fills that."""
+
+_OPTIONS = frozenset(
+    {
+        "backend",
+        "expandable_segments",
+        "garbage_collection_threshold",
+        "graph_capture_record_stream_reuse",
+        "large_segment_size_mb",
+        "max_non_split_rounding_mb",
+        "max_split_size_mb",
+        "per_process_memory_fraction",
+        "pinned_background_threads",
+        "pinned_max_register_threads",
+        "pinned_num_register_threads",
+        "pinned_reserve_segment_size_mb",
+        "pinned_use_background_threads",
+        "pinned_use_cuda_host_register",
+        "pinned_use_hip_host_register",
+        "release_lock_on_cudamalloc",
+        "release_lock_on_hipmalloc",
+        "roundup_power2_divisions",
+        "throw_on_cudamalloc_oom",
+        "use_on_oom",
+    }
+)
+"""What torch's AllocatorConfig.cpp and CUDAAllocatorConfig.h know, of 2.8 to 2.13."""
 
 
-def configure(command: argparse.ArgumentParser) -> None:
-    """Add the options."""
+class Finding(Record):
+    """One thing that was checked.
+
+    Attributes:
+        level: ``"wrong"`` prevents training or measuring it; ``"beware"`` may; ``"fine"`` does not.
+        what: What was found.
+        advice: What to type or change; empty where it is fine.
+    """
+
+    level: Literal["wrong", "beware", "fine"]
+    what: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        line = f"{'WRONG' if self.level == 'wrong' else self.level:<6}  {self.what}"
+        return f"{line}\n        -> {self.advice}" if self.advice else line
+
+
+def configure_doctor(command: argparse.ArgumentParser) -> None:
+    """Describe the command."""
     command.description = "Looks at what training needs, without importing torch. Exit code 1 where something is wrong."
+    command.set_defaults(run=_run)
 
 
-def run(_: argparse.Namespace) -> Answer:
-    """Look, judge, and say what to do."""
-    home, fault = find_fault()
-    found = read_environment(os.environ, home, fault)
-    findings = examine(found)
-    wrong = any(finding.level == "wrong" for finding in findings)
-    text = "\n".join(line for finding in findings for line in _show(finding))
-    return Answer(text, {"findings": findings, "surroundings": found}, NO if wrong else DONE)
+def _run(_: argparse.Namespace) -> Answer:
+    environment = read_environment(os.environ, *find_fault())
+    findings = examine(environment)
+    data = {"findings": findings, "surroundings": environment}
+    return Answer("\n".join(map(str, findings)), data, NO if findings[0].level == "wrong" else DONE)
 
 
-def _show(finding: Finding) -> list[str]:
-    lines = [f"{_MARKS[finding.level]}  {finding.what}"]
-    return [*lines, f"        -> {finding.advice}"] if finding.advice else lines
+def examine(environment: Environment) -> tuple[Finding, ...]:
+    """All findings, the worst first."""
+    checks = (
+        _check_torch,
+        _check_driver,
+        _check_nvml,
+        _check_settings,
+        _check_cards,
+        _check_host,
+        _check_ledger,
+    )
+    findings = chain.from_iterable(check(environment) for check in checks)
+    return tuple(sorted(findings, key=lambda finding: _LEVELS.index(finding.level)))
+
+
+def _wrong(what: str, advice: str) -> Finding:
+    return Finding(level="wrong", what=what, advice=advice)
+
+
+def _beware(what: str, advice: str) -> Finding:
+    return Finding(level="beware", what=what, advice=advice)
+
+
+def _fine(what: str) -> Finding:
+    return Finding(level="fine", what=what)
+
+
+def _check_torch(found: Environment) -> Iterator[Finding]:
+    release = tuple(int(part) for part in found.torch.split("+")[0].split(".")[:2] if part.isdigit())
+    if not found.torch:
+        yield _wrong("torch is not installed", "pip install torch")
+    elif release < (2, 8):
+        yield _wrong(f"torch {found.torch} is older than 2.8", "pip install 'torch>=2.8'")
+    else:
+        builds = {"CUDA": found.torch_cuda, "ROCm": found.torch_hip}
+        built_for = next((f"{name} {version}" for name, version in builds.items() if version), "the CPU alone")
+        yield _fine(f"torch {found.torch}, built for {built_for}")
+
+
+def _check_driver(found: Environment) -> Iterator[Finding]:
+    if not found.cards:
+        what = f"no NVIDIA card: {found.no_cards_because or 'the driver has none'}"
+        advice = "install NVIDIA's driver, or start the container with its cards (--gpus all)"
+        yield _beware(what, advice) if found.torch_cuda else _fine(what)
+        return
+    if found.torch and not found.torch_cuda:
+        yield _wrong(
+            f"{plural(len(found.cards), 'NVIDIA card')} here, but torch {found.torch} was built without CUDA",
+            "install the CUDA build of torch that pytorch.org names for this system",
+        )
+    if not found.torch_cuda or found.driver_cuda is None:
+        return
+    newest = f"the driver runs CUDA up to {found.driver_cuda[0]}.{found.driver_cuda[1]}"
+    # Within one major version of CUDA any driver runs any build; a newer driver runs older ones.
+    if found.driver_cuda[0] < int(found.torch_cuda.split(".")[0]):
+        yield _wrong(
+            f"torch was built for CUDA {found.torch_cuda}, and {newest}",
+            f"update NVIDIA's driver, or install torch for CUDA {found.driver_cuda[0]}",
+        )
+    else:
+        yield _fine(newest)
+
+
+def _check_nvml(found: Environment) -> Iterator[Finding]:
+    major = found.pynvml.split(".")[0]
+    if major.isdigit() and int(major) < 12:
+        yield _wrong(
+            f"the deprecated package pynvml {found.pynvml} is installed instead of nvidia-ml-py",
+            "pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py",
+        )
+    elif not found.nvml:
+        yield _beware(
+            "nvidia-ml-py is not installed, so other processes on a card cannot be seen", "pip install nvidia-ml-py"
+        )
+
+
+def _check_settings(found: Environment) -> Iterator[Finding]:
+    variables = [name for name in found.settings if name.endswith("ALLOC_CONF")]
+    if len({found.settings[name] for name in variables}) > 1:
+        yield _beware(
+            f"{' and '.join(variables)} differ, and which of them counts depends on torch's version",
+            f"unset {variables[-1]}",
+        )
+    for name in variables:
+        yield from _check_options(name, found.settings[name], is_wsl=found.is_wsl)
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in found.settings:  # torch asks whether it is set, not what it says
+        yield _wrong(
+            "PYTORCH_NO_CUDA_MEMORY_CACHING is set: torch has no allocator whose peaks could be measured",
+            "unset PYTORCH_NO_CUDA_MEMORY_CACHING",
+        )
+    if found.settings.get("CUDA_LAUNCH_BLOCKING") == "1":
+        yield _beware("CUDA_LAUNCH_BLOCKING=1 makes training slow", "unset CUDA_LAUNCH_BLOCKING")
+    if found.cards and found.settings.get("CUDA_VISIBLE_DEVICES", "0").strip() in {"", "-1"}:
+        yield _beware("CUDA_VISIBLE_DEVICES hides every card from torch", "unset CUDA_VISIBLE_DEVICES")
+
+
+def _check_options(variable: str, value: str, *, is_wsl: bool) -> Iterator[Finding]:
+    parts = re.findall(r"(?:\[[^\]]*\]?|[^,\[])+", "".join(value.split()))  # commas inside brackets divide nothing
+    options = {name: setting for name, _, setting in (part.partition(":") for part in parts)}
+    for name in options:
+        if name not in _OPTIONS:
+            yield _wrong(
+                f"{variable} has {name!r}, which torch does not know: it stops at the first tensor",
+                f"mend or unset {variable}",
+            )
+    if options.get("backend") == "cudaMallocAsync":
+        yield _beware(
+            f"{variable} chooses cudaMallocAsync: the driver decides what torch holds, and predictions are of torch's "
+            f"own allocator",
+            f"leave backend: out of {variable}",
+        )
+    if is_wsl and options.get("expandable_segments", "").lower() == "true":
+        yield _beware(f"{variable} asks for expandable segments, which Windows does not have", f"unset {variable}")
+
+
+def _check_cards(found: Environment) -> Iterator[Finding]:
+    for card in found.cards:
+        used = sum(tenant.used_bytes for tenant in card.tenants)
+        if card.divided:
+            yield _fine(f"{card.name} is divided into MIG slices; each is a card of its own")
+        elif used > card.total_bytes // 10:
+            first = card.tenants[0]
+            others = plural(len(card.tenants), "other process", "other processes")
+            most = f"process {first.pid} {first.name}".rstrip()
+            yield _beware(
+                f"{others} hold {format_bytes(used)} of {card.name}, {most} most of it",
+                f"end it if it is yours: kill {first.pid}",
+            )
+        else:
+            yield _fine(f"{card.name}: {format_bytes(card.free_bytes)} of {format_bytes(card.total_bytes)} free")
+    if found.is_wsl:
+        yield _beware(
+            "under Windows the driver moves tensors to RAM where a card is full: slow, and without an error",
+            "NVIDIA Control Panel > Manage 3D settings > CUDA - Sysmem Fallback Policy > Prefer No Sysmem Fallback; "
+            "or give fit() a budget=",
+        )
+
+
+def _check_host(found: Environment) -> Iterator[Finding]:
+    host = found.host
+    free = f"{format_bytes(host.available_bytes)} of {format_bytes(host.total_bytes)}"
+    yield _fine(f"CPU: {free} free, by the {host.source}'s limit")
+    if 0 < found.shared_memory_bytes < _SMALL_SHARED_MEMORY:
+        yield _beware(
+            f"loader processes pass batches through /dev/shm, which has {format_bytes(found.shared_memory_bytes)}",
+            "start the container with --shm-size=8g, or use num_workers=0",
+        )
+
+
+def _check_ledger(found: Environment) -> Iterator[Finding]:
+    if not found.home:
+        yield _fine("plans are not stored: AUTOBATCH_LEDGER turns that off")
+    elif found.ledger_error:
+        what = f"plans cannot be stored in {found.home}: {found.ledger_error}"
+        move = "set AUTOBATCH_HOME to a folder that can be written to"
+        advice = "look at that disk" if "is damaged" in found.ledger_error else move
+        yield _wrong(what, advice) if found.settings.get("AUTOBATCH_HOME", "").strip() else _beware(what, advice)
+    else:
+        yield _fine(f"plans are stored in {found.home}")
+    days = found.settings.get("AUTOBATCH_RETENTION_DAYS", "").strip()
+    if days and read_days(days) is None:
+        yield _wrong(
+            f"AUTOBATCH_RETENTION_DAYS={show_value(days)} is no positive number of days",
+            "set it to a number such as 400, or unset AUTOBATCH_RETENTION_DAYS",
+        )

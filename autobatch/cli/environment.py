@@ -1,6 +1,6 @@
-"""What a training process would find here: software, driver, settings, limits.
+"""Reads what a training process would find here, without importing torch: software, driver, settings, limits.
 
-Covers reading alone, and reads without importing torch. Does not cover what is wrong with it (``checkup``).
+Does not cover what is wrong with it (``doctor``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
 from autobatch.records import Record
 
-__all__ = ["Environment", "read_environment"]
+__all__ = ["Environment", "read_cards", "read_environment"]
 
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
@@ -40,14 +41,14 @@ class Environment(Record):
         nvml: The version of nvidia-ml-py; empty where it is not installed.
         pynvml: The version of the deprecated distribution that takes the same module's name; empty where it is not.
         cards: As the driver sees them.
-        no_cards_because: Why there are none.
+        no_cards_because: Why the driver was not asked; empty where it was.
         driver_cuda: The newest CUDA that the driver runs; ``None`` without a driver.
-        settings: Variables of the environment that change how memory is taken or what is kept, those that are set.
+        settings: Environment variables that change how memory is allocated or what is stored, those that are set.
         is_wsl: Whether this Linux runs inside Windows.
         host: The host's memory.
-        shared_memory_bytes: Of /dev/shm, through which loader processes hand over batches; 0 where there is none.
-        home: Where plans are kept; empty where they shall not be.
-        ledger_error: Why nothing can be kept there; empty where it can.
+        shared_memory_bytes: Of /dev/shm, through which loader processes pass batches; 0 where it does not exist.
+        home: Where plans are stored; empty where they are not.
+        ledger_error: Why nothing can be stored there; empty where it can.
     """
 
     torch: str
@@ -67,18 +68,9 @@ class Environment(Record):
 
 
 def read_environment(environment: Mapping[str, str], home: str, ledger_error: str) -> Environment:
-    """Ask everything that can be asked without torch.
-
-    Args:
-        environment: ``os.environ``, or what stands in for it.
-        home: Where plans are kept.
-        ledger_error: Why nothing can be kept there; empty where it can.
-    """
-    try:
-        cards, missing = query_all(), ""
-    except LookupError as error:
-        cards, missing = (), str(error)
-    build = _read_build()
+    """Read everything; ``environment`` is ``os.environ``, and the others are as in ``Environment``."""
+    cards, missing = read_cards()
+    build = _read_torch_build()
     return Environment(
         torch=_version("torch"),
         torch_cuda=build.get("cuda", ""),
@@ -97,15 +89,22 @@ def read_environment(environment: Mapping[str, str], home: str, ledger_error: st
     )
 
 
-def _version(distribution: str) -> str:
+def read_cards() -> tuple[tuple[CardReading, ...], str]:
+    """The cards as NVIDIA's driver sees them, and why it was not asked."""
     try:
+        return query_all(), ""
+    except LookupError as error:
+        return (), str(error)
+
+
+def _version(distribution: str) -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
-def _read_build() -> dict[str, str]:
-    """What torch was built for, as its own version.py says: importing torch would take a second."""
+def _read_torch_build() -> dict[str, str]:
+    """From torch's version.py: importing torch would take a second."""
     specification = importlib.util.find_spec("torch")
     if specification is None or specification.origin is None:
         return {}
@@ -121,7 +120,7 @@ def _is_wsl(version: Path = Path("/proc/version")) -> bool:
         return False
 
 
-def _shared_memory_bytes(folder: str = "/dev/shm") -> int:  # noqa: S108 - its size is read, nothing is put there
+def _shared_memory_bytes(folder: str = "/dev/shm") -> int:  # noqa: S108 - its size is read, nothing is written
     try:
         found = os.statvfs(folder)
     except (OSError, AttributeError):

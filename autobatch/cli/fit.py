@@ -1,7 +1,4 @@
-"""``autobatch fit``: a plan for this machine.
-
-Covers the options and the answer. Does not cover fitting (``fitting``).
-"""
+"""Makes a plan for this machine: the options and the answer of ``autobatch fit``."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from autobatch.cli.output import Answer, check_folder, read_count, save_plan
 from autobatch.errors import InvalidArgument
 from autobatch.fitting.fit import fit
 
-__all__ = ["configure", "run"]
+__all__ = ["configure_fit"]
 
 
-def configure(command: argparse.ArgumentParser) -> None:
+def configure_fit(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.description = "Runs a few sizes for real, inside the budget, and plans the target batch."
     add_source(command)
@@ -32,10 +29,10 @@ def configure(command: argparse.ArgumentParser) -> None:
     command.add_argument("--no-reuse", action="store_true", help="search, even if an earlier plan could be confirmed")
     command.add_argument("--explain", action="store_true", help="the whole story instead of one line")
     command.add_argument("--save", metavar="FILE", help="write the plan as JSON")
+    command.set_defaults(run=_run)
 
 
-def run(options: argparse.Namespace) -> Answer:
-    """Load, fit, and say what came of it."""
+def _run(options: argparse.Namespace) -> Answer:
     check_folder("--save", options.save)
     arguments = take(load(options.source), KNOWN, options.source)
     arguments.update(_read_options(options))

@@ -1,6 +1,6 @@
-"""The ledger as people ask for it: what is wrong with it is told, not passed over.
+"""Opens the ledger for a command, and finds a plan by id or by file; what is wrong with it is an error.
 
-Covers opening it, and a plan by id or by file. Does not cover what is kept in it (``ledger``).
+Does not cover what is in it (``ledger``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
-from autobatch.ledger.path import find_home, find_ledger, is_on, name_successor
-from autobatch.ledger.rows import identify
-from autobatch.ledger.schema import LedgerUnavailable, is_damaged
+from autobatch.ledger.database import LedgerUnavailable, is_damaged
+from autobatch.ledger.path import find_home, find_ledger, is_enabled, next_file
+from autobatch.ledger.rows import plan_id
 from autobatch.ledger.store import Store
 from autobatch.plan import Plan
 
@@ -26,11 +26,11 @@ def open_store() -> Iterator[Store]:
     """The ledger's file, open.
 
     Raises:
-        InvalidArgument: None is kept.
+        InvalidArgument: It is turned off.
         LedgerUnavailable: It cannot be opened or read; the text says where it is and why.
     """
-    if not is_on():
-        raise InvalidArgument("no plans are kept: AUTOBATCH_LEDGER turns the ledger off; unset it")
+    if not is_enabled():
+        raise InvalidArgument("plans are not stored: AUTOBATCH_LEDGER turns the ledger off; unset it")
     try:
         home = find_home()
     except OSError as error:
@@ -40,22 +40,20 @@ def open_store() -> Iterator[Store]:
             yield store
     except (sqlite3.Error, OSError) as error:
         if is_damaged(error):
-            raise LedgerUnavailable(_tell_damage(find_ledger(home), error)) from error
+            raise LedgerUnavailable(_explain_damage(find_ledger(home), error)) from error
         raise LedgerUnavailable(
             f"the ledger in {home} cannot be used ({type(error).__name__}: {error}); AUTOBATCH_HOME moves it"
         ) from error
 
 
-def _tell_damage(path: Path, error: Exception) -> str:
-    successor = name_successor(path)
+def _explain_damage(path: Path, error: Exception) -> str:
+    successor = next_file(path)
     after = f"the next fit() begins {successor.name} beside it" if successor else "move it and those before it away"
     return f"the ledger {path} is damaged ({error}); what was in it cannot be shown; {after}"
 
 
 def find_plan(name: str) -> tuple[Plan, list[Run]]:
-    """A plan and its runs, oldest first, by the beginning of its id or by the name of a file that ``Plan.save`` wrote.
-
-    A file's runs are those that are kept of its plan, if a ledger is.
+    """A plan and its stored runs, oldest first, by the beginning of its id or by a file that ``Plan.save`` wrote.
 
     Raises:
         InvalidArgument: No plan is meant, or several could be; or the file holds none.
@@ -66,9 +64,13 @@ def find_plan(name: str) -> tuple[Plan, list[Run]]:
         )
     if Path(name).is_file():
         plan = Plan.load(name)
-        return plan, _runs_if_kept(plan)
+        try:
+            with open_store() as store:
+                return plan, _runs_of(store, plan)
+        except (InvalidArgument, LedgerUnavailable):  # the file itself is whole, and it is what was asked for
+            return plan, []
     if name.endswith(".json"):
-        raise InvalidArgument(f"there is no file {name}")
+        raise InvalidArgument(f"no file {name}")
     if Path(name).is_dir():
         raise InvalidArgument(f"{name} is a folder: name a file that Plan.save wrote, or the beginning of a plan's id")
     with open_store() as store:
@@ -77,20 +79,12 @@ def find_plan(name: str) -> tuple[Plan, list[Run]]:
 
 
 def _runs_of(store: Store, plan: Plan) -> list[Run]:
-    return store.runs_of(identify(plan))[::-1]
-
-
-def _runs_if_kept(plan: Plan) -> list[Run]:
-    try:
-        with open_store() as store:
-            return _runs_of(store, plan)
-    except (InvalidArgument, LedgerUnavailable):  # the file itself is whole, and it is what was asked for
-        return []
+    return store.runs_of(plan_id(plan))[::-1]
 
 
 def find_fault() -> tuple[str, str]:
-    """Where plans are kept, and why they cannot be; no place where they shall not be, no fault where all is well."""
-    if not is_on():
+    """Where plans are stored, empty where they are not; and why they cannot be, empty where they can."""
+    if not is_enabled():
         return "", ""
     try:
         home = str(find_home())

@@ -1,7 +1,7 @@
-"""The command line: which command is meant, what it answers, and how the process ends.
+"""Runs a command: parses the command line, prints the answer or the error, and returns the exit code.
 
-Covers the parser and the way of errors. Does not cover any command: each is a module, imported only when it is meant,
-so that what needs no torch answers at once.
+Does not cover any command: its module is imported only when it is asked for, so that ``--help`` and commands that need
+no torch answer at once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _MISUSE = (InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch)
 _INTERRUPTED = 130
 _WITH_TORCH = ("fit", "predict", "verify")
 _COMMANDS = {
-    "fit": "run a few sizes and plan the target batch for this machine",
-    "predict": "what would fit a card that is not here, and where the memory would go",
-    "verify": "is splitting this step exact, and if not, why?",
-    "devices": "cards and the CPU: total, free, and who holds what",
-    "plans": "plans that were kept, the newest first",
-    "show": "one plan and how its runs went, as text",
-    "diff": "what differs between two plans",
-    "report": "one plan and its runs as a page with pictures",
-    "forget": "delete plans with their runs",
-    "doctor": "drivers, packages, allocator settings, limits: what is wrong, and what to type",
+    "fit": ("fit", "run a few sizes and plan the target batch for this machine"),
+    "predict": ("predict", "what would fit a card that is not here, and where the memory would go"),
+    "verify": ("verify", "is splitting this step exact, and if not, why?"),
+    "devices": ("devices", "cards and the CPU: total, free, and who holds what"),
+    "plans": ("plans", "plans that were stored, the newest first"),
+    "show": ("plans", "one plan and how its runs went, as text"),
+    "diff": ("plans", "what differs between two plans"),
+    "report": ("plans", "one plan and its runs as a page with pictures"),
+    "forget": ("plans", "delete plans with their runs"),
+    "doctor": ("doctor", "drivers, packages, allocator settings, limits: what is wrong, and what to type"),
 }
+"""The module of each command, and its help."""
 
 _EPILOG = """\
 MODULE:FUNCTION names a function of yours without arguments, such as train:make or train.py:make, that returns a dict
@@ -44,8 +45,8 @@ of what autobatch.fit takes: model, and whichever of batch, step, optimizer, wei
 
 a day with it:
   autobatch doctor                           is everything here as it should be?
-  autobatch fit train:make --target 256      what fits on this machine; the plan is kept
-  autobatch plans                            all plans that were kept, the newest first
+  autobatch fit train:make --target 256      what fits on this machine; the plan is stored
+  autobatch plans                            all plans that were stored, the newest first
   autobatch show 5f3a                        one of them, and how its runs went
   autobatch diff 5f3a 91bc                   what changed between two
   autobatch report 5f3a -o plan.html         the same as a page with pictures
@@ -57,26 +58,21 @@ exit codes: 0 done, 1 done and the answer is no (does not fit, not exact, someth
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Without the program's name; ``None`` for those of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Run one command and return the exit code; the arguments are those of this process, unless given."""
     arguments = sys.argv[1:] if arguments is None else arguments
     as_json = "--json" in arguments
     try:
         options = _make_parser(arguments[0] if arguments else "").parse_args(arguments)
         as_json = options.json
-        with _listening(verbose=options.verbose), _alone_on_stdout() if as_json else nullcontext():
+        with _logging(verbose=options.verbose), _only_json_on_stdout() if as_json else nullcontext():
             answer: Answer = options.run(options)
     except AutobatchError as error:
-        return _put_out(_refuse(error), as_json=as_json, to_stderr=not as_json)
+        code = USAGE if isinstance(error, _MISUSE) else NO
+        refusal = Answer(f"autobatch: {error}", {"error": type(error).__name__, "message": str(error)}, code)
+        return _write(refusal, as_json=as_json, to_stderr=not as_json)
     except KeyboardInterrupt:
         return _INTERRUPTED
-    return _put_out(answer, as_json=as_json)
+    return _write(answer, as_json=as_json)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,20 +94,18 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print the answer as JSON")
     common.add_argument("--verbose", action="store_true", help="say on stderr what happens on the way")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, text in _COMMANDS.items():
+    for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, parents=[common], help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
             if name in _WITH_TORCH:
                 import_torch()
-            module = importlib.import_module(f"autobatch.cli.{name}")
-            module.configure(command)
-            command.set_defaults(run=module.run)
+            getattr(importlib.import_module(f"autobatch.cli.{module}"), f"configure_{name}")(command)
     return parser
 
 
 @contextmanager
-def _alone_on_stdout() -> Iterator[None]:
-    """What the user's own code prints, and its libraries and processes, is no part of the JSON: it goes to stderr."""
+def _only_json_on_stdout() -> Iterator[None]:
+    """What the user's own code, its libraries and processes print goes to stderr."""
     if sys.stdout is None or sys.stderr is None:
         raise InvalidArgument("--json needs a stdout and a stderr, and one of them is closed")
     stdout = os.dup(1)
@@ -125,12 +119,12 @@ def _alone_on_stdout() -> Iterator[None]:
 
 
 @contextmanager
-def _listening(*, verbose: bool) -> Iterator[None]:
+def _logging(*, verbose: bool) -> Iterator[None]:
     logger, handler = logging.getLogger("autobatch"), logging.StreamHandler()
     level = logger.level
     if verbose:
         logger.setLevel(logging.DEBUG)
-    else:  # what is wrong, but not events: the answer says those itself
+    else:  # warnings, but not events: the answer has those
         handler.setLevel(logging.WARNING)
         handler.addFilter(lambda record: record.funcName != "log_event")
     logger.addHandler(handler)
@@ -141,12 +135,7 @@ def _listening(*, verbose: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _refuse(error: AutobatchError) -> Answer:
-    code = USAGE if isinstance(error, _MISUSE) else NO
-    return Answer(f"autobatch: {error}", {"error": type(error).__name__, "message": str(error)}, code)
-
-
-def _put_out(answer: Answer, *, as_json: bool, to_stderr: bool = False) -> int:
+def _write(answer: Answer, *, as_json: bool, to_stderr: bool = False) -> int:
     stream = sys.stderr if to_stderr else sys.stdout
     if stream is None:  # closed by whoever started this
         return USAGE
@@ -154,12 +143,9 @@ def _put_out(answer: Answer, *, as_json: bool, to_stderr: bool = False) -> int:
         stream.write(f"{answer.show(as_json=as_json)}\n")
         stream.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python's own last flush must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python's own last flush must not raise
         if isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
             return answer.code
-        return USAGE if to_stderr else _put_out(_explain_unwritten(error), as_json=False, to_stderr=True)
+        unwritten = Answer(f"autobatch: the answer cannot be written: {error}", None, USAGE)
+        return USAGE if to_stderr else _write(unwritten, as_json=False, to_stderr=True)
     return answer.code
-
-
-def _explain_unwritten(error: OSError) -> Answer:
-    return Answer(f"autobatch: the answer cannot be written: {error}", None, USAGE)

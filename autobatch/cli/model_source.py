@@ -1,7 +1,7 @@
-"""``MODULE:FUNCTION``: where the model of a command comes from.
+"""Loads the model of a command from ``MODULE:FUNCTION``.
 
-Covers finding the function, calling it, and the keys of what it returns. Does not cover what their values may be
-(``fit``, ``predict`` and ``verify`` say that). What the user's own code raises comes out unchanged.
+Covers finding the function, calling it, and the keys of what it returns; what the user's own code raises is not
+changed. Does not cover what the values may be (``fit``, ``predict`` and ``verify`` check that).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,17 +56,20 @@ def load(source: str) -> dict[str, Any]:
         source: ``package.module:function`` or ``path/to/file.py:function``; modules are looked for here first.
 
     Raises:
-        InvalidArgument: There is no such module or function, or what it returns is no dict with a model.
+        InvalidArgument: No such module or function exists, or what it returns is no dict with a model.
     """
     name, _, function_name = source.rpartition(":")
     is_relative = name.startswith(".") and not name.endswith(".py")
     if not name or is_relative or not function_name.isidentifier():
         raise InvalidArgument(f"{source!r} is no MODULE:FUNCTION, such as train:make or train.py:make")
-    with _own_arguments(name):
+    arguments, sys.argv = sys.argv, [name]  # a script that reads its arguments on import must not be given ours
+    try:
         function = getattr(_import(name, source), function_name, None)
         if not callable(function):
             raise InvalidArgument(f"{source!r}: {name} has no function {function_name}")
         found = _call(function, source)
+    finally:
+        sys.argv = arguments
     if not isinstance(found, Mapping) or "model" not in found:
         raise InvalidArgument(
             f"{source!r} returned {_describe(found)}: return a dict such as "
@@ -76,30 +78,13 @@ def load(source: str) -> dict[str, Any]:
     return dict(found)
 
 
-@contextmanager
-def _own_arguments(name: str) -> Iterator[None]:
-    """A script that reads its arguments when it is imported must not be given ours."""
-    arguments, sys.argv = sys.argv, [name]
-    try:
-        yield
-    finally:
-        sys.argv = arguments
-
-
-def take(found: Mapping[str, Any], names: Iterable[str], source: str, others: Iterable[str] = ()) -> dict[str, Any]:
-    """Those of the values that a command uses.
-
-    Args:
-        found: What the user's function returned.
-        names: What the command takes.
-        source: For the message.
-        others: What other commands take: left out in silence.
+def take(found: Mapping[str, Any], names: Sequence[str], source: str) -> dict[str, Any]:
+    """Those of the values that a command uses; ``source`` is for the message.
 
     Raises:
-        InvalidArgument: There is a key that no command knows.
+        InvalidArgument: A key is none that any command knows.
     """
-    names = [*names]
-    unknown = sorted(str(key) for key in found.keys() - {*names} - {*others})
+    unknown = sorted(str(key) for key in found.keys() - {*KNOWN})
     if unknown:
         raise InvalidArgument(f"{source!r} returned {', '.join(map(repr, unknown))}; known are {', '.join(names)}")
     return {name: found[name] for name in names if name in found}
@@ -117,12 +102,12 @@ def _import(name: str, source: str) -> ModuleType:
         # What the user's own module misses is the user's to see.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise InvalidArgument(f"{source!r}: there is no module {name} here ({here}) or installed") from None
+        raise InvalidArgument(f"{source!r}: no module {name} here ({here}) or installed") from None
 
 
 def _import_file(path: Path, source: str) -> ModuleType:
     if not path.is_file():
-        raise InvalidArgument(f"{source!r}: there is no file {path}")
+        raise InvalidArgument(f"{source!r}: no file {path}")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

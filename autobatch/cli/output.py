@@ -1,6 +1,6 @@
-"""What a command answers: text for people, the same as data, and an exit code.
+"""Defines a command's answer: text for people, the same as data, and an exit code.
 
-Covers the record, how it is put out, numbers of options, and whether a file can be written. Does not cover any command.
+Covers what commands share: numbers as options, and files that are written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # --help needs none
 
 __all__ = ["DONE", "NO", "USAGE", "Answer", "check_folder", "read_count", "save_plan"]
 
-_SPELT = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\n")}
-"""C0 and C1 controls: a plan file of somebody else's, or a card's name, could hold them."""
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\n")}
+"""C0 and C1 controls: a plan file of another user, or a card's name, could hold them."""
 
 DONE, NO, USAGE = 0, 1, 2
 """Exit codes: it was done; it was done and the answer is no; the command line cannot mean anything."""
@@ -39,10 +39,10 @@ def read_count(text: str) -> int:
 
 
 def check_folder(option: str, file: str | None) -> None:
-    """Before long work: can its answer be written there?
+    """Check before long work that its answer can be written there.
 
     Raises:
-        InvalidArgument: There is no such folder, or nothing can be written to it.
+        InvalidArgument: No such folder exists, or nothing can be written to it.
     """
     if file is None:
         return
@@ -79,9 +79,9 @@ class Answer(NamedTuple):
     code: int = DONE
 
     def show(self, *, as_json: bool) -> str:
-        """As asked for with ``--json``; letters that would steer a terminal are spelt out."""
+        """The text with its control characters escaped, or the data as JSON."""
         if not as_json:
-            return self.text.translate(_SPELT)
+            return self.text.translate(_ESCAPED)
         from pydantic_core import to_jsonable_python  # noqa: PLC0415 - a quarter of the time that --help takes
 
         return json.dumps(to_jsonable_python(self.data), indent=2)

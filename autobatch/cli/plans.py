@@ -1,55 +1,137 @@
-"""``autobatch plans``: what was kept, a line each.
+"""Lists, shows, compares and deletes stored plans: ``autobatch plans``, ``show``, ``diff``, ``report`` and ``forget``.
 
-Covers the list. Does not cover one plan's story (``show``, ``report``) nor how plans are kept (``ledger``). Nothing
-here imports torch.
+Covers the options, the list, and writing a page to a file; nothing here imports torch. Does not cover the text of one
+plan (``report``).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural
-from autobatch.cli.ledger_access import open_store
-from autobatch.cli.output import Answer, read_count
+from autobatch.cli.ledger_access import find_plan, open_store
+from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count
+from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.plan import Plan
+from autobatch.report.difference import diff_plans, diff_plans_data
+from autobatch.report.text import show_plan
 
-__all__ = ["configure", "run"]
+__all__ = ["configure_diff", "configure_forget", "configure_plans", "configure_report", "configure_show"]
+
+_DAY_S = 24 * 60 * 60
 
 
-def configure(command: argparse.ArgumentParser) -> None:
+def configure_plans(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.add_argument("--model", metavar="TEXT", help="only those whose model's class has this in its name")
     command.add_argument("--device", metavar="TEXT", help="only those for a device with this in its name")
     command.add_argument("--limit", type=read_count, default=20, metavar="N", help="at most so many (20)")
+    command.set_defaults(run=_list)
 
 
-def run(options: argparse.Namespace) -> Answer:
-    """Read the ledger, the newest first."""
+def configure_show(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    command.add_argument("plan", metavar="ID|FILE", help="the beginning of a plan's id, or a file it was saved to")
+    command.set_defaults(run=_show)
+
+
+def configure_diff(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    command.description = "What differs between two plans. Exit code 1 where something does."
+    command.add_argument("first", metavar="ID|FILE", help="as for show")
+    command.add_argument("second", metavar="ID|FILE")
+    command.set_defaults(run=_diff)
+
+
+def configure_report(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    command.add_argument("plan", metavar="ID|FILE", help="as for show")
+    command.add_argument("-o", "--output", metavar="FILE", help="default: autobatch-ID.html; - is stdout")
+    command.set_defaults(run=_report)
+
+
+def configure_forget(command: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    command.add_argument("plans", nargs="*", metavar="ID", help="the beginnings of their ids")
+    command.add_argument("--older-than", type=float, metavar="DAYS", help="all that were made before")
+    command.add_argument("--all", action="store_true", help="everything")
+    command.set_defaults(run=_forget)
+
+
+def _list(options: argparse.Namespace) -> Answer:
     with open_store() as store:
         found = [(plan, store.runs_of(plan.id)) for plan in store.plans(options.model, options.device, options.limit)]
     data = [{"plan": plan, "runs": runs} for plan, runs in found]
     if not found:
-        return Answer("no such plan is kept; autobatch fit MODULE:FUNCTION --target N makes one", data)
+        return Answer("no such plan is stored; autobatch fit MODULE:FUNCTION --target N makes one", data)
     head = f"{'id':<13} {'made':<17} {'model':<20} {'device':<20} {'plan':<18} {'peak':>10}  runs"
     more = [f"the newest {len(found)}; --limit shows more"] if len(found) == options.limit else []
-    return Answer("\n".join([head, *(_show(plan, runs) for plan, runs in found), *more]), data)
+    return Answer("\n".join([head, *(_summarise(plan, runs) for plan, runs in found), *more]), data)
 
 
-def _show(plan: Plan, runs: list[Run]) -> str:
-    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(plan.made_at))
+def _summarise(plan: Plan, runs: list[Run]) -> str:
     division = f"{plan.target_batch} = {plan.accumulation_steps} x {plan.micro_batch_size}"
     peak = format_bytes(plan.peak_bytes) if plan.peak_bytes else "-"
     steps, retries = sum(run.steps for run in runs), sum(run.retries for run in runs)
     went = f"{len(runs)}: {plural(steps, 'step')}, {plural(retries, 'retry', 'retries')}" if runs else "none"
     if runs and runs[0].outcome == "running":  # perhaps killed: what it did since then is not known
-        went += f", last heard of {time.strftime('%Y-%m-%d %H:%M', time.localtime(runs[0].last_seen_at))}"
+        went += f", last heard of {_format_date(runs[0].last_seen_at)}"
     return (
-        f"{plan.id:<13} {made:<17} {_cut(plan.model, 20):<20} {_cut(plan.device.name, 20):<20} {division:<18} "
-        f"{peak:>10}  {went}"
+        f"{plan.id:<13} {_format_date(plan.made_at):<17} {_cut(plan.model):<20} {_cut(plan.device.name):<20} "
+        f"{division:<18} {peak:>10}  {went}"
     )
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 3]}..."
+def _format_date(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(moment))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 20 else f"{text[:17]}..."
+
+
+def _show(options: argparse.Namespace) -> Answer:
+    plan, runs = find_plan(options.plan)
+    return Answer(show_plan(plan, runs), {"plan": plan, "runs": runs})
+
+
+def _diff(options: argparse.Namespace) -> Answer:
+    (first, _), (second, _) = find_plan(options.first), find_plan(options.second)
+    data = diff_plans_data(first, second)
+    differ = data["fields"] or data["trials"] or data["curve"]
+    return Answer(diff_plans(first, second), data, NO if differ else DONE)
+
+
+def _report(options: argparse.Namespace) -> Answer:
+    from autobatch.report.html import render_report  # noqa: PLC0415 - no other command needs the templates
+
+    if options.output != "-":
+        check_folder("--output", options.output)
+    plan, runs = find_plan(options.plan)
+    page = render_report(plan, runs)
+    if options.output == "-":
+        return Answer(page, {"page": page})
+    path = Path(options.output or f"autobatch-{plan.id or Path(options.plan).stem}.html")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument(f"--output {path} cannot be written: {error}") from error
+    return Answer(f"written to {path}", {"written": str(path.absolute())})
+
+
+def _forget(options: argparse.Namespace) -> Answer:
+    if bool(options.plans) + (options.older_than is not None) + options.all != 1:
+        raise InvalidArgument("forget takes ids, --older-than DAYS or --all: one of them")
+    days = options.older_than
+    if days is not None and not (math.isfinite(days) and days > 0):
+        raise InvalidArgument(f"--older-than {days:g} must be a number of days above 0")
+    with open_store() as store:
+        if days is not None:
+            count = store.forget(older_than_seconds=days * _DAY_S)
+        else:
+            count = store.forget(everything=True) if options.all else store.forget(options.plans)
+    return Answer(f"{plural(count, 'plan')} forgotten", {"forgotten": count})

@@ -1,28 +1,24 @@
-"""``autobatch predict``: what would fit which card, with none here.
-
-Covers the options and the answer for one card, several, or all. Does not cover predicting (``prediction``).
-"""
+"""Predicts what fits which card: the options and the answer of ``autobatch predict`` for one card, several, or all."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from autobatch.cli.model_source import KNOWN, add_source, load, take
+from autobatch.cli.model_source import add_source, load, take
 from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count, save_plan
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.predict import predict
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.text import explain_changes
 
-__all__ = ["configure", "run"]
+__all__ = ["configure_predict"]
 
 _TAKEN = ("model", "batch", "step", "optimizer", "weigh", "target_batch")
 _ANY_CARD = "H100-80GB"
-"""Whose prediction the table of all cards comes with, where none was named."""
+"""The card of the prediction that ``--all`` begins with."""
 
 
-def configure(command: argparse.ArgumentParser) -> None:
+def configure_predict(command: argparse.ArgumentParser) -> None:
     """Add the options."""
     command.description = "Traces the step without running it. Exit code 1 where not even one sample fits."
     add_source(command, nargs="?")
@@ -38,29 +34,37 @@ def configure(command: argparse.ArgumentParser) -> None:
     command.add_argument("--what-if", action="store_true", help="also trace what would help; takes some times as long")
     command.add_argument("--explain", action="store_true", help="the whole story instead of one line a card")
     command.add_argument("--save", metavar="FILE", help="write the plan for the (one) card as JSON")
+    command.set_defaults(run=_run)
 
 
-def run(options: argparse.Namespace) -> Answer:
-    """Load, predict for each card, and say what came of it."""
+def _run(options: argparse.Namespace) -> Answer:
     check_folder("--save", options.save)
     source = options.source
     if source is None and options.gpu and ":" in options.gpu[-1]:  # --gpu L4 train:make, where it took both
         *options.gpu, source = options.gpu
     if source is None:
         raise InvalidArgument("say MODULE:FUNCTION, a function of yours that returns the model, such as train:make")
-    found = take(load(source), _TAKEN, source, others=KNOWN)
+    found = take(load(source), _TAKEN, source)
     if options.target is not None:
         found["target_batch"] = options.target
     cards = options.gpu or ([_ANY_CARD] if options.all else [None])
     if options.save and len(cards) > 1:
         raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
-    predictions = [_predict(found, options, card) for card in cards]
+    if options.margin is not None:
+        found["margin"] = options.margin
+    predictions = [predict(**found, gpu=card, what_if=options.what_if) for card in cards]
+    plans = [prediction.plan for prediction in predictions if prediction.plan is not None]
     if options.save:
-        _save(predictions[0], options.save)
+        if not plans:
+            raise InvalidArgument(
+                f"nothing to save in {options.save}: not even one sample fits {predictions[0].gpu.name}"
+            )
+        save_plan(plans[0], options.save)
     blocks = [prediction.explain() if options.explain else _summarise(prediction) for prediction in predictions]
     if options.all and not options.explain:
         blocks = [_with_changes(predictions[0].explain_cards(), predictions[0])]
-    return Answer("\n\n".join(blocks) if options.explain else "\n".join(blocks), predictions, _judge(predictions))
+    text = "\n\n".join(blocks) if options.explain else "\n".join(blocks)
+    return Answer(text, predictions, DONE if plans else NO)
 
 
 def _summarise(prediction: Prediction) -> str:
@@ -68,21 +72,6 @@ def _summarise(prediction: Prediction) -> str:
 
 
 def _with_changes(text: str, prediction: Prediction) -> str:
-    """What was asked for with --what-if, below the answer."""
+    """Changes that would help are below the answer, where --what-if asked for them."""
     changes = explain_changes(prediction)
     return f"{text}\n{changes}" if changes else text
-
-
-def _predict(found: dict[str, Any], options: argparse.Namespace, card: str | None) -> Prediction:
-    margin = {} if options.margin is None else {"margin": options.margin}
-    return predict(**found, **margin, gpu=card, what_if=options.what_if)
-
-
-def _save(prediction: Prediction, path: str) -> None:
-    if prediction.plan is None:
-        raise InvalidArgument(f"nothing to save in {path}: not even one sample fits {prediction.gpu.name}")
-    save_plan(prediction.plan, path)
-
-
-def _judge(predictions: list[Prediction]) -> int:
-    return DONE if any(prediction.plan is not None for prediction in predictions) else NO

@@ -1,8 +1,4 @@
-"""What happened, as records, and how others may listen.
-
-Covers the events of fitting and running, the ``Hook`` protocol and the log line of each event. Does not cover when they
-happen (``fitting``, ``runner``) nor sinks for trackers (``hooks``).
-"""
+"""Events of fitting and running as records, each with its log line, and the ``Hook`` that may receive them."""
 
 from autobatch.events.event import Event, Hook, emit, log_event
 from autobatch.events.fit_events import PlanMade, PlanRecalled, PlanRefused, TrialFinished

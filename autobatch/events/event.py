@@ -1,7 +1,7 @@
-"""``Event`` and ``Hook``: what is told, and who may listen.
+"""Defines ``Event`` and ``Hook``, logs each event and calls the hooks.
 
-Covers the log line of each event and calling hooks. Does not cover which events there are (``fitted``, ``stepped``).
-Logger ``autobatch``; nothing is printed.
+Covers one log line per event on logger ``autobatch``. Does not cover which events exist (``fit_events``,
+``runner_events``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Event(Record):
 
     @property
     def level(self) -> int:
-        """The level at which the default hook logs it."""
+        """The level at which it is logged."""
         return logging.INFO
 
 
@@ -31,7 +31,7 @@ class Hook(Protocol):
     """Anything that can be called with an event."""
 
     def __call__(self, event: Event, /) -> None:
-        """Take note of it. What this raises costs a log line, never a step."""
+        """Handle the event. What this raises costs a log line, never a step."""
 
 
 def log_event(event: Event) -> None:
@@ -40,33 +40,25 @@ def log_event(event: Event) -> None:
 
 
 def emit(event: Event, hooks: Iterable[Hook] = ()) -> None:
-    """Log the event, then hand it to each hook; a hook that raises is reported and passed over."""
+    """Log the event, then call each hook with it; an error of a hook is logged and the next one is called."""
     log_event(event)
     for hook in hooks:
         try:
             hook(event)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the hook's and not the step's
-            _warn(hook, event, error)
+            _log_failure(hook, event, error)
 
 
-def _warn(hook: Hook, event: Event, error: Exception) -> None:
-    """With its traceback the first time; a tracker that is away fails at every step."""
-    if not _is_known(hook):
-        name = type(event).__name__
-        logger.error(
-            "autobatch: hook %r failed on %s and was passed over; further failures of it are not told",
-            hook,
-            name,
-            exc_info=error,
-        )
+_failed: list[Callable[[], Hook | None]] = []
+"""Hooks that failed before, as weak references. Each is logged once: a tracker that is away fails at every step."""
 
 
-def _is_known(hook: Hook) -> bool:
-    """Whether it has failed before; from now on it has."""
-    is_known = any(other() is hook for other in _failed)
-    if not is_known:
-        _failed[:] = [other for other in _failed if other() is not None] + [_refer_to(hook)]
-    return is_known
+def _log_failure(hook: Hook, event: Event, error: Exception) -> None:
+    if any(other() is hook for other in _failed):
+        return
+    _failed[:] = [other for other in _failed if other() is not None] + [_refer_to(hook)]
+    name = type(event).__name__
+    logger.error("autobatch: hook %r failed on %s; its further failures are not logged", hook, name, exc_info=error)
 
 
 def _refer_to(hook: Hook) -> Callable[[], Hook | None]:
@@ -75,6 +67,3 @@ def _refer_to(hook: Hook) -> Callable[[], Hook | None]:
         return weakref.ref(hook)
     except TypeError:  # a builtin, or one with slots
         return lambda: hook
-
-
-_failed: list[Callable[[], Hook | None]] = []

@@ -1,11 +1,9 @@
-"""What ``fit`` tells: its trials, an earlier run's plan, and the plan it made.
-
-Covers these records and their log lines. Does not cover when they happen (``fitting``, ``size_search``).
-"""
+"""Defines the events of ``fit`` and their log lines: its trials, an earlier run's plan, and the plan it made."""
 
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
@@ -19,14 +17,9 @@ class TrialFinished(Event):
 
     trial: Trial
     limit_bytes: int
-
-    @property
-    def level(self) -> int:
-        """Trials are detail: the plan's own line sums them up."""
-        return logging.DEBUG
+    level: ClassVar[int] = logging.DEBUG  # the plan's own line sums the trials up
 
     def __str__(self) -> str:
-        """One line: size, outcome, peak against limit, time."""
         trial = self.trial
         peak = f"peak {format_bytes(trial.peak_reserved)} of {format_bytes(self.limit_bytes)}, "
         where = f" ({trial.ended_in})" if trial.ended_in else ""
@@ -43,7 +36,6 @@ class PlanRecalled(Event):
     micro_batch_size: int
 
     def __str__(self) -> str:
-        """One line: which plan, and what is left to do."""
         return (
             f"autobatch: plan {self.plan_id} of an earlier run is for this step: one trial of "
             f"{plural(self.micro_batch_size, 'sample')} has to confirm it"
@@ -51,27 +43,25 @@ class PlanRecalled(Event):
 
 
 class PlanRefused(Event):
-    """An earlier plan for the same step does not serve today, so sizes are searched for anew."""
+    """An earlier plan for the same step cannot be used today, so sizes are searched for again."""
 
     plan_id: str
     reason: str
 
     def __str__(self) -> str:
-        """One line: which plan, and why not."""
         return f"autobatch: plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching anew"
 
 
 class PlanMade(Event):
-    """``fit`` ended with a plan."""
+    """``fit`` ended with a plan; its line has what makes the plan's split inexact."""
 
     summary: str
     warnings: tuple[str, ...] = ()
 
     @property
     def level(self) -> int:
-        """A split that is not exact should be seen."""
+        """``WARNING`` where splitting is not exact."""
         return logging.WARNING if self.warnings else logging.INFO
 
     def __str__(self) -> str:
-        """The plan's own line, and what makes its split inexact."""
         return "; ".join((self.summary, *self.warnings))

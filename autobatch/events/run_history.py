@@ -1,7 +1,6 @@
-"""What became of a plan: its runs, as records.
+"""Defines ``Run``: how a plan's steps went in one process, when memory was short, how it ended.
 
-Covers the plain data that a run leaves behind: how its steps went, when memory was short, how it ended. Does not cover
-how that is kept (``ledger``) or shown (``report``). No data of the user's is in it. Nothing here imports torch.
+Covers records without any data of the user's. Does not cover storing (``ledger``) or showing (``report``) them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Setback(Record):
         kind: ``"retry"`` where the step was undone, ``"size"`` where the size changed between two steps.
         old_size: The most samples in a micro-batch before.
         new_size: The most from here on.
-        used_bytes: Held on the device after the clean-up; 0 where that was not asked.
+        used_bytes: Held on the device after the clean-up; 0 where that was not measured.
         reason: In words.
     """
 

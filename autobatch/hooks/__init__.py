@@ -1,4 +1,4 @@
-"""Hooks: what a run tells, handed to where people watch it. One line to add, and nothing is imported before it is used.
+"""Hooks that send a runner's events to where people watch training; a tracker's library is imported with its hook.
 
     runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer, hooks=[autobatch.hooks.tensorboard(writer)])
 
@@ -7,10 +7,9 @@ A hook that raises costs a log line, never a step.
 
 from __future__ import annotations
 
-from autobatch.hooks.console import console
-from autobatch.hooks.jsonl import jsonl
 from autobatch.hooks.memory_snapshot import memory_snapshot
 from autobatch.hooks.prometheus import prometheus
+from autobatch.hooks.text import console, jsonl
 from autobatch.hooks.trackers import mlflow, tensorboard, wandb
 
 __all__ = ["console", "jsonl", "memory_snapshot", "mlflow", "prometheus", "tensorboard", "wandb"]

@@ -1,6 +1,6 @@
-"""Counters and gauges of a run for Prometheus.
+"""Counts steps, retries and failures for Prometheus.
 
-Covers the metrics themselves, in the registry of prometheus-client or in the user's. Does not cover serving them:
+Covers the metrics in a registry of prometheus-client. Does not cover serving them:
 ``prometheus_client.start_http_server`` does.
 """
 
@@ -43,7 +43,8 @@ def prometheus(registry: Any | None = None, labels: dict[str, str] | None = None
     labels = labels or {}
 
     def find(kind: Any, name: str, text: str) -> Any:
-        metric = _registered(registry, name) or kind(name, text, tuple(labels), registry=registry)
+        known = getattr(registry, "_names_to_collectors", {}).get(name)  # of an earlier runner in this process
+        metric = known or kind(name, text, tuple(labels), registry=registry)
         return metric.labels(**labels) if labels else metric
 
     counters = {name: find(library.Counter, f"autobatch_{name}", text) for name, text in _COUNTERS.items()}
@@ -74,7 +75,7 @@ _COUNTERS = {
     "steps": "Optimizer steps that were committed",
     "samples": "Samples of those steps",
     "retries": "How often a step had to begin again with less",
-    "out_of_memory": "How often memory ended, whether the step could go on or not",
+    "out_of_memory": "How often memory ran out, whether the step could go on or not",
     "failures": "Steps that ended in an error",
     "step_seconds": "Wall time of the committed steps",
 }
@@ -84,8 +85,3 @@ _GAUGES = {
     "peak_bytes": "Most bytes in tensors at once in the last step",
     "budget_bytes": "What the process may hold",
 }
-
-
-def _registered(registry: Any, name: str) -> Any | None:
-    """What has this name already: a second runner in one process counts on."""
-    return getattr(registry, "_names_to_collectors", {}).get(name)

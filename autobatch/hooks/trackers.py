@@ -1,19 +1,20 @@
-"""TensorBoard, Weights & Biases and MLflow: an event's numbers in their words.
+"""Sends the numbers of events to TensorBoard, Weights & Biases and MLflow.
 
-Covers one hook for each. Does not cover making a writer or a run: that is the user's. A tracker's library is imported
-only where its hook needs it.
+Covers which events have numbers, and one hook for each tracker. Does not cover making a writer or a run: that is the
+user's.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from autobatch._arguments import is_instance_with
 from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
-from autobatch.events import Event, Hook
-from autobatch.hooks.metrics import read_event
+from autobatch.events import Event, Hook, Retried, SizeChanged, StepFinished
+from autobatch.events.runner_events import step_metrics
 
 __all__ = ["mlflow", "tensorboard", "wandb"]
 
@@ -30,19 +31,17 @@ def tensorboard(writer: Any) -> Hook:
     if not is_instance_with(writer, "add_scalar"):
         raise InvalidArgument(f"tensorboard({show_value(writer)}): pass a SummaryWriter")
 
-    def write(event: Event, /) -> None:
-        reading = read_event(event)
-        if reading is not None:
-            for name, value in reading.values.items():
-                writer.add_scalar(name, value, reading.step)
+    def write(metrics: dict[str, int | float], step: int) -> None:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
 
-    return write
+    return _log_metrics(write)
 
 
 def wandb(run: Any | None = None) -> Hook:
     """Numbers ``autobatch/...`` to a run of Weights & Biases.
 
-    They are logged without a step of their own, since that must never go back, and yours may count otherwise; the
+    They are logged without a step of their own, since that must never decrease, and yours may count otherwise; the
     runner's step is among them as ``autobatch/step``.
 
     Args:
@@ -54,24 +53,20 @@ def wandb(run: Any | None = None) -> Hook:
     """
     if run is not None and not is_instance_with(run, "log"):
         raise InvalidArgument(f"wandb({show_value(run)}): pass what wandb.init() returned, or nothing")
-    if run is None:
-        importlib.import_module("wandb")  # what is missing is told now, and not at every step
+    target = importlib.import_module("wandb") if run is None else run
 
-    def write(event: Event, /) -> None:
-        reading = read_event(event)
-        if reading is not None:
-            target = importlib.import_module("wandb") if run is None else run
-            target.log({**reading.values, "autobatch/step": reading.step})
+    def write(metrics: dict[str, int | float], step: int) -> None:
+        target.log({**metrics, "autobatch/step": step})
 
-    return write
+    return _log_metrics(write)
 
 
 def mlflow(run_id: str | None = None) -> Hook:
     """Metrics ``autobatch/...`` to a run of MLflow, at the runner's step.
 
     Args:
-        run_id: Of the run; ``None`` for the one that is active when an event comes. Where none is, nothing is kept:
-            MLflow would begin one, and the user's own ``start_run`` after it would fail.
+        run_id: Of the run; ``None`` for the one that is active when an event comes. Where none is active, nothing is
+            logged: MLflow would begin one, and the user's own ``start_run`` after it would fail.
 
     Raises:
         ImportError: MLflow is not installed.
@@ -81,10 +76,23 @@ def mlflow(run_id: str | None = None) -> Hook:
         raise InvalidArgument(f"mlflow(run_id={show_value(run_id)}): pass the run's id, a text, or nothing")
     library = importlib.import_module("mlflow")
 
-    def write(event: Event, /) -> None:
-        reading = read_event(event)
-        if reading is not None and (run_id is not None or library.active_run() is not None):
-            numbers = {name: float(value) for name, value in reading.values.items()}
-            library.log_metrics(numbers, step=reading.step, run_id=run_id)
+    def write(metrics: dict[str, int | float], step: int) -> None:
+        if run_id is not None or library.active_run() is not None:
+            library.log_metrics({name: float(value) for name, value in metrics.items()}, step=step, run_id=run_id)
 
-    return write
+    return _log_metrics(write)
+
+
+def _log_metrics(write: Callable[[dict[str, int | float], int], None]) -> Hook:
+    """A hook that calls ``write(metrics, step)`` for each event that has numbers."""
+
+    def log(event: Event, /) -> None:
+        if isinstance(event, StepFinished):
+            metrics = step_metrics(event.micro_batch_sizes, event.retries, event.peak_bytes, event.seconds)
+            write({**metrics, "autobatch/budget_bytes": event.budget_bytes}, event.step)
+        elif isinstance(event, Retried):
+            write({"autobatch/out_of_memory_at": event.failed_size}, event.step)
+        elif isinstance(event, SizeChanged):
+            write({"autobatch/size_limit": event.new_size}, event.step)
+
+    return log

@@ -1,1 +1,1 @@
-"""What was learnt about memory, kept from one start to the next."""
+"""Stores plans and runs in SQLite, from one start of a script to the next."""

@@ -1,7 +1,9 @@
-"""Decides how much the ledger keeps, and deletes the rest.
+"""Decides which plans and runs are old, and deletes them.
 
-Covers the two limits, the user's word on one of them, and deleting in the order in which rows were written: dates are
-those of the clocks that wrote them, which may have been wrong. Does not cover how time is counted (``clock``).
+Covers the two limits, the user's setting of one of them, and the ledger's own clock. Dates are those of the clocks that
+wrote them, which may have been wrong: one that was 500 days ahead once must not delete 400 days of plans. So rows are
+deleted in the order in which they were written, a gap between two writes counts for at most an eighth of the limit, and
+a clock that goes back, or is ahead of others that write to the same file, counts nothing until it has caught up.
 """
 
 from __future__ import annotations
@@ -9,27 +11,28 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
+import time
 
 from pydantic import PositiveFloat, PositiveInt
 
 from autobatch._formatting import show_value
-from autobatch.ledger.warnings import warn_once
+from autobatch.ledger.path import warn_once
 from autobatch.records import Record
 
-__all__ = ["DAY_S", "Retention", "find_retention", "prune", "read_days"]
+__all__ = ["Retention", "find_retention", "prune", "read_days", "read_elapsed", "tick"]
 
-DAY_S = 24 * 60 * 60
+_DAY_S = 24 * 60 * 60
+_GAPS = 8
 _MOST_SET_ASIDE = 1000
 
 
 class Retention(Record):
-    """What is kept; the rest goes when the next plan comes.
+    """How much is stored; the rest is deleted when the next plan comes.
 
     Attributes:
         plans: The newest of them, and as many runs: ten plans a day for three years. 600 plans of three trials took
             1.3 MB, so this is some 22 MB.
-        days: A year, and the month in which somebody asks what last year's cards could do. By the ledger's own clock,
-            which counts a long pause as an eighth of this.
+        days: A year, and the month in which somebody asks what last year's cards could do. By the ledger's own clock.
     """
 
     plans: PositiveInt = 10_000
@@ -37,20 +40,19 @@ class Retention(Record):
 
 
 def find_retention() -> Retention:
-    """The default, or with the days of ``AUTOBATCH_RETENTION_DAYS``; what is no positive number there is told once."""
+    """The default, or with the days of ``AUTOBATCH_RETENTION_DAYS``."""
     named = os.environ.get("AUTOBATCH_RETENTION_DAYS", "").strip()
-    if not named:
-        return Retention()
     days = read_days(named)
-    if days is None:
-        default = Retention()
+    if days is not None:
+        return Retention(days=days)
+    default = Retention()
+    if named:
         warn_once(
             "AUTOBATCH_RETENTION_DAYS",
             f"AUTOBATCH_RETENTION_DAYS={show_value(named)} is no positive number of days; plans are "
-            f"kept for {default.days:.0f}",
+            f"stored for {default.days:.0f}",
         )
-        return default
-    return Retention(days=days)
+    return default
 
 
 def read_days(text: str) -> float | None:
@@ -63,29 +65,55 @@ def read_days(text: str) -> float | None:
 
 
 def prune(connection: sqlite3.Connection, retention: Retention, elapsed: float) -> int:
-    """Delete what is beyond the retention: old runs, then old plans that have no run any more.
-
-    Args:
-        connection: In a transaction that writes.
-        retention: How much stays.
-        elapsed: The ledger's own clock.
+    """Delete old runs, then old plans that have no run any more, at these seconds of the ledger's own clock.
 
     Returns:
-        How many plans are gone.
+        How many plans were deleted.
     """
-    oldest, most = elapsed - retention.days * DAY_S, retention.plans
-    connection.execute("DELETE FROM runs WHERE seen < ?", (oldest,))
-    newest_runs = "SELECT rowid FROM runs ORDER BY seen DESC, rowid DESC LIMIT -1 OFFSET ?"
-    connection.execute(f"DELETE FROM runs WHERE rowid IN ({newest_runs})", (most,))  # noqa: S608 - ours
-    connection.execute("DELETE FROM set_aside WHERE added < ?", (oldest,))
-    newest = "SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT -1 OFFSET ?"
-    connection.execute(f"DELETE FROM set_aside WHERE rowid IN ({newest})", (_MOST_SET_ASIDE,))  # noqa: S608 - ours
-    return _prune_plans(connection, oldest, most)
+    oldest, most = elapsed - retention.days * _DAY_S, retention.plans
+    connection.execute(_OLD_RUNS, (oldest,))
+    connection.execute(_SURPLUS_RUNS, (most,))
+    connection.execute(_OLD_SET_ASIDE, (oldest,))
+    connection.execute(_SURPLUS_SET_ASIDE, (_MOST_SET_ASIDE,))
+    old = connection.execute(_OLD_PLANS, (oldest,)).rowcount
+    return old + connection.execute(_SURPLUS_PLANS, (most,)).rowcount
 
 
-def _prune_plans(connection: sqlite3.Connection, oldest: float, most: int) -> int:
-    idle = "NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)"
-    old = connection.execute(f"DELETE FROM plans WHERE added < ? AND {idle}", (oldest,)).rowcount  # noqa: S608 - ours
-    surplus = "SELECT rowid FROM plans ORDER BY rowid DESC LIMIT -1 OFFSET ?"
-    many = f"DELETE FROM plans WHERE rowid IN ({surplus}) AND {idle}"  # noqa: S608 - ours
-    return old + connection.execute(many, (most,)).rowcount
+_OLD_RUNS = "DELETE FROM runs WHERE seen < ?"
+_SURPLUS_RUNS = """
+    DELETE FROM runs WHERE rowid IN (SELECT rowid FROM runs ORDER BY seen DESC, rowid DESC LIMIT -1 OFFSET ?)"""
+_OLD_SET_ASIDE = "DELETE FROM set_aside WHERE added < ?"
+_SURPLUS_SET_ASIDE = """
+    DELETE FROM set_aside WHERE rowid IN (SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT -1 OFFSET ?)"""
+_OLD_PLANS = """
+    DELETE FROM plans WHERE added < ?
+    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)"""
+_SURPLUS_PLANS = """
+    DELETE FROM plans WHERE rowid IN (SELECT rowid FROM plans ORDER BY rowid DESC LIMIT -1 OFFSET ?)
+    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)"""
+
+
+def tick(connection: sqlite3.Connection, retention: Retention) -> float:
+    """Count the time since the last write; the seconds that have passed since the ledger was made."""
+    now = time.time()
+    elapsed, latest = _read_clock(connection) or (_newest_addition(connection), now)
+    elapsed += min(max(now - latest, 0.0), retention.days * _DAY_S / _GAPS)
+    connection.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?)", (elapsed, max(now, latest)))
+    return elapsed
+
+
+def read_elapsed(connection: sqlite3.Connection) -> float:
+    """The seconds that had passed at the last write."""
+    clock = _read_clock(connection)
+    return _newest_addition(connection) if clock is None else clock[0]
+
+
+def _read_clock(connection: sqlite3.Connection) -> tuple[float, float] | None:
+    row = connection.execute("SELECT elapsed, latest FROM clock WHERE id = 1").fetchone()
+    is_whole = row is not None and all(isinstance(value, float) and math.isfinite(value) for value in row)
+    return row if is_whole else None
+
+
+def _newest_addition(connection: sqlite3.Connection) -> float:
+    (latest,) = connection.execute("SELECT max(added) FROM plans").fetchone()
+    return latest if isinstance(latest, float) and math.isfinite(latest) else 0.0

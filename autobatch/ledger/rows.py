@@ -1,7 +1,7 @@
-"""Plans and runs as rows of the ledger, and back.
+"""Writes plans and runs as rows of the ledger, and reads them back.
 
-Covers one record at a time, on a connection whose transaction is somebody else's. Does not cover choosing, finding and
-deleting them (``store``).
+Covers one record at a time, inside a transaction of the caller's. Does not cover finding and deleting rows (``reader``,
+``store``).
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ import hashlib
 import json
 import sqlite3
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from autobatch._version import __version__
-from autobatch.events.run_history import Run
-from autobatch.ledger.run_summary import RunNotes
+from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.ledger.run_summary import RunUpdate
 from autobatch.plan import Plan
 from autobatch.records import spell_invalid
 
 __all__ = [
+    "PARTS",
     "RUN_COLUMNS",
     "UnreadableRowError",
-    "identify",
-    "insert_notes",
     "insert_plan",
     "insert_run",
+    "plan_id",
     "read_plan",
     "read_run",
+    "update_run",
 ]
 
-_RANGE = ("first_step", "last_step", "micro_batch_size", "retries", "peak_bytes", "seconds", "samples")
-_SETBACK = ("step", "kind", "old_size", "new_size", "used_bytes", "reason")
 RUN_COLUMNS = ("id", "plan_id", "pid", "started_at", "last_seen_at", "outcome", "reason")
-
-
-def identify(plan: Plan) -> str:
-    """The plan's id; one made by hand or by an earlier version has none, and gets one that follows from its content."""
-    return plan.id or hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]
+PARTS = {
+    "ranges": ("first_step", "last_step", "micro_batch_size", "retries", "peak_bytes", "seconds", "samples"),
+    "setbacks": ("step", "kind", "old_size", "new_size", "used_bytes", "reason"),
+}
+"""A run's other tables: their columns after the run's id and the position in it."""
 
 
 class UnreadableRowError(Exception):
@@ -54,9 +54,14 @@ class UnreadableRowError(Exception):
         self.reason, self.is_foreign = reason, is_foreign
 
 
+def plan_id(plan: Plan) -> str:
+    """The plan's id; one made by hand has none, and gets one that follows from its content."""
+    return plan.id or hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]
+
+
 def insert_plan(connection: sqlite3.Connection, plan: Plan, elapsed: float) -> None:
-    """Write a plan with its id and age; one of the same id that is there already stays as it is."""
-    plan = plan.model_copy(update={"id": identify(plan), "made_at": plan.made_at or time.time()})
+    """Write a plan with its id and date, unless one of this id is stored."""
+    plan = plan.model_copy(update={"id": plan_id(plan), "made_at": plan.made_at or time.time()})
     values = (
         plan.id,
         plan.made_at,
@@ -96,61 +101,47 @@ def _is_foreign(content: str) -> bool:
 
 
 def insert_run(connection: sqlite3.Connection, run: Run, elapsed: float) -> None:
-    """Write a run with all that is in it; one of the same id that is there already gets its ranges and setbacks."""
-    values = (run.id, run.plan_id, run.pid, run.started_at, run.last_seen_at, run.outcome, run.reason, elapsed)
+    """Write a run with its ranges and setbacks; of one that is stored only those are written."""
+    values = (*(getattr(run, name) for name in RUN_COLUMNS), elapsed)
     connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING", values)
-    notes = RunNotes(run_id=run.id, last_seen_at=run.last_seen_at, ranges=run.ranges, setbacks=run.setbacks)
-    _insert_parts(connection, notes)
+    _insert_parts(connection, "ranges", run.id, 0, run.ranges)
+    _insert_parts(connection, "setbacks", run.id, 0, run.setbacks)
 
 
-def insert_notes(connection: sqlite3.Connection, notes: RunNotes, elapsed: float) -> bool:
-    """Write what is new of a run; ``False``, and nothing written, where there is no such run."""
+def update_run(connection: sqlite3.Connection, update: RunUpdate, elapsed: float) -> bool:
+    """Write what is new of a run; ``False``, and nothing written, where no such run is stored."""
     found = connection.execute(
         "UPDATE runs SET last_seen_at = ?, outcome = ?, reason = ?, seen = ? WHERE id = ?",
-        (notes.last_seen_at, notes.outcome, notes.reason, elapsed, notes.run_id),
+        (update.last_seen_at, update.outcome, update.reason, elapsed, update.run_id),
     ).rowcount
     if found:
-        _insert_parts(connection, notes)
+        _insert_parts(connection, "ranges", update.run_id, update.first_range, update.ranges)
+        _insert_parts(connection, "setbacks", update.run_id, update.first_setback, update.setbacks)
     return found > 0
 
 
-def _insert_parts(connection: sqlite3.Connection, notes: RunNotes) -> None:
+def _insert_parts(
+    connection: sqlite3.Connection, table: str, run_id: str, first: int, parts: Sequence[StepRange | Setback]
+) -> None:
+    columns = PARTS[table]
     connection.executemany(
-        "INSERT OR REPLACE INTO ranges VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            (notes.run_id, place, *(getattr(part, name) for name in _RANGE))
-            for place, part in enumerate(notes.ranges, notes.first_range)
-        ],
-    )
-    connection.executemany(
-        "INSERT OR REPLACE INTO setbacks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            (notes.run_id, place, *(getattr(setback, name) for name in _SETBACK))
-            for place, setback in enumerate(notes.setbacks, notes.first_setback)
-        ],
+        f"INSERT OR REPLACE INTO {table} VALUES (?, ?{', ?' * len(columns)})",  # noqa: S608 - our own names
+        [(run_id, position, *(getattr(part, name) for name in columns)) for position, part in enumerate(parts, first)],
     )
 
 
-def read_run(connection: sqlite3.Connection, row: tuple[Any, ...]) -> Run:
-    """The run of this row of ``runs``, with its ranges and setbacks in order.
-
-    Args:
-        connection: Of the same moment as the row.
-        row: The columns of ``RUN_COLUMNS``.
+def read_run(connection: sqlite3.Connection, row: Sequence[Any]) -> Run:
+    """The run of this row, the columns of ``RUN_COLUMNS``, with its ranges and setbacks in order.
 
     Raises:
         UnreadableRowError: It is none.
     """
     fields = dict(zip(RUN_COLUMNS, row, strict=True))
-    ranges = connection.execute(_SELECT_RANGES, (fields["id"],))
-    setbacks = connection.execute(_SELECT_SETBACKS, (fields["id"],))
-    fields["ranges"] = [dict(zip(_RANGE, part, strict=True)) for part in ranges]
-    fields["setbacks"] = [dict(zip(_SETBACK, part, strict=True)) for part in setbacks]
+    for table, columns in PARTS.items():
+        query = f"SELECT {', '.join(columns)} FROM {table} WHERE run_id = ? ORDER BY place"  # noqa: S608 - our own names
+        found = connection.execute(query, (fields["id"],))
+        fields[table] = [dict(zip(columns, part, strict=True)) for part in found]
     try:
         return Run.model_validate(fields)
     except ValidationError as error:
         raise UnreadableRowError(spell_invalid(error)) from None
-
-
-_SELECT_RANGES = f"SELECT {', '.join(_RANGE)} FROM ranges WHERE run_id = ? ORDER BY place"  # noqa: S608 - our own names
-_SELECT_SETBACKS = f"SELECT {', '.join(_SETBACK)} FROM setbacks WHERE run_id = ? ORDER BY place"  # noqa: S608 - as above

@@ -1,11 +1,12 @@
-"""What is to be written of a run, and how steps add up to it.
+"""Adds up a run's steps and setbacks in memory, and knows which part of that is not stored yet.
 
-Covers counting in memory, and which part of it was not written yet. Does not cover when and where it is written
-(``keeping``, ``store``).
+Covers cutting an error's text to a line without the user's paths. Does not cover when and where it is written
+(``run_recorder``, ``store``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,17 +14,16 @@ from typing import Annotated
 from autobatch._bounds import LISTED, Count, Moment, Text
 from autobatch.events import Retried, SizeChanged
 from autobatch.events.run_history import Outcome, Setback, StepRange
-from autobatch.ledger.failure_reason import shorten
 from autobatch.records import Record
 
-__all__ = ["RunNotes", "Tally"]
+__all__ = ["RunUpdate", "Tally", "shorten_reason"]
 
 _MOST_ROWS = 4096
-"""Ranges of a run, and its setbacks. A run that retries every few steps for weeks is told in full for so long; after
+"""Ranges of a run, and its setbacks. A run that retries every few steps for weeks is stored in full for so long; after
 that its steps add up in the last range and further setbacks are only counted there, as retries."""
 
 
-class RunNotes(Record):
+class RunUpdate(Record):
     """What is new of a run.
 
     Attributes:
@@ -31,8 +31,8 @@ class RunNotes(Record):
         last_seen_at: Seconds since 1970, UTC.
         outcome: So far.
         reason: The first line of the error that ended it.
-        first_range: The place in the run of the first of ``ranges``, counted from 0; what is at these places is
-            replaced, so the last range can grow, and writing twice does no harm.
+        first_range: The position in the run of the first of ``ranges``, counted from 0; what the ledger has at these
+            positions is replaced, so the last range can grow, and writing twice does no harm.
         ranges: In order.
         first_setback: As ``first_range``, for ``setbacks``.
         setbacks: In order.
@@ -68,7 +68,7 @@ class _Count:
 
 
 class Tally:
-    """Steps and setbacks of one run, of which those that were written are forgotten, all but the last range."""
+    """Steps and setbacks of one run; those that were stored are dropped, all but the last range."""
 
     def __init__(self, size: int) -> None:
         """Nothing has happened; ``size`` is the plan's micro-batch size."""
@@ -98,14 +98,23 @@ class Tally:
         return self._first_range + len(self._counts) >= _MOST_ROWS
 
     def add_setback(self, event: Retried | SizeChanged) -> None:
-        """Note that memory was short, or came back."""
+        """Note that less memory was free, or more again."""
         self._pace = event.new_size
-        if self._first_setback + len(self._setbacks) < _MOST_ROWS:
-            self._setbacks.append(_describe(event))
+        if self._first_setback + len(self._setbacks) >= _MOST_ROWS:
+            return
+        step, new_size, reason = event.step, event.new_size, shorten_reason(event.reason)
+        if isinstance(event, Retried):
+            old_size, used_bytes = event.failed_size, event.used_bytes
+            setback = Setback(
+                step=step, kind="retry", old_size=old_size, new_size=new_size, used_bytes=used_bytes, reason=reason
+            )
+        else:
+            setback = Setback(step=step, kind="size", old_size=event.old_size, new_size=new_size, reason=reason)
+        self._setbacks.append(setback)
 
-    def note(self, run_id: str, now: float, outcome: Outcome, reason: str) -> RunNotes:
-        """What was not written yet; the last range is among it as long as it may grow."""
-        return RunNotes(
+    def unwritten(self, run_id: str, now: float, outcome: Outcome, reason: str) -> RunUpdate:
+        """What is not stored yet; the last range is among it as long as it may grow."""
+        return RunUpdate(
             run_id=run_id,
             last_seen_at=now,
             outcome=outcome,
@@ -116,28 +125,35 @@ class Tally:
             setbacks=tuple(self._setbacks),
         )
 
-    def forget_written(self) -> None:
-        """What ``note`` gave last is in the ledger."""
+    def drop_written(self) -> None:
+        """What ``unwritten`` returned last is in the ledger."""
         self._first_range += max(len(self._counts) - 1, 0)
         self._counts = self._counts[-1:]
         self._first_setback += len(self._setbacks)
         self._setbacks = []
 
 
-def _describe(event: Retried | SizeChanged) -> Setback:
-    if isinstance(event, Retried):
-        return Setback(
-            step=event.step,
-            kind="retry",
-            old_size=event.failed_size,
-            new_size=event.new_size,
-            used_bytes=event.used_bytes,
-            reason=shorten(event.reason),
-        )
-    return Setback(
-        step=event.step,
-        kind="size",
-        old_size=event.old_size,
-        new_size=event.new_size,
-        reason=shorten(event.reason),
+_LONGEST_REASON = 300
+_LONGEST_SEARCH = 2000
+"""Some errors print a whole tensor in one line, and looking for paths takes the square of its length."""
+
+_QUOTED_PATH = re.compile(r"""(['"])[^'"]*[/\\][^'"]*\1""")  # in quotes a path may hold blanks
+_PATH = re.compile(
+    r"""
+    (?<![\w<])                                        # samples/s is no path, nor is what was already taken out
+    (?: (?:[A-Za-z]+:|~\w*|\.{1,2})? [/\\]+ [^\s'",;:)\]]+    # /home/a, ~/a, ./a, C:\a, file:///a
+      | [\w.-]+ (?:[/\\][\w.-]+){2,}                  # data/private/a
+      | [\w.-]+ [/\\] [\w-]+ \.\w{1,5} \b             # data/a.csv
     )
+    """,
+    re.VERBOSE,
+)
+
+
+def shorten_reason(text: str) -> str:
+    """The first line of an error's text that is not blank, without paths, of at most 300 characters."""
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    line = _PATH.sub("<path>", _QUOTED_PATH.sub("<path>", line[:_LONGEST_SEARCH]))
+    if len(line) > _LONGEST_REASON:
+        line = f"{line[: _LONGEST_REASON - 3]}..."
+    return line.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written: nothing of the run would be

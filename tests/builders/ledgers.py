@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from autobatch.events import Retried, SizeChanged, StepFailed, StepFinished
-from autobatch.events.run_history import Run, StepRange
-from autobatch.ledger.run_summary import RunNotes
+from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.ledger.run_summary import RunUpdate
 from autobatch.plan import Plan
 from autobatch.planning.planner import balance
 from autobatch.records import DeviceInfo
@@ -49,10 +49,29 @@ def make_run(name="r1", plan="a1", **changes):
     return Run(**{"id": name, "plan_id": plan, "pid": 7, "started_at": 3e9, "last_seen_at": 3e9, **changes})
 
 
-def make_note(place, run="r1", steps=1, **changes):
-    """A note of one range: the one at this place, ``steps`` long."""
-    part = StepRange(first_step=place, last_step=place + steps - 1, micro_batch_size=8, samples=32 * steps)
-    return RunNotes(**{"run_id": run, "last_seen_at": 3e9, "first_range": place, "ranges": (part,), **changes})
+def make_update(position, run="r1", steps=1, **changes):
+    """An update of one range: the one at this position, ``steps`` long."""
+    part = StepRange(first_step=position, last_step=position + steps - 1, micro_batch_size=8, samples=32 * steps)
+    return RunUpdate(**{"run_id": run, "last_seen_at": 3e9, "first_range": position, "ranges": (part,), **changes})
+
+
+def names(plans):
+    """Their ids."""
+    return [plan.id for plan in plans]
+
+
+def add_plans(store, **made_at):
+    """Plans of these dates, each with a run of a range and a setback."""
+    setback = Setback(step=2, kind="size", old_size=8, new_size=4)
+    for name, date in made_at.items():
+        store.add_plan(make_plan(name, made_at=date))
+        store.add_run(make_run(f"r{name}", name, last_seen_at=date, ranges=make_update(0).ranges, setbacks=(setback,)))
+
+
+def count_rows(store):
+    """How many rows each table has."""
+    tables = ("plans", "runs", "ranges", "setbacks")
+    return [store._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
 
 
 def failed(reason, step=0):
@@ -85,8 +104,8 @@ def resized(step, old=4, new=8, reason="grown back"):
 
 
 def start_process(program, *arguments, **environment):
-    """A Python that imports no torch before it is told to; its output is text that can be read line by line."""
-    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", **environment}
+    """A Python that imports no torch by itself; its output is text that can be read line by line."""
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'builders'}", **environment}
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, arguments)],
         env=variables,

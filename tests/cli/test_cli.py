@@ -92,7 +92,7 @@ def ask(capsys):
 
 @pytest.mark.usefixtures("here")
 def test_a_day_with_it(ask):
-    """Plan, look, compare, repeat: the second plan is confirmed by one trial, and all that was kept can be found."""
+    """Plan, look, compare, repeat: the second plan is confirmed by one trial, and all that was stored can be found."""
     code, text, _ = ask("fit", "train_it:make", "--target", "256")
     assert code == 0
     assert text.startswith("autobatch: 256 = ")
@@ -105,7 +105,7 @@ def test_a_day_with_it(ask):
     assert [line.split()[0] for line in text.splitlines()] == ["id", second.id, second.confirms]
     assert "Sequential" in text
     assert [row["plan"]["id"] for row in json.loads(ask("plans", "--json")[1])] == [second.id, second.confirms]
-    assert ask("plans", "--model", "transformer")[1].startswith("no such plan is kept")
+    assert ask("plans", "--model", "transformer")[1].startswith("no such plan is stored")
 
     code, text, _ = ask("show", second.id[:6])
     assert code == 0
@@ -162,7 +162,7 @@ def test_what_does_not_fit_ends_with_one(ask):
 
 
 @pytest.mark.usefixtures("here")
-def test_verify_tells_an_exact_step_from_one_that_is_not(ask):
+def test_verify_says_which_step_is_exact(ask):
     """0 and 1; the cause is named."""
     assert ask("verify", "train_it:make")[0] == 0
     code, text, _ = ask("verify", "train_it:normalised")
@@ -190,7 +190,7 @@ def test_predict_answers_for_one_card_several_or_all(ask):
     "options", [["--gpu", "L4"], ["--gpu", "L4", "T4"], ["--all"], ["--gpu", "L4", "--explain"]], ids=" ".join
 )
 def test_what_would_help_is_printed_where_it_was_asked_for(ask, options):
-    """Below each answer, in each form; without --what-if there is nothing of it."""
+    """Below each answer, in each form; nothing of it without --what-if."""
     asked = ("predict", "train_it:make", "--target", "64", *options)
     code, text, _ = ask(*asked, "--what-if")
     assert code == 0
@@ -210,8 +210,8 @@ def test_which_of_several_cards_was_meant_is_printed(ask):
 
 
 WRONG = {
-    "no module": (("fit", "nowhere:make", "--target", "8"), "there is no module nowhere here"),
-    "no file": (("fit", "nowhere.py:make", "--target", "8"), "there is no file nowhere.py"),
+    "no module": (("fit", "nowhere:make", "--target", "8"), "no module nowhere here"),
+    "no file": (("fit", "nowhere.py:make", "--target", "8"), "no file nowhere.py"),
     "no function": (("fit", "train_it:mak", "--target", "8"), "'train_it:mak': train_it has no function mak"),
     "no callable": (("fit", "train_it:number", "--target", "8"), "train_it has no function number"),
     "no colon": (("fit", "train_it", "--target", "8"), "'train_it' is no MODULE:FUNCTION, such as train:make"),
@@ -226,7 +226,7 @@ WRONG = {
     "unknown card": (("predict", "train_it:make", "--gpu", "L5"), "gpu='L5' is not known"),
     "two plans in a file": (("predict", "train_it:make", "--gpu", "L4", "T4", "--save", "x"), "2 cards were named"),
     "unknown plan": (("show", "0123"), "no plan has the id '0123'"),
-    "no such file": (("show", "nothing.json"), "there is no file nothing.json"),
+    "no such file": (("show", "nothing.json"), "no file nothing.json"),
     "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
     "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
     "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is no whole number from 1 on"),
@@ -259,7 +259,7 @@ def test_a_module_that_the_users_own_misses_is_named(here, ask):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_ledger_that_is_off_or_broken_is_told(ask, monkeypatch):
+def test_a_ledger_that_is_off_or_broken_is_reported(ask, monkeypatch):
     """Whoever asks for it should know; a saved plan can be looked at all the same."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
     monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
@@ -271,7 +271,7 @@ def test_a_ledger_that_is_off_or_broken_is_told(ask, monkeypatch):
     assert code == 1
     assert "cannot be used" in error
     assert ask("show", "plan.json")[0] == 0
-    assert "plans cannot be kept" in ask("doctor")[1]
+    assert "plans cannot be stored" in ask("doctor")[1]
 
 
 @pytest.mark.usefixtures("here")
@@ -283,9 +283,9 @@ def test_verbose_says_what_happens_on_the_way(ask):
     assert ask("fit", "train_it:make", "--target", "64")[2] == ""
 
 
-def test_a_plan_of_another_version_is_told_and_left_out(here, ask, monkeypatch):
+def test_a_plan_of_another_version_is_reported_and_left_out(here, ask, monkeypatch):
     """On stderr, so that nobody takes it for gone."""
-    monkeypatch.setattr("autobatch.ledger.warnings._told", set())
+    monkeypatch.setattr("autobatch.ledger.path._warned", set())
     ask("fit", "train_it:make", "--target", "64")
     with sqlite3.connect(here / "home" / "ledger.sqlite3") as connection:
         connection.execute("UPDATE plans SET content = json_set(content, '$.target_batch', 'many')")
@@ -305,8 +305,8 @@ def test_warnings_of_a_plan_are_said_once(ask):
 
 @pytest.mark.quick
 @pytest.mark.usefixtures("here")
-def test_devices_tells_the_hosts_memory(ask):
-    """Also where there is no card."""
+def test_devices_shows_the_hosts_memory(ask):
+    """Also on a machine without a card."""
     code, text, _ = ask("devices")
     assert code == 0
     assert text.splitlines()[-1].startswith("CPU")
@@ -367,9 +367,9 @@ def test_help_answers_at_once():
 def test_looking_takes_little_more_than_importing_pydantic(command, here, ask):
     """Which is most of what it takes; under 0.3 s is the rest for sure, and 0.1 s where nothing else runs."""
     ask("fit", "train_it:make", "--target", "64", "--save", "plan.json")
-    kept = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
+    ledger = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
     records = "import pydantic\nclass Record(pydantic.BaseModel): size: int"
-    assert time_best("-m", "autobatch", *command, **kept) - time_best("-c", records) < 0.3
+    assert time_best("-m", "autobatch", *command, **ledger) - time_best("-c", records) < 0.3
 
 
 def test_it_runs_as_a_module_and_as_a_command():
@@ -381,7 +381,7 @@ def test_it_runs_as_a_module_and_as_a_command():
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(here):
-    """As with ``autobatch devices | true``: nothing is complained of."""
+    """As with ``autobatch devices | true``: nothing is printed on stderr."""
     program = f"sleep 0.2 | {shlex.quote(sys.executable)} -m autobatch devices --json | true"
     done = start("-c", f"import subprocess, sys; sys.exit(subprocess.run({program!r}, shell=True).returncode)")
     assert done.stderr == ""
@@ -411,8 +411,8 @@ def test_what_the_users_code_prints_is_no_part_of_the_json(here, ask, command):
 @pytest.mark.parametrize(
     "command", [("fit", "train_it:make", "--target", "64"), ("predict", "train_it:make", "--gpu", "L4")]
 )
-def test_a_file_that_cannot_be_written_is_told_before_the_work(ask, command):
-    """No plan is made, and there is no traceback."""
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(ask, command):
+    """No plan is made, and no traceback is printed."""
     code, text, error = ask(*command, "--save", "nowhere/plan.json")
     assert (code, text) == (2, "")
     assert "--save 'nowhere/plan.json': no file can be written there" in error
@@ -494,7 +494,7 @@ def test_a_list_that_was_cut_says_so(ask):
 def test_a_ledger_that_is_turned_off_is_no_trouble(ask, monkeypatch):
     """Somebody wanted it so."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
-    assert "fine    plans are not kept: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]
+    assert "fine    plans are not stored: AUTOBATCH_LEDGER turns that off" in ask("doctor")[1]
 
 
 @pytest.mark.quick
@@ -538,8 +538,8 @@ def test_a_name_cannot_steer_the_terminal(ask):
     assert not [letter for letter in said if letter != "\n" and not letter.isprintable()]
 
 
-def test_a_ledger_that_can_only_be_read_is_told(here, monkeypatch):
-    """Opening it is not enough: whatever is found would not be ledger_access."""
+def test_a_ledger_that_can_only_be_read_is_reported(here, monkeypatch):
+    """Opening it is not enough: whatever is found would not be stored."""
     with ledger_access.open_store() as store:
         store.add_plan(make_plan())
     assert ledger_access.find_fault() == (str(here / "home"), "")
@@ -549,21 +549,21 @@ def test_a_ledger_that_can_only_be_read_is_told(here, monkeypatch):
         return connect(f"file:{path}?mode=ro", uri=True, **options)
 
     monkeypatch.setattr(sqlite3, "connect", connect_to_read)
-    place, fault = ledger_access.find_fault()
-    assert place == str(here / "home")
+    home, fault = ledger_access.find_fault()
+    assert home == str(here / "home")
     assert "readonly" in fault
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("source", [".:make", "..:make", ".train_it:make"])
 def test_a_name_that_begins_with_a_dot_is_no_module(ask, source):
-    """There is no package that it could be relative to."""
+    """Nothing that it could be relative to is known."""
     code, _, error = ask("fit", source, "--target", "4")
     assert code == 2
     assert "is no MODULE:FUNCTION" in error
 
 
-def test_a_plan_that_cannot_be_written_is_told_and_leaves_nothing(here, ask):
+def test_a_plan_that_cannot_be_written_is_reported_and_leaves_nothing(here, ask):
     """With what it was, and without half a file beside it; a dash is no file's name."""
     assert "name a file" in ask("fit", "train_it:make", "--target", "8", "--save", "-")[2]
     (here / "old.json").write_text("{}")
@@ -631,7 +631,7 @@ def test_a_folder_is_no_plan(ask, command):
     assert ". is a folder" in error
 
 
-def test_a_run_that_went_silent_is_told_with_when(here, ask):
+def test_a_run_that_went_silent_is_shown_with_when(here, ask):
     """It may have been killed, and what is counted is what it wrote until then."""
     ask("fit", "train_it:make", "--target", "64")
     with ledger_access.open_store() as store:

@@ -100,13 +100,13 @@ EVENTS = [
         SizeChanged(step=30, old_size=43, new_size=52, reason="grown back"),
         logging.INFO,
         "autobatch: from step 30 on at most 52 samples in a micro-batch, before 43: the last steps had no trouble and "
-        "there is room",
+        "enough memory is free",
         id="grown back",
     ),
     pytest.param(
         StepSkipped(step=4, samples=8),
         logging.WARNING,
-        "autobatch: step 4 was skipped: nothing counts in its 8 samples, so there is no mean; parameters, optimizer "
+        "autobatch: step 4 was skipped: nothing counts in its 8 samples, so it has no mean; parameters, optimizer "
         "and scheduler are as before",
         id="skipped",
     ),
@@ -199,7 +199,7 @@ def test_a_hook_that_raises_costs_one_line(caplog: pytest.LogCaptureFixture) -> 
     assert str(line.exc_info[1]) == "tracker is away"
 
 
-def test_a_hook_that_fails_always_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_fails_always_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Also one that nothing can refer to weakly, of either kind that Python knows."""
 
     class Slotted:

@@ -1,4 +1,4 @@
-"""What a run tells arrives where people watch it, in the real libraries; and what goes wrong there costs a log line."""
+"""Events of a run arrive in the real trackers, and what goes wrong there costs a log line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NUMBERS = {
 }
 
 
-def tell(hook, events=EVENTS):
+def send(hook, events=EVENTS):
     """Hand all events to a hook, as a runner would."""
     for event in events:
         hook(event)
@@ -84,7 +84,7 @@ def test_tensorboard_draws_every_number_at_its_step(tmp_path):
 
         with SummaryWriter(str(tmp_path)) as writer:
             results = train(hooks.tensorboard(writer))
-            tell(hooks.tensorboard(writer))
+            send(hooks.tensorboard(writer))
         found = EventAccumulator(str(tmp_path)).Reload()
     for name, value in NUMBERS.items():
         assert [(scalar.step, scalar.value) for scalar in found.Scalars(name)][-1] == (7, pytest.approx(value))
@@ -106,13 +106,13 @@ def test_mlflow_keeps_every_number_of_a_run(tmp_path, monkeypatch):
         mlflow.set_tracking_uri(tmp_path.as_uri())
         named = mlflow.MlflowClient().create_run(mlflow.create_experiment("other")).info.run_id
         mlflow.set_experiment("autobatch")
-        tell(hooks.mlflow())
+        send(hooks.mlflow())
         assert mlflow.active_run() is None  # else this next line, the user's, would fail
         with mlflow.start_run() as active:
-            tell(hooks.mlflow())
-            tell(hooks.mlflow(named), [FINISHED])
-        kept = mlflow.get_run(active.info.run_id).data.metrics
-        assert {name: kept[name] for name in NUMBERS} == NUMBERS
+            send(hooks.mlflow())
+            send(hooks.mlflow(named), [FINISHED])
+        logged = mlflow.get_run(active.info.run_id).data.metrics
+        assert {name: logged[name] for name in NUMBERS} == NUMBERS
         assert mlflow.get_run(named).data.metrics == NUMBERS
         history = mlflow.MlflowClient().get_metric_history(named, "autobatch/retries")
         assert [(metric.step, metric.value) for metric in history] == [(7, 1.0)]
@@ -123,8 +123,8 @@ def test_prometheus_scrapes_the_counters_over_http():
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    tell(hooks.prometheus(registry))
-    tell(hooks.prometheus(registry), [FINISHED])
+    send(hooks.prometheus(registry))
+    send(hooks.prometheus(registry), [FINISHED])
     server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics", timeout=10) as answer:
@@ -148,13 +148,13 @@ def test_prometheus_scrapes_the_counters_over_http():
     }
 
 
-def test_runs_are_told_apart_by_labels():
+def test_runs_differ_by_their_labels():
     """Two runs of one process, each under its own label."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry()
-    tell(hooks.prometheus(registry, {"run": "a"}), [FINISHED])
-    tell(hooks.prometheus(registry, {"run": "b"}), [FINISHED, FINISHED])
+    send(hooks.prometheus(registry, {"run": "a"}), [FINISHED])
+    send(hooks.prometheus(registry, {"run": "b"}), [FINISHED, FINISHED])
     assert registry.get_sample_value("autobatch_steps_total", {"run": "a"}) == 1
     assert registry.get_sample_value("autobatch_steps_total", {"run": "b"}) == 2
 
@@ -173,15 +173,15 @@ def test_wandb_gets_the_numbers_with_the_runners_step_among_them(monkeypatch):
     """A step of their own would go back where the user's goes on; without a run, the library's active one is meant."""
     given, module = Recorded(), Recorded()
     monkeypatch.setitem(sys.modules, "wandb", module)
-    tell(hooks.wandb(given), [FINISHED])
-    tell(hooks.wandb(), [FINISHED])
+    send(hooks.wandb(given), [FINISHED])
+    send(hooks.wandb(), [FINISHED])
     assert given.logged == module.logged == [{**NUMBERS, "autobatch/step": 7}]
 
 
 def test_jsonl_has_a_line_for_each_event(tmp_path):
     """With its name, its time, and its fields; a second hook goes on in the same file."""
     path = tmp_path / "deep" / "events.jsonl"
-    tell(hooks.jsonl(path))
+    send(hooks.jsonl(path))
     results = train(hooks.jsonl(path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["event"] for line in lines[:4]] == ["Retried", "StepFinished", "SizeChanged", "StepFailed"]
@@ -193,7 +193,7 @@ def test_jsonl_has_a_line_for_each_event(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "said"),
     [
         (hooks.jsonl, "is a folder"),
         (lambda _: hooks.console(level="WARNING"), "pass a level of logging"),
@@ -202,13 +202,13 @@ def test_jsonl_has_a_line_for_each_event(tmp_path):
     ],
     ids=["jsonl", "level", "write", "registry"],
 )
-def test_what_cannot_be_told_to_is_refused_at_once(tmp_path, make, told):
+def test_a_hook_that_cannot_work_is_refused_at_once(tmp_path, make, said):
     """Not at the first event, hours later, and not in silence."""
-    with pytest.raises(InvalidArgument, match=told):
+    with pytest.raises(InvalidArgument, match=said):
         make(tmp_path)
 
 
-def test_a_line_that_was_cut_is_told_and_spoils_no_other(tmp_path, caplog):
+def test_a_line_that_was_cut_is_logged_and_spoils_no_other(tmp_path, caplog):
     """As on a full disk: here the size of a file is limited for a while."""
     path = tmp_path / "events.jsonl"
     hook = hooks.jsonl(path)
@@ -235,7 +235,7 @@ def test_console_writes_above_a_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     with tqdm(total=3, file=screen, mininterval=0) as bar:
         bar.update(1)
-        tell(hooks.console())
+        send(hooks.console())
         bar.update(1)
     lines = screen.getvalue().replace("\r", "\n").splitlines()
     assert str(RETRIED) in lines
@@ -243,14 +243,14 @@ def test_console_writes_above_a_bar(monkeypatch):
     assert str(FINISHED) not in lines
     screen.truncate(0)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    tell(hooks.console(logging.DEBUG))
+    send(hooks.console(logging.DEBUG))
     assert [str(event) for event in EVENTS] == screen.getvalue().lstrip("\0").splitlines()
 
 
-def test_console_writes_where_it_is_told():
+def test_console_writes_where_it_is_asked_to():
     """Such as a rich console's own print."""
     lines = []
-    tell(hooks.console(logging.WARNING, write=lines.append))
+    send(hooks.console(logging.WARNING, write=lines.append))
     assert lines == [str(RETRIED), str(CHANGED)]
 
 
@@ -259,7 +259,7 @@ def test_without_cuda_a_memory_snapshot_costs_one_warning(tmp_path, caplog):
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
     hook = hooks.memory_snapshot(tmp_path / "snapshots")
-    tell(hook)
+    send(hook)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "no memory snapshots will be written" in caplog.text
     assert not (tmp_path / "snapshots").exists()
@@ -272,7 +272,7 @@ def test_a_memory_snapshot_is_written_at_each_shortage_up_to_a_number(tmp_path, 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     hook = hooks.memory_snapshot(most=2)
-    tell(hook, [FINISHED, RETRIED, FAILED, RETRIED])
+    send(hook, [FINISHED, RETRIED, FAILED, RETRIED])
     assert recorded == [{"max_entries": 100_000}]
     names = sorted(path.name.split("-")[3] for path in (tmp_path / "snapshots").glob("*.pickle"))
     assert names == ["step7", "step9"]
@@ -298,7 +298,7 @@ def test_nothing_is_imported_before_it_is_used():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_a_hook_that_always_fails_is_told_once(caplog):
+def test_a_hook_that_always_fails_is_logged_once(caplog):
     """With its traceback; a tracker that is away for a night must not fill the disk with them."""
 
     def away(event):
@@ -307,7 +307,7 @@ def test_a_hook_that_always_fails_is_told_once(caplog):
     train(away, steps=4)
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.exc_info is not None
-    assert "further failures of it are not told" in record.message
+    assert "its further failures are not logged" in record.message
 
 
 @pytest.mark.parametrize("wrong", [[5], [[]], "abc", 5, [None]], ids=str)

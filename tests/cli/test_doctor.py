@@ -1,10 +1,10 @@
-"""What is wrong with the surroundings of a training process is found, with what to type; what is fine is not blamed."""
+"""What is wrong with the environment of a training process is found, with what to type; what is fine is not blamed."""
 
 from __future__ import annotations
 
 import pytest
 
-from autobatch.cli.diagnostics import examine
+from autobatch.cli.doctor import examine
 from autobatch.cli.environment import Environment, _is_wsl, _shared_memory_bytes, read_environment
 from autobatch.memory.host_limit import HostMemory
 from autobatch.memory.nvml import CardReading
@@ -43,8 +43,8 @@ def worst(**changes):
 def test_where_all_is_well_nothing_is_to_be_done():
     """Every finding is fine and has no advice; a CPU machine with a CPU build is as fine."""
     on_cpu = found(torch="2.13.0+cpu", torch_cuda="", cards=(), no_cards_because="no driver", driver_cuda=None)
-    for surroundings in (found(), on_cpu):
-        assert {(finding.level, finding.advice) for finding in examine(surroundings)} == {("fine", "")}
+    for environment in (found(), on_cpu):
+        assert {(finding.level, finding.advice) for finding in examine(environment)} == {("fine", "")}
     assert "torch 2.13.0+cpu, built for the CPU alone" in [finding.what for finding in examine(on_cpu)]
 
 
@@ -115,11 +115,11 @@ TROUBLES = {
     "Windows and expandable segments": (
         {"is_wsl": True, "settings": {CONF: "expandable_segments:True"}},
         "beware",
-        "asks for expandable segments, which are not there under Windows",
+        "asks for expandable segments, which Windows does not have",
         "unset PYTORCH_CUDA_ALLOC_CONF",
     ),
     "small shared memory": ({"shared_memory_bytes": 64 * 2**20}, "beware", "which has 64.0 MiB", "--shm-size=8g"),
-    "no ledger": ({"ledger_error": "read-only"}, "beware", "plans cannot be kept in", "set AUTOBATCH_HOME"),
+    "no ledger": ({"ledger_error": "read-only"}, "beware", "plans cannot be stored in", "set AUTOBATCH_HOME"),
 }
 
 
@@ -154,24 +154,24 @@ def test_what_only_looks_like_trouble_is_fine(changes):
 
 def test_this_machine_can_be_read():
     """Versions of what is installed, and the two texts that are handed in."""
-    surroundings = read_environment({"CUDA_VISIBLE_DEVICES": "0", "HOME": "/root"}, "here", "broken")
-    assert surroundings.torch
-    assert surroundings.settings == {"CUDA_VISIBLE_DEVICES": "0"}
-    assert (surroundings.home, surroundings.ledger_error) == ("here", "broken")
-    assert examine(surroundings)
+    environment = read_environment({"CUDA_VISIBLE_DEVICES": "0", "HOME": "/root"}, "here", "broken")
+    assert environment.torch
+    assert environment.settings == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert (environment.home, environment.ledger_error) == ("here", "broken")
+    assert examine(environment)
 
 
 def test_what_torch_was_built_for_is_read_without_importing_it():
     """As torch itself says, once it is imported."""
     import torch
 
-    surroundings = read_environment({}, "", "")
-    assert surroundings.torch_cuda == (torch.version.cuda or "")
-    assert surroundings.torch_hip == (torch.version.hip or "")
+    environment = read_environment({}, "", "")
+    assert environment.torch_cuda == (torch.version.cuda or "")
+    assert environment.torch_hip == (torch.version.hip or "")
 
 
 def test_windows_is_known_by_its_kernel(tmp_path):
-    """Its name is in /proc/version; where there is no such file it is not Linux."""
+    """Its name is in /proc/version; without such a file it is not Linux."""
     version = tmp_path / "version"
     version.write_text("Linux version 5.15.167.4-microsoft-standard-WSL2")
     assert _is_wsl(version)

@@ -9,16 +9,12 @@ import stat
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from ledgers import make_note, make_plan, make_run, start_process
+from ledgers import add_plans, count_rows, make_plan, make_run, make_update, names, start_process
 
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Setback, StepRange
-from autobatch.ledger import warnings
-from autobatch.ledger.clock import tick
-from autobatch.ledger.retention import Retention
-from autobatch.ledger.sqlite_journal_mode import transaction
+from autobatch.ledger import path as ledger_path
+from autobatch.ledger.database import transaction
 from autobatch.ledger.store import Store
 from autobatch.records import DeviceInfo
 
@@ -27,15 +23,10 @@ pytestmark = pytest.mark.quick
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """An empty ledger, in a process that has complained of nothing."""
-    monkeypatch.setattr(warnings, "_told", set())
+    """An empty ledger, in a process that has warned of nothing."""
+    monkeypatch.setattr(ledger_path, "_warned", set())
     with Store(tmp_path / "home" / "ledger.sqlite3") as opened:
         yield opened
-
-
-def names(plans):
-    """Their ids."""
-    return [plan.id for plan in plans]
 
 
 def test_what_is_written_is_read_again(tmp_path):
@@ -98,7 +89,7 @@ def test_a_plan_is_found_by_as_much_of_its_id_as_is_unique(store):
 
 def test_where_there_is_no_plan_that_is_said(store):
     """An empty ledger says how to get a plan."""
-    with pytest.raises(InvalidArgument, match=r"there is none yet: run fit\(\)"):
+    with pytest.raises(InvalidArgument, match=r"no plan is stored yet: run fit\(\)"):
         store.find_plan("a")
 
 
@@ -112,9 +103,9 @@ def test_a_plan_without_an_id_gets_one_that_follows_from_its_content(store):
         plan.model_copy(update={"target_batch": 33, "micro_batch_sizes": (8, 8, 8, 8, 1), "accumulation_steps": 5})
     )
     assert len(store.plans()) == 2
-    kept = store.plans()[-1]
-    assert before <= kept.made_at <= time.time()
-    assert store.find_plan(kept.id) == kept == plan.model_copy(update={"id": kept.id, "made_at": kept.made_at})
+    stored = store.plans()[-1]
+    assert before <= stored.made_at <= time.time()
+    assert store.find_plan(stored.id) == stored == plan.model_copy(update={"id": stored.id, "made_at": stored.made_at})
 
 
 def test_a_plan_of_another_version_is_left_out(store, caplog):
@@ -150,51 +141,38 @@ def test_a_run_needs_its_plan(store):
         store.add_run(make_run())
 
 
-def test_notes_are_laid_over_what_is_there(store):
+def test_updates_are_laid_over_what_is_stored(store):
     """The last range grows, new ones follow, the run's own fields are the last ones; twice is as once."""
     store.add_plan(make_plan())
     store.add_run(make_run())
     setback = Setback(step=1, kind="size", old_size=8, new_size=4)
-    for note in (make_note(0), make_note(0, steps=5), make_note(1, steps=2, setbacks=(setback,), last_seen_at=5e9)):
-        assert store.update_run(note)
-        assert store.update_run(note)
-    assert store.update_run(make_note(2, outcome="failed", reason="why", last_seen_at=6e9))
+    later = make_update(1, steps=2, setbacks=(setback,), last_seen_at=5e9)
+    for update in (make_update(0), make_update(0, steps=5), later):
+        assert store.update_run(update)
+        assert store.update_run(update)
+    assert store.update_run(make_update(2, outcome="failed", reason="why", last_seen_at=6e9))
     (run,) = store.runs_of("a1")
     assert [part.samples for part in run.ranges] == [160, 64, 32]
     assert run.setbacks == (setback,)
     assert (run.outcome, run.reason, run.last_seen_at, run.started_at) == ("failed", "why", 6e9, 3e9)
 
 
-def test_notes_of_a_run_that_is_gone_are_not_written(store):
+def test_updates_of_a_run_that_is_gone_are_not_written(store):
     """It says so, and leaves no rows behind."""
-    assert not store.update_run(make_note(0))
+    assert not store.update_run(make_update(0))
     assert store._connection.execute("SELECT count(*) FROM ranges").fetchone() == (0,)
 
 
-def test_notes_are_written_whole_or_not_at_all(store):
-    """A setback that cannot be written takes the ranges of its note with it."""
+def test_updates_are_written_whole_or_not_at_all(store):
+    """A setback that cannot be written takes the ranges of its update with it."""
     store.add_plan(make_plan())
     store.add_run(make_run())
     setback = Setback.model_construct(step=2**63, kind="size", old_size=8, new_size=4)
-    note = make_note(0, outcome="finished").model_copy(update={"setbacks": (setback,)})
+    update = make_update(0, outcome="finished").model_copy(update={"setbacks": (setback,)})
     with pytest.raises(OverflowError):
-        store.update_run(note)
+        store.update_run(update)
     assert store.runs_of("a1") == [make_run()]
-    assert store.update_run(make_note(0))
-
-
-def fill(store, **made_at):
-    """Plans of these dates, each with a run of a range and a setback."""
-    setback = Setback(step=2, kind="size", old_size=8, new_size=4)
-    for name, date in made_at.items():
-        store.add_plan(make_plan(name, made_at=date))
-        store.add_run(make_run(f"r{name}", name, last_seen_at=date, ranges=make_note(0).ranges, setbacks=(setback,)))
-
-
-def count_rows(store):
-    """How many rows each table has."""
-    tables = ("plans", "runs", "ranges", "setbacks")
-    return [store._connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
+    assert store.update_run(make_update(0))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +189,7 @@ def count_rows(store):
 def test_forgetting_takes_plans_with_all_that_is_theirs(store, monkeypatch, what, gone, left):
     """Runs, ranges and setbacks go with them; it says how many plans are gone."""
     monkeypatch.setattr(time, "time", lambda: 1e9)
-    fill(store, a=4e9, b2=5e9, c=6e9)
+    add_plans(store, a=4e9, b2=5e9, c=6e9)
     monkeypatch.setattr(time, "time", lambda: 7e9)
     assert store.forget(**what) == gone
     assert names(store.plans()) == left
@@ -228,9 +206,9 @@ def test_forgetting_takes_plans_with_all_that_is_theirs(store, monkeypatch, what
         {"older_than_seconds": float("nan")},
     ],
 )
-def test_forgetting_has_to_be_told_what(store, what):
+def test_forgetting_needs_to_know_what(store, what):
     """Nothing, or two things, is a mistake that deletes nothing."""
-    fill(store, a=4e9)
+    add_plans(store, a=4e9)
     with pytest.raises(InvalidArgument, match=r"one of them|must be at least 0"):
         store.forget(**what)
     assert names(store.plans()) == ["a"]
@@ -238,144 +216,10 @@ def test_forgetting_has_to_be_told_what(store, what):
 
 def test_forgetting_an_unknown_id_forgets_nothing(store):
     """All or none."""
-    fill(store, a=4e9)
+    add_plans(store, a=4e9)
     with pytest.raises(InvalidArgument, match="no plan has the id 'z'"):
         store.forget(["a", "z"])
     assert names(store.plans()) == ["a"]
-
-
-class Clock:
-    """The time of day, as a test wants it."""
-
-    def __init__(self, monkeypatch, now=1.7e9):
-        self.now = now
-        monkeypatch.setattr(time, "time", lambda: self.now)
-
-    def live(self, store, days, every=1.0):
-        """Let so many days pass in which something is written every day."""
-        for _ in range(int(days / every)):
-            self.now += every * DAY
-            with transaction(store._connection) as connection:
-                tick(connection, Retention(days=30))
-
-
-DAY = 86400.0
-
-
-def test_old_plans_go_when_nobody_runs_them(store, monkeypatch):
-    """By the days, where no run is younger; old runs go in any case."""
-    clock = Clock(monkeypatch)
-    for name in ("old", "used", "idle"):
-        store.add_plan(make_plan(name))
-    store.add_run(make_run("r-old", "old"))
-    store.add_run(make_run("r-used", "used"))
-    clock.live(store, 20)
-    store.add_plan(make_plan("young"))
-    store.add_run(make_run("r-young", "young"))
-    clock.live(store, 20)
-    assert store.update_run(make_note(0, "r-used"))
-    assert store.prune(Retention(days=30)) == 2
-    assert set(names(store.plans())) == {"young", "used"}
-    assert [len(store.runs_of(name)) for name in ("young", "used", "old")] == [1, 1, 0]
-
-
-def test_a_plan_of_last_year_that_is_used_again_is_new(store, monkeypatch):
-    """Its own date is not when it came here."""
-    clock = Clock(monkeypatch)
-    store.add_plan(make_plan("a"))
-    clock.live(store, 40)
-    store.add_plan(make_plan("b", made_at=1.6e9))
-    clock.live(store, 20)
-    store.prune(Retention(days=30))
-    assert names(store.plans()) == ["b"]
-
-
-@pytest.mark.parametrize("days", [1, 30, 400])
-@pytest.mark.parametrize("ahead", [1.25, 10, 100], ids=lambda ahead: f"{ahead:g} times as far ahead")
-def test_a_clock_that_was_ahead_once_deletes_nothing(tmp_path, monkeypatch, days, ahead):
-    """In one start or in several, with runs or without, and also after the clock was put right."""
-    monkeypatch.setenv("AUTOBATCH_RETENTION_DAYS", str(days))
-    clock, path = Clock(monkeypatch), tmp_path / "ledger.sqlite3"
-
-    def use(*plans):
-        for name in plans:
-            with Store(path) as store:
-                store.add_plan(make_plan(name, made_at=0.0))
-                store.add_run(make_run(f"r-{name}", name, last_seen_at=time.time()))
-        with Store(path) as store:
-            return sorted(names(store.plans())), sum(len(store.runs_of(plan.id)) for plan in store.plans())
-
-    use("a", "b")
-    clock.now += ahead * days * DAY
-    assert use("c", "d", "e") == (["a", "b", "c", "d", "e"], 5)
-    clock.now -= ahead * days * DAY
-    assert use("f") == (["a", "b", "c", "d", "e", "f"], 6)
-
-
-def test_two_machines_of_which_one_is_ahead_delete_nothing(tmp_path, monkeypatch):
-    """With one ledger for both, writing by turns."""
-    clock = Clock(monkeypatch)
-    with Store(tmp_path / "ledger.sqlite3") as store:
-        for number in range(20):
-            store.add_plan(make_plan(f"p{number}"))
-            clock.now += 500 * DAY if number % 2 == 0 else -500 * DAY + 60
-            store.prune(Retention())
-        assert len(store.plans()) == 20
-
-
-def test_a_damaged_clock_is_made_anew(store, monkeypatch):
-    """Nothing is deleted for it, and time goes on."""
-    clock = Clock(monkeypatch)
-    store.add_plan(make_plan("a"))
-    for value in ("text", None, float("inf")):
-        store._connection.execute("DELETE FROM clock")
-        if value is not None:
-            store._connection.execute("INSERT INTO clock VALUES (1, ?, 0)", (value,))
-        store.prune(Retention(days=30))
-        assert names(store.plans()) == ["a"]
-    clock.live(store, 40)
-    assert store.prune(Retention(days=30)) == 1
-
-
-def test_a_plan_that_runs_is_no_surplus(store):
-    """However many were made since: its run is being written."""
-    fill(store, a=1e9)
-    for number in range(8):
-        store.add_plan(make_plan(f"p{number}", made_at=5e9 + number))
-    store.prune(Retention(plans=3))
-    assert names(store.plans()) == ["p7", "p6", "p5", "a"]
-    assert [run.id for run in store.runs_of("a")] == ["ra"]
-
-
-@settings(max_examples=30)
-@given(ages=st.lists(st.integers(0, 9), max_size=8), most=st.integers(1, 8))
-def test_the_last_that_were_written_are_kept_and_no_more(tmp_path_factory, ages, most):
-    """By their count, whatever their dates say; runs by their last note."""
-    with Store(tmp_path_factory.mktemp("home") / "ledger.sqlite3") as store:
-        for number, age in enumerate(ages):
-            store.add_plan(make_plan(f"p{number}", made_at=5e9 - age))
-        assert store.prune(Retention(plans=most)) == max(len(ages) - most, 0)
-        assert set(names(store.plans())) == {f"p{number}" for number in range(len(ages))[-most:]}
-    with Store(tmp_path_factory.mktemp("home") / "ledger.sqlite3") as store:
-        fill(store, **{f"p{number}": 5e9 - age for number, age in enumerate(ages)})
-        store.prune(Retention(plans=most))
-        assert count_rows(store)[1] == min(most, len(ages))
-
-
-def test_pruning_happens_once_an_opening(tmp_path, monkeypatch):
-    """With the first plan that is added, before it, by the days that the environment says."""
-    path, clock = tmp_path / "ledger.sqlite3", Clock(monkeypatch)
-    monkeypatch.setenv("AUTOBATCH_RETENTION_DAYS", "2")
-    with Store(path) as store:
-        for name in "abc":
-            store.add_plan(make_plan(name))
-        clock.live(store, 3, every=0.2)
-        store.add_plan(make_plan("d"))
-        assert len(store.plans()) == 4
-    with Store(path) as store:
-        assert len(store.plans()) == 4
-        store.add_plan(make_plan("e"))
-        assert names(store.plans()) == ["e", "d"]
 
 
 def test_readers_do_not_wait_for_a_writer(tmp_path, store):
@@ -391,15 +235,15 @@ def test_readers_do_not_wait_for_a_writer(tmp_path, store):
 WRITE_MANY = """
 import sys
 from pathlib import Path
-from ledgers import make_note, make_plan, make_run
+from ledgers import make_update, make_plan, make_run
 from autobatch.ledger.ledger import Ledger
 assert "torch" not in sys.modules
 name, ledger = sys.argv[2], Ledger(Path(sys.argv[1]))
 plan, run = make_plan(name), make_run(name, name)
-assert ledger.begin(plan, run, 5.0)
+assert ledger.begin_run(plan, run, 5.0)
 for number in range(500):
     assert ledger.remember(make_plan(f"{name}-{number}")), number
-    assert ledger.note(make_note(number, name), 5.0) == "written", number
+    assert ledger.update_run(make_update(number, name), 5.0) == "written", number
 """
 
 
@@ -425,7 +269,7 @@ def test_eight_writers_lose_nothing(tmp_path):
 WRITE_ON = """
 import itertools, sys
 from pathlib import Path
-from ledgers import make_note, make_plan, make_run
+from ledgers import make_update, make_plan, make_run
 from autobatch.ledger.store import Store
 name = sys.argv[2]
 print("ready", flush=True)
@@ -436,8 +280,8 @@ for opening in itertools.count():
         for number in range(opening * 20, opening * 20 + 20):
             store.add_plan(make_plan(f"{name}-{number}"))
             print("plan", f"{name}-{number}", flush=True)
-            assert store.update_run(make_note(number, name))
-            print("note", number, flush=True)
+            assert store.update_run(make_update(number, name))
+            print("update", number, flush=True)
 """
 
 
@@ -449,8 +293,8 @@ def kill_while_writing(path, name, delay_s):
     process.kill()
     lines = process.stdout.read().split("\n")[:-1]  # a line that was cut off by the kill is none
     process.communicate()
-    told = [line.split() for line in lines]
-    return [word for kind, word in told if kind == "plan"], [int(word) for kind, word in told if kind == "note"]
+    words = [line.split() for line in lines]
+    return [word for kind, word in words if kind == "plan"], [int(word) for kind, word in words if kind == "update"]
 
 
 @pytest.mark.slow
@@ -465,6 +309,6 @@ def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path):
         with Store(path) as store:
             assert store._connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert set(plans) <= set(names(store.plans())), delay_s
-            kept = [part.first_step for run in store.runs_of(name) for part in run.ranges]
-            assert kept[: len(steps)] == steps, delay_s
+            stored = [part.first_step for run in store.runs_of(name) for part in run.ranges]
+            assert stored[: len(steps)] == steps, delay_s
     assert acknowledged > 100

@@ -1,33 +1,35 @@
-"""Where the ledger lies and whether one is kept."""
+"""Where the ledger's file is, whether it is enabled, and one warning for each cause."""
 
 from __future__ import annotations
 
 import os
+import sqlite3
 from pathlib import Path
 
 import pytest
 
-from autobatch.ledger.path import find_home, find_ledger, is_on, name_successor
+from autobatch.ledger import path as ledger_path
+from autobatch.ledger.path import cause_of, find_home, find_ledger, is_enabled, next_file, warn_once
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "Off ", "0", "false", "False", "no", "NO"])
 def test_the_ledger_is_off_in_any_case_of_letters(monkeypatch, word):
     """Whatever means no."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", word)
-    assert not is_on()
+    assert not is_enabled()
 
 
 @pytest.mark.parametrize("word", ["", "on", "1", "true", "yes", "offline"])
 def test_the_ledger_is_on_otherwise(monkeypatch, word):
     """It has to be switched off by a word that means it."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", word)
-    assert is_on()
+    assert is_enabled()
 
 
 def test_the_ledger_is_on_where_nothing_is_said(monkeypatch):
     """Nobody has to ask for it."""
     monkeypatch.delenv("AUTOBATCH_LEDGER", raising=False)
-    assert is_on()
+    assert is_enabled()
 
 
 def test_the_environment_names_the_home(monkeypatch, tmp_path):
@@ -40,9 +42,9 @@ def test_the_environment_names_the_home(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(os.name != "posix", reason="other systems have other places")
+@pytest.mark.skipif(os.name != "posix", reason="other systems have other folders")
 def test_without_it_the_home_is_the_users_state_folder(monkeypatch, tmp_path):
-    """The platform's place, not the home folder itself."""
+    """The platform's folder for it, not the home folder itself."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for word in ("AUTOBATCH_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(word, raising=False)
@@ -83,5 +85,29 @@ def test_the_row_has_an_end():
     names = []
     while path is not None:
         names.append(path.name)
-        path = name_successor(path)
+        path = next_file(path)
     assert names == ["ledger.sqlite3", *(f"ledger-{number}.sqlite3" for number in range(2, 10))]
+
+
+def test_a_warning_is_logged_once_a_process_and_cause(caplog, monkeypatch):
+    """The same cause with other words is silent, another cause is not."""
+    monkeypatch.setattr(ledger_path, "_warned", set())
+    for cause, message in [("a", "first"), ("a", "second"), ("b", "third")]:
+        warn_once(cause, message)
+    assert [record.getMessage() for record in caplog.records] == ["autobatch: first", "autobatch: third"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "alike"),
+    [
+        (sqlite3.OperationalError("database is locked"), sqlite3.OperationalError("database is locked"), True),
+        (sqlite3.OperationalError("database is locked"), sqlite3.OperationalError("disk I/O error"), False),
+        (FileNotFoundError(2, "no", "a"), FileNotFoundError(2, "no", "b"), True),
+        (PermissionError(13, "no", "a"), PermissionError(1, "no", "a"), False),
+        (ValueError("x"), ValueError("y"), True),
+        (ValueError("x"), TypeError("x"), False),
+    ],
+)
+def test_causes_differ_by_what_went_wrong(one, other, alike):
+    """Not by file or step: a thousand failed writes are one cause."""
+    assert (cause_of(one) == cause_of(other)) is alike

@@ -7,20 +7,20 @@ import logging
 import sqlite3
 
 import pytest
-from ledgers import make_note, make_plan, make_run
+from ledgers import make_plan, make_run, make_update
 
 from autobatch.cli.main import main
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Setback
-from autobatch.ledger import warnings
+from autobatch.ledger import path as ledger_path
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.store import Store
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch):
-    """Begin as a process that has complained of nothing."""
-    monkeypatch.setattr(warnings, "_told", set())
+def _no_warnings_yet(monkeypatch):
+    """Begin as a process that has warned of nothing."""
+    monkeypatch.setattr(ledger_path, "_warned", set())
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def path(tmp_path):
         for name in ("aa", "bb", "cc"):
             setback = Setback(step=0, kind="size", old_size=8, new_size=4)
             store.add_plan(make_plan(name, model=f"Net {name}"))
-            store.add_run(make_run(f"r-{name}", name, ranges=make_note(0).ranges, setbacks=(setback,)))
+            store.add_run(make_run(f"r-{name}", name, ranges=make_update(0).ranges, setbacks=(setback,)))
     return file
 
 
@@ -61,7 +61,7 @@ DAMAGES = {
     "a date that is none": "content = json_set(content, '$.made_at', 1e300)",
     "an id that forges a row": "content = json_set(content, '$.id', 'bb' || char(10) || 'cc')",
     "a field that is no longer known": "content = replace(content, 'target_batch', 'tarfet_batch')",
-    "another field's place": "content = json_remove(content, '$.device')",
+    "a field that is missing": "content = json_remove(content, '$.device')",
     "deep": "content = replace(hex(zeroblob(50000)), '0', '[')",
 }
 
@@ -204,6 +204,6 @@ def test_the_list_of_plans_is_printed(path, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()] == ["id", "cc", "aa"]
     assert printed.err.count("set aside") == 1
-    monkeypatch.setattr(warnings, "_told", set())  # as the next process would begin
+    monkeypatch.setattr(ledger_path, "_warned", set())  # as the next process would begin
     assert main(["plans"]) == 0
     assert capsys.readouterr().err == ""

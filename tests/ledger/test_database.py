@@ -1,14 +1,16 @@
-"""The tables of each version, and the way from one to the next."""
+"""Opening the ledger's file: the tables of each version, the journal mode by file system, what counts as damage."""
 
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 
 import pytest
 from ledgers import make_plan, make_run, start_process
 
-from autobatch.ledger import schema
-from autobatch.ledger.schema import VERSION, LedgerUnavailable, is_damaged, migrate
+from autobatch.ledger import database
+from autobatch.ledger.database import VERSION, LedgerUnavailable, is_damaged, is_remote, migrate, open_database
 from autobatch.ledger.store import Store
 
 # As version 1 made them; written out, since files of it stay as they are whatever becomes of the code.
@@ -63,9 +65,9 @@ def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     path = tmp_path / "old.sqlite3"
     make_first_version(path, make_plan())
     before = read_schema(path)
-    first, second, *_ = schema._STEPS
-    monkeypatch.setattr(schema, "_STEPS", (first, (*second, "CREATE NONSENSE")))
-    monkeypatch.setattr(schema, "VERSION", 2)
+    first, second, *_ = database._STEPS
+    monkeypatch.setattr(database, "_STEPS", (first, (*second, "CREATE NONSENSE")))
+    monkeypatch.setattr(database, "VERSION", 2)
     with pytest.raises(sqlite3.OperationalError, match="NONSENSE"):
         Store(path)
     assert read_schema(path) == before
@@ -81,13 +83,13 @@ def test_another_who_was_faster_is_noticed_under_the_lock(tmp_path, monkeypatch)
     slow = sqlite3.connect(path, isolation_level=None)
     answers = [1]  # what the slow one still believes
 
-    def check(connection, real=schema.check_version):
+    def check(connection, real=database._read_version):
         if connection is slow and answers:
             with Store(path):
                 return answers.pop()
         return real(connection)
 
-    monkeypatch.setattr(schema, "check_version", check)
+    monkeypatch.setattr(database, "_read_version", check)
     migrate(slow)
     slow.close()
     assert answers == []
@@ -151,3 +153,71 @@ def test_a_newer_file_is_refused_and_left_alone(tmp_path):
 def test_only_a_broken_content_is_damage(error, damaged):
     """A lock or a full disk goes away: another file would not help."""
     assert is_damaged(error) is damaged
+
+
+MOUNTS = """\
+sysfs /sys sysfs rw 0 0
+
+/dev/sda1 / ext4 rw 0 0
+tmpfs {here} tmpfs rw 0 0
+server:/export {here}/home nfs4 rw,vers=4.2 0 0
+/dev/sdb1 {here}/home/fast xfs rw 0 0
+//box/share {here}/with\\040blank cifs rw 0 0
+server:/twice {here}/twice nfs rw 0 0
+tmpfs {here}/twice tmpfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "remote"),
+    [
+        (".", False),
+        ("home", True),
+        ("home/me/state", True),
+        ("home/fast/state", False),
+        ("homestead", False),
+        ("with blank", True),
+        ("twice", False),
+    ],
+)
+def test_the_deepest_mount_above_decides(tmp_path, folder, remote):
+    """A network's file system differs from a disk's, whatever lies above or beside it; the last mount covers others."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(MOUNTS.format(here=tmp_path.resolve()))
+    assert is_remote(tmp_path / folder, mounts) is remote
+
+
+def test_no_list_of_mounts_means_a_disk(tmp_path):
+    """Other systems than Linux have none."""
+    assert not is_remote(tmp_path, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("kind", "mode", "synchronous"), [("ext4", "wal", 1), ("nfs4", "truncate", 2)])
+def test_a_file_that_other_computers_write_to_has_no_shared_memory(tmp_path, monkeypatch, kind, mode, synchronous):
+    """A write-ahead log on a disk, a rollback journal on a network, which is only safe where each commit is synced."""
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"somewhere / {kind} rw 0 0\n")
+    monkeypatch.setattr(database, "is_remote", lambda folder: is_remote(folder, mounts))
+    connection = open_database(tmp_path / "file.sqlite3", 1.0)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == (mode,)
+    assert connection.execute("PRAGMA synchronous").fetchone() == (synchronous,)
+    connection.close()
+
+
+def test_who_makes_a_file_together_waits_for_the_other(tmp_path):
+    """The change of the journal waits as long as it may, which SQLite alone would not do, and then gives up."""
+    path = tmp_path / "file.sqlite3"
+    first = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    first.execute("CREATE TABLE something (x)")
+    first.execute("BEGIN IMMEDIATE")
+    second = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        database._set_journal_mode(second, tmp_path, 0.05)
+    timer = threading.Timer(0.2, first.execute, ["COMMIT"])
+    began = time.monotonic()  # before the clock of the timer, so that a busy machine cannot make this too short
+    timer.start()
+    database._set_journal_mode(second, tmp_path, 5.0)
+    assert 0.1 < time.monotonic() - began < 4
+    timer.join()
+    first.close()
+    second.close()

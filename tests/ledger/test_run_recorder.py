@@ -19,7 +19,8 @@ from torch import nn
 
 import autobatch
 from autobatch.events import BatchDiffers, StepFinished
-from autobatch.ledger import run_recorder, warnings
+from autobatch.ledger import path as ledger_path
+from autobatch.ledger import run_recorder
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.store import Store
@@ -30,9 +31,9 @@ SELDOM = 1e9
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch, caplog):
-    """Begin as a process that has complained of nothing and keeps no run."""
-    monkeypatch.setattr(warnings, "_told", set())
+def _no_warnings_yet(monkeypatch, caplog):
+    """Begin as a process that has warned of nothing and has no run."""
+    monkeypatch.setattr(ledger_path, "_warned", set())
     monkeypatch.setattr(run_recorder, "_unfinished", set())
     caplog.set_level(logging.WARNING, "autobatch")
 
@@ -43,15 +44,15 @@ def read_runs(home, plan="a1"):
         return store.runs_of(plan)
 
 
-def take(keeper, *events):
+def take(recorder, *events):
     """Hand all of these to the hook."""
     for event in events:
-        keeper(event)
+        recorder(event)
 
 
 @st.composite
 def histories(draw):
-    """What a runner tells: steps in order, each perhaps after retries or a change of its size."""
+    """Events of a runner: steps in order, each perhaps after retries or a change of its size."""
     events, size = [], 16
     for step in range(draw(st.integers(0, 12))):
         retries = 0
@@ -71,12 +72,12 @@ def test_what_happened_is_what_is_read(events, every_s, read_between):
     """Steps, retries, peak, samples, seconds and setbacks come back in sum, however often they were written."""
     with tempfile.TemporaryDirectory() as folder:
         home, steps = Path(folder), [event for event in events if isinstance(event, StepFinished)]
-        keeper = RunRecorder(make_plan(size=16), Ledger(home), every_s=every_s)
+        recorder = RunRecorder(make_plan(size=16), Ledger(home), every_s=every_s)
         for event in events:
-            keeper(event)
+            recorder(event)
             if read_between:
                 read_runs(home)
-        del keeper
+        del recorder
         if not events:
             assert list(home.iterdir()) == []
             return
@@ -92,7 +93,7 @@ def test_what_happened_is_what_is_read(events, every_s, read_between):
         assert run.outcome == "finished"
 
 
-def test_a_real_runner_is_kept(tmp_path):
+def test_a_real_runner_is_recorded(tmp_path):
     """A plan from ``fit``, a tenant in the middle and a step that never fits leave their marks."""
     free = [100]
     device = FakeDevice(lambda n: 10 * n + 100 - free[0], total_bytes=110)
@@ -103,8 +104,8 @@ def test_a_real_runner_is_kept(tmp_path):
 
     batch = torch.zeros(8, 2)
     plan = autobatch.fit(model, 8, batch=batch, step=step, device=device, check=None, headroom=0)
-    keeper = RunRecorder(plan, Ledger(tmp_path), every_s=OFTEN)
-    runner = autobatch.Runner(plan, model, step, None, hooks=[keeper], device=device)
+    recorder = RunRecorder(plan, Ledger(tmp_path), every_s=OFTEN)
+    runner = autobatch.Runner(plan, model, step, None, hooks=[recorder], device=device)
     runner.accumulate(batch)
     free[0] = 50
     result = runner.accumulate(batch)
@@ -112,9 +113,9 @@ def test_a_real_runner_is_kept(tmp_path):
     with pytest.raises(autobatch.DoesNotFit):
         runner.accumulate(batch)
     with Store(tmp_path / "ledger.sqlite3") as store:
-        (kept,) = store.plans()
-        (run,) = store.runs_of(kept.id)
-    assert kept.micro_batch_sizes == plan.micro_batch_sizes
+        (stored,) = store.plans()
+        (run,) = store.runs_of(stored.id)
+    assert stored.micro_batch_sizes == plan.micro_batch_sizes
     assert run.steps == 2
     assert run.ranges[-1].micro_batch_size == max(result.micro_batch_sizes) < plan.micro_batch_size
     assert run.retries == result.retries
@@ -125,13 +126,13 @@ def test_a_real_runner_is_kept(tmp_path):
 
 def test_a_step_costs_less_than_20_microseconds(tmp_path):
     """3 were measured; the best of ten rounds is the code's, the rest is the machine's."""
-    keeper = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
     events = [finished(step, (8,) * 32) for step in range(2000)]
-    keeper(events[0])
+    recorder(events[0])
     rounds = []
     for number in range(10):
         began = time.perf_counter()
-        take(keeper, *events[1 + number * 100 : 101 + number * 100])
+        take(recorder, *events[1 + number * 100 : 101 + number * 100])
         rounds.append((time.perf_counter() - began) / 100)
     assert min(rounds) < 20e-6
 
@@ -139,11 +140,11 @@ def test_a_step_costs_less_than_20_microseconds(tmp_path):
 class Counted(Ledger):
     """A ledger that counts how often something was to be written."""
 
-    notes = 0
+    updates = 0
 
-    def note(self, *arguments):
-        self.notes += 1
-        return super().note(*arguments)
+    def update_run(self, *arguments):
+        self.updates += 1
+        return super().update_run(*arguments)
 
 
 def test_it_is_written_at_first_after_setbacks_and_seldom_else(tmp_path, monkeypatch):
@@ -151,7 +152,7 @@ def test_it_is_written_at_first_after_setbacks_and_seldom_else(tmp_path, monkeyp
     clock = [100.0]
     monkeypatch.setattr(run_recorder.time, "monotonic", lambda: clock[0])
     counted = Counted(tmp_path)
-    keeper = RunRecorder(make_plan(), counted)
+    recorder = RunRecorder(make_plan(), counted)
     story = [
         (0.0, finished(0), 1),
         (5.0, finished(1), 1),
@@ -165,29 +166,29 @@ def test_it_is_written_at_first_after_setbacks_and_seldom_else(tmp_path, monkeyp
         (1.1, finished(7), 5),
         (0.1, BatchDiffers(step=8, samples=3, planned=32), 5),
     ]
-    for wait, event, notes in story:
+    for wait, event, updates in story:
         clock[0] += wait
-        keeper(event)
-        assert counted.notes == notes, event
+        recorder(event)
+        assert counted.updates == updates, event
     monkeypatch.undo()
 
 
 def test_a_busy_ledger_is_not_waited_for(tmp_path, caplog):
     """One short wait, none in the steps after it, and when the lock is gone nothing is missing; one log line."""
-    keeper = RunRecorder(make_plan(), Ledger(tmp_path))
-    keeper(finished(0))
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path))
+    recorder(finished(0))
     other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     began = time.monotonic()
-    keeper._journal._tried_at -= 11
-    keeper(finished(1))
+    recorder._current._tried_at -= 11
+    recorder(finished(1))
     first = time.monotonic() - began
     for step in range(2, 300):
-        take(keeper, retried(step), finished(step, retries=1))
+        take(recorder, retried(step), finished(step, retries=1))
     rest = time.monotonic() - began - first
     other.close()
-    keeper._journal._tried_at -= 11
-    keeper(finished(300))
+    recorder._current._tried_at -= 11
+    recorder(finished(300))
     (run,) = read_runs(tmp_path)
     assert 0.05 < first < 10
     assert rest < 10  # with a wait in each step it takes half a minute
@@ -200,19 +201,19 @@ def test_setbacks_do_not_hurry_to_a_ledger_that_was_busy(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(run_recorder.time, "monotonic", lambda: clock[0])
     counted = Counted(tmp_path)
-    keeper = RunRecorder(make_plan(), counted)
-    keeper(finished(0))
+    recorder = RunRecorder(make_plan(), counted)
+    recorder(finished(0))
     other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    for wait, notes in [(1.1, 2), (1.1, 2), (8.8, 2), (0.2, 3)]:
+    for wait, updates in [(1.1, 2), (1.1, 2), (8.8, 2), (0.2, 3)]:
         clock[0] += wait
-        keeper(retried(1))
-        assert counted.notes == notes
+        recorder(retried(1))
+        assert counted.updates == updates
     other.close()
-    for wait, notes in [(9.9, 3), (0.2, 4), (1.1, 5)]:
+    for wait, updates in [(9.9, 3), (0.2, 4), (1.1, 5)]:
         clock[0] += wait
-        keeper(retried(1))
-        assert counted.notes == notes
+        recorder(retried(1))
+        assert counted.updates == updates
     monkeypatch.undo()
 
 
@@ -220,21 +221,21 @@ def test_a_ledger_that_comes_late_gets_all(tmp_path):
     """What happened while the folder could not be made is written when it can."""
     home = tmp_path / "home"
     home.write_text("")
-    keeper = RunRecorder(make_plan(), Ledger(home), every_s=OFTEN)
-    take(keeper, retried(0), finished(0, retries=1), finished(1))
+    recorder = RunRecorder(make_plan(), Ledger(home), every_s=OFTEN)
+    take(recorder, retried(0), finished(0, retries=1), finished(1))
     home.unlink()
-    keeper(finished(2))
+    recorder(finished(2))
     (run,) = read_runs(home)
     assert (run.steps, run.retries, len(run.setbacks)) == (3, 1, 1)
 
 
 def test_an_end_that_meets_a_lock_is_written_when_the_process_ends(tmp_path):
     """A runner that was dropped at a bad moment is not lost."""
-    keeper = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    take(keeper, finished(0), finished(1))
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    take(recorder, finished(0), finished(1))
     other = sqlite3.connect(tmp_path / "ledger.sqlite3", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    del keeper
+    del recorder
     gc.collect()
     other.close()
     assert [(run.outcome, run.steps) for run in read_runs(tmp_path)] == [("running", 1)]
@@ -246,14 +247,14 @@ def test_an_end_that_meets_a_lock_is_written_when_the_process_ends(tmp_path):
 def test_a_run_that_was_forgotten_stays_forgotten(tmp_path, caplog):
     """The training that goes on does not bring half of it back, and asks once."""
     counted = Counted(tmp_path)
-    keeper = RunRecorder(make_plan(), counted, every_s=OFTEN)
-    keeper(finished(0))
+    recorder = RunRecorder(make_plan(), counted, every_s=OFTEN)
+    recorder(finished(0))
     with Store(tmp_path / "ledger.sqlite3") as store:
         store.forget(everything=True)
-    take(keeper, finished(1), finished(2))
-    keeper(failed("late"))
-    assert counted.notes == 2
-    del keeper
+    take(recorder, finished(1), finished(2))
+    recorder(failed("late"))
+    assert counted.updates == 2
+    del recorder
     run_recorder._finish_all()
     with Store(tmp_path / "ledger.sqlite3") as store:
         assert store.plans() == []
@@ -264,16 +265,16 @@ def test_a_run_that_was_forgotten_stays_forgotten(tmp_path, caplog):
 
 @pytest.mark.parametrize("finds_it", ["this run", "another process"])
 def test_a_run_goes_on_in_another_file_when_its_own_is_damaged(tmp_path, finds_it):
-    """What was kept before is in the damaged file; nobody had the run forgotten."""
-    keeper = RunRecorder(make_plan("a"), Ledger(tmp_path), every_s=OFTEN)
-    take(keeper, finished(0), finished(1))
+    """What was stored before is in the damaged file; nobody had the run forgotten."""
+    recorder = RunRecorder(make_plan("a"), Ledger(tmp_path), every_s=OFTEN)
+    take(recorder, finished(0), finished(1))
     (tmp_path / "ledger.sqlite3").write_bytes(b"no database" * 2000)
     for journal in ("ledger.sqlite3-wal", "ledger.sqlite3-shm"):
         (tmp_path / journal).unlink(missing_ok=True)
     if finds_it == "another process":
         Ledger(tmp_path).remember(make_plan("b"))
-    take(keeper, finished(2), finished(3))
-    del keeper
+    take(recorder, finished(2), finished(3))
+    del recorder
     with Store(tmp_path / "ledger-2.sqlite3") as store:
         assert "a" in {plan.id for plan in store.plans()}
         (run,) = store.runs_of("a")
@@ -281,40 +282,40 @@ def test_a_run_goes_on_in_another_file_when_its_own_is_damaged(tmp_path, finds_i
     assert run_recorder._unfinished == set()
 
 
-def take_after_failure(keeper):
+def take_after_failure(recorder):
     """A user who catches the error and goes on."""
-    keeper(failed("no memory"))
-    keeper(finished(1))
+    recorder(failed("no memory"))
+    recorder(finished(1))
 
 
 @pytest.mark.parametrize(
     ("after", "outcome", "reason"),
     [
-        (lambda keeper: None, "finished", ""),
-        (lambda keeper: keeper(failed("no <memory> in /home/bob/x\nmore")), "failed", "no <memory> in <path>"),
-        (lambda keeper: keeper(failed("KeyboardInterrupt")), "interrupted", "KeyboardInterrupt"),
+        (lambda recorder: None, "finished", ""),
+        (lambda recorder: recorder(failed("no <memory> in /home/bob/x\nmore")), "failed", "no <memory> in <path>"),
+        (lambda recorder: recorder(failed("KeyboardInterrupt")), "interrupted", "KeyboardInterrupt"),
         (take_after_failure, "finished", ""),
     ],
 )
 def test_the_end_says_how_it_went(tmp_path, after, outcome, reason):
     """Finished when the runner is gone; failed with the error's first line, unless another step followed it."""
-    keeper = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    keeper(finished(0))
-    after(keeper)
-    del keeper
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    recorder(finished(0))
+    after(recorder)
+    del recorder
     (run,) = read_runs(tmp_path)
     assert (run.outcome, run.reason) == (outcome, reason)
 
 
 def test_a_failure_is_written_at_once(tmp_path):
     """Even where it is all that ever happened: the process may not live much longer."""
-    keeper = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    keeper(failed("no memory"))
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    recorder(failed("no memory"))
     (run,) = read_runs(tmp_path)
     assert (run.outcome, run.reason, run.steps) == ("failed", "no memory", 0)
 
 
-def test_a_plan_without_an_id_is_kept_too(tmp_path):
+def test_a_plan_without_an_id_is_stored_too(tmp_path):
     """Under an id that follows from its content, so that its runs are together."""
     for _ in range(2):
         take(RunRecorder(make_plan(""), Ledger(tmp_path)), finished(0))
@@ -327,19 +328,19 @@ def test_a_ledger_that_is_off_costs_nothing(tmp_path, monkeypatch):
     """No file, no run, and no step is even counted."""
     monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
     monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
-    keeper = RunRecorder(make_plan(), Ledger.open(), every_s=OFTEN)
-    take(keeper, retried(0), finished(0))
-    keeper(failed("no memory"))
+    recorder = RunRecorder(make_plan(), Ledger.open(), every_s=OFTEN)
+    take(recorder, retried(0), finished(0))
+    recorder(failed("no memory"))
     assert list(tmp_path.iterdir()) == []
-    assert keeper._journal._tally.note("r", 0.0, "running", "").ranges == ()
+    assert recorder._current._tally.unwritten("r", 0.0, "running", "").ranges == ()
 
 
 def test_another_thread_may_train(tmp_path):
     """Made in one thread, used in others, one after another."""
-    keeper = RunRecorder(make_plan(), Ledger(tmp_path), every_s=OFTEN)
-    keeper(finished(0))
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=OFTEN)
+    recorder(finished(0))
     for step in (1, 2):
-        thread = threading.Thread(target=keeper, args=(finished(step),))
+        thread = threading.Thread(target=recorder, args=(finished(step),))
         thread.start()
         thread.join()
     assert read_runs(tmp_path)[0].steps == 3
@@ -351,9 +352,9 @@ from pathlib import Path
 from ledgers import failed, finished, make_plan, retried
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.ledger import Ledger
-keeper = RunRecorder(make_plan(), Ledger(Path(sys.argv[1])), every_s=float(sys.argv[2]))
+recorder = RunRecorder(make_plan(), Ledger(Path(sys.argv[1])), every_s=float(sys.argv[2]))
 for step in range(5):
-    keeper(finished(step))
+    recorder(finished(step))
 """
 
 
@@ -362,10 +363,10 @@ for step in range(5):
     [
         ("", "finished", 5),
         ("sys.exit(0)", "finished", 5),
-        ("del keeper; os._exit(0)", "finished", 5),
+        ("del recorder; os._exit(0)", "finished", 5),
         ("os._exit(0)", "running", 1),
         ("os.kill(os.getpid(), 9)", "running", 1),
-        ("keeper(failed('no memory'))", "failed", 5),
+        ("recorder(failed('no memory'))", "failed", 5),
         ("raise SystemError('the user\\'s own')", "finished", 5),
     ],
 )
@@ -376,7 +377,7 @@ def test_the_end_of_a_process_is_the_end_of_its_run(tmp_path, end, outcome, step
     assert (run.outcome, run.steps) == (outcome, steps)
 
 
-@pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(0)", "del keeper; gc.collect(); sys.exit(0)"])
+@pytest.mark.parametrize("way", ["sys.exit(0)", "os._exit(0)", "del recorder; gc.collect(); sys.exit(0)"])
 def test_a_forked_child_writes_nothing_of_its_parent(tmp_path, way):
     """Whatever it does and however it ends; the parent's run has the parent's steps, once."""
     program = f"""{BEGIN}
@@ -385,16 +386,16 @@ from autobatch.ledger.store import Store
 child = os.fork()
 if child == 0:
     for step in range(100, 200):
-        keeper(retried(step))
-        keeper(finished(step))
-    keeper(failed("in the child"))
+        recorder(retried(step))
+        recorder(finished(step))
+    recorder(failed("in the child"))
     {way}
 assert os.waitpid(child, 0)[1] == 0
 with Store(Path(sys.argv[1]) / "ledger.sqlite3") as store:
     (run,) = store.runs_of("a1")
     assert (run.outcome, run.steps) == ("running", 5), run
 for step in range(5, 9):
-    keeper(finished(step))
+    recorder(finished(step))
 """
     _, errors = run_process(program, tmp_path, 0)
     assert errors == ""
@@ -406,15 +407,15 @@ for step in range(5, 9):
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_the_end_of_a_run_is_written_is_not_lost(tmp_path, monkeypatch):
     """A runner that nobody holds any more is found by a weak reference, whose callback's errors Python only prints."""
-    keeper = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    take(keeper, finished(0), finished(1))
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    take(recorder, finished(0), finished(1))
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Ledger, "note", interrupt)
+    monkeypatch.setattr(Ledger, "update_run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        del keeper
+        del recorder
         for _ in range(600):  # one long wait would not be woken
             time.sleep(0.1)
     monkeypatch.undo()
