@@ -1,4 +1,4 @@
-"""The replayed allocator: exact bytes of known cases, its invariants, and agreement with a slow one of plain rules."""
+"""The simulated allocator: exact bytes of known cases, its invariants, and agreement with a slow one of plain rules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from plain_allocator import PlainAllocator
 from pydantic import ValidationError
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT
-from autobatch.prediction.allocator.caching_allocator import CachingAllocator, Reservation
-from autobatch.prediction.allocator.expandable_segments import ExpandablePool, ExpandableSegments
-from autobatch.prediction.allocator.fixed_segments import FixedSegments
-from autobatch.prediction.allocator.settings import AllocatorSettings, round_sizes
+from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT, ExpandablePool
+from autobatch.prediction.allocator.caching_allocator import (
+    AllocatorSettings,
+    ExpandableSegments,
+    FixedSegments,
+    round_sizes,
+)
 from autobatch.prediction.allocator.simulation import AllocatorPeak, Thresholds, find_thresholds, simulate
 
 KIB, MIB = 2**10, 2**20
@@ -70,24 +72,22 @@ def long_timeline(events, live=800, seed=0, smallest=8):
 
 
 def step_through(order, sizes, *, expandable, capacity=None, options=None):
-    """Replay event by event: yields the memory, the allocator's live blocks as (small, start, end), in units."""
+    """Simulate event by event: yields the allocator and its live blocks as (small, start, end), in units."""
     options = options or AllocatorSettings()
-    make = ExpandableSegments if expandable else FixedSegments
-    memory = make(options, None if capacity is None else capacity // UNIT)
-    allocator = CachingAllocator(memory)
+    allocator = (ExpandableSegments if expandable else FixedSegments)(options, capacity)
     rounded = round_sizes(sizes, options)
     held = {}
     for entry in order:
         block = abs(entry) - 1
         if entry < 0 and block in held:
-            allocator.give(held.pop(block))
+            allocator.free(held.pop(block))
         elif entry > 0 and rounded[block]:
-            taken = allocator.take(rounded[block])
+            taken = allocator.allocate(rounded[block])
             if taken == NO_BLOCK:
                 return
             held[block] = taken
         spans = [(block >> ADDRESS_BITS <= MIB // UNIT, *span(block)) for block in held.values()]
-        yield memory, spans
+        yield allocator, spans
 
 
 def span(block):
@@ -203,7 +203,7 @@ def test_sizes_are_rounded_to_parts_of_a_power_of_two(divisions, size, allocated
     assert peak.allocated == allocated
 
 
-def test_the_place_of_the_peak_is_told():
+def test_the_position_of_the_peak_is_reported():
     """The first event at which the most is allocated, not a later one with as much."""
     peak = simulate([1, 2, -2, 3, -3, -1], [MIB, 2 * MIB, 2 * MIB])
     assert (peak.peak_position, peak.oom_position) == (1, None)
@@ -341,7 +341,7 @@ def test_more_memory_can_be_worse(order, sizes, expandable, failing, tight):
 @settings(max_examples=150)
 @given(timelines(), capacities, st.booleans(), options)
 def test_it_does_what_the_plain_rules_do(timeline, capacity, expandable, options):
-    """On any order it tells what the slow allocator tells: peaks, their place, retries, and where memory ran out."""
+    """On any order it finds what the slow allocator finds: peaks, their position, retries, and where memory ran out."""
     order, sizes = timeline
     expected = PlainAllocator(capacity, expandable, options).run(order, sizes)
     found = simulate(order, sizes, capacity=capacity, expandable_segments=expandable, settings=options)
@@ -370,9 +370,9 @@ def test_it_does_what_the_plain_rules_do_where_memory_is_short(expandable, limit
 def test_every_unit_is_live_or_free_and_never_both(timeline, capacity, expandable, options):
     """After every event live and free blocks do not overlap, and together they are what is reserved."""
     order, sizes = timeline
-    for memory, live in step_through(order, sizes, expandable=expandable, capacity=capacity, options=options):
+    for allocator, live in step_through(order, sizes, expandable=expandable, capacity=capacity, options=options):
         total = 0
-        for is_small, pool in ((True, memory.small), (False, memory.large)):
+        for is_small, pool in ((True, allocator.small), (False, allocator.large)):
             assert pool.blocks == sorted(pool.blocks)
             assert sorted(pool.starting.values()) == pool.blocks == sorted(pool._ending.values())
             spans = [(start, end) for small, start, end in live if small == is_small]
@@ -380,10 +380,10 @@ def test_every_unit_is_live_or_free_and_never_both(timeline, capacity, expandabl
             spans.sort()
             assert all(left[1] <= right[0] for left, right in pairwise(spans))
             total += sum(end - start for start, end in spans)
-        assert total == memory.reservation.reserved <= memory.reservation.peak
-        assert sum(end - start for _, start, end in live) <= memory.reservation.reserved
+        assert total == allocator.reserved <= allocator.peak_reserved
+        assert sum(end - start for _, start, end in live) <= allocator.reserved
         if capacity is not None:
-            assert memory.reservation.reserved * UNIT <= capacity
+            assert allocator.reserved * UNIT <= capacity
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -391,18 +391,18 @@ def test_gaps_between_mapped_pages_are_whole(seed):
     """Pages that went back one after the other are one gap, and what is mapped is no part of one."""
     order, sizes = long_timeline(120, live=12, seed=seed, smallest=21)
     tight = find_thresholds(order, sizes, expandable_segments=True).tight
-    for memory, _ in step_through(order, sizes, expandable=True, capacity=tight):
-        for pool in (memory.small, memory.large):
+    for allocator, _ in step_through(order, sizes, expandable=True, capacity=tight):
+        for pool in (allocator.small, allocator.large):
             assert sorted(pool.gaps) == pool._gap_starts
             assert not any(start + length in pool.gaps for start, length in pool.gaps.items())
             mapped = sum(later - start - pool.gaps[start] for start, later in pairwise(pool._gap_starts))
-            assert mapped + pool._gap_starts[0] <= memory.reservation.reserved
+            assert mapped + pool._gap_starts[0] <= allocator.reserved
 
 
 def test_pages_that_go_back_join_the_gap_beside_them():
     """A page joins a gap before it and one after it, also when they went back at other times."""
-    pool, reservation = ExpandablePool(page=4), Reservation(None)
-    first, second, third, _ = (pool.grow(4, reservation) for _ in range(4))
+    pool = ExpandablePool(page=4)
+    first, second, third, _ = (pool.grow(4, lambda _: True) for _ in range(4))
     found = []
     for block in (first, third, second):
         pool.give(block)
@@ -415,9 +415,9 @@ def test_pages_that_go_back_join_the_gap_beside_them():
 def test_live_blocks_lie_within_one_segment(timeline, options):
     """No block reaches from one fixed segment into another."""
     order, sizes = timeline
-    for memory, live in step_through(order, sizes, expandable=False, options=options):
+    for allocator, live in step_through(order, sizes, expandable=False, options=options):
         for _, first, last in live:
-            assert any(start <= first and last <= start + size for start, size in memory.segments.items())
+            assert any(start <= first and last <= start + size for start, size in allocator.segments.items())
 
 
 @given(timelines(), st.booleans(), options)
@@ -429,15 +429,15 @@ def test_what_is_freed_becomes_whole_again(timeline, expandable, options):
     steps = [*step_through(order, sizes, expandable=expandable, options=options)]
     if not steps:
         return
-    memory, live = steps[-1]
+    allocator, live = steps[-1]
     assert live == []
-    free = len(memory.small.blocks) + len(memory.large.blocks)
-    assert free == len(memory.segments) if not expandable else free <= 2
-    memory.release()
-    assert memory.reservation.reserved == 0
-    assert memory.small.blocks == memory.large.blocks == []
+    free = len(allocator.small.blocks) + len(allocator.large.blocks)
+    assert free == len(allocator.segments) if not expandable else free <= 2
+    allocator.release_cached()
+    assert allocator.reserved == 0
+    assert allocator.small.blocks == allocator.large.blocks == []
     if expandable:
-        assert len(memory.small.gaps) == len(memory.large.gaps) == 1
+        assert len(allocator.small.gaps) == len(allocator.large.gaps) == 1
 
 
 @given(timelines(), st.booleans())
@@ -460,14 +460,14 @@ def test_sizes_that_round_alike_are_alike(timeline, expandable):
         ([0], [5], "order[0] is 0, but there are sizes for blocks 1 to 1"),
         ([1, -2], [5], "order[1] is -2, but there are sizes for blocks 1 to 1"),
         ([1, 1], [5], "order[1] is 1: block 1 is allocated again"),
-        ([-1], [5], "order[0] is -1: block 1 is freed, but it is not there"),
-        ([1, -1, -1], [5], "order[2] is -1: block 1 is freed, but it is not there"),
+        ([-1], [5], "order[0] is -1: block 1 is freed, but it is not allocated"),
+        ([1, -1, -1], [5], "order[2] is -1: block 1 is freed, but it is not allocated"),
         ([], [3, -7], "block 2 has -7 bytes; a size cannot be negative"),
     ],
 )
 @pytest.mark.parametrize("function", [simulate, find_thresholds])
 def test_an_order_that_cannot_be_is_refused(function, order, sizes, message):
-    """The message names the place and the block, both as they were given."""
+    """The message names the position and the block, both as they were given."""
     with pytest.raises(InvalidArgument) as caught:
         function(order, sizes)
     assert str(caught.value) == message
