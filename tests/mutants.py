@@ -710,14 +710,14 @@ MUTANTS = (
         "autobatch/planning/search.py",
         "    if question.expects_no_more and 0 <",
         "    if 0 <",
-        ("tests/prediction/test_expecting.py",),
+        ("tests/prediction/test_prior.py",),
     ),
     Mutant(
         "a prediction spares the trial of a size whatever was measured",
         "autobatch/planning/search.py",
         "    if line.reach(question.limit_bytes) >= following:\n        return False\n",
         "",
-        ("tests/prediction/test_expecting.py",),
+        ("tests/prediction/test_prior.py",),
     ),
     Mutant(
         "Python code runs when a tensor is freed",

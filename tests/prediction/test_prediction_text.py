@@ -138,7 +138,7 @@ def test_more_is_impossible_only_where_the_card_is_the_bound(split, whole, nothi
     """Where all of the target fits, nobody asked for more."""
     assert "any larger size that saves a step is predicted to be impossible" in split.explain()
     assert section(whole, "What fits") == ["  all 2000 of the target at once, with the margin"]
-    assert section(nothing, "What fits")[0].strip() == "none   with the margin: there is no plan"
+    assert section(nothing, "What fits")[0].strip() == "none   with the margin: no plan"
     assert "even one sample is predicted to be impossible" in nothing.explain()
     tight = split.model_copy(update={"reach": Reach(comfortable=2001, tight=4001)})
     assert "impossible" not in tight.explain()

@@ -17,6 +17,7 @@ from autobatch.prediction.allocator.caching_allocator import (
     FixedSegments,
     round_sizes,
 )
+from autobatch.prediction.timeline import most_alive
 from autobatch.records import Record
 
 __all__ = ["AllocatorPeak", "Thresholds", "find_thresholds", "simulate"]
@@ -105,7 +106,7 @@ def find_thresholds(
     _check(order, sizes)
     rounded = round_sizes(sizes, settings)
     comfortable = _run(order, rounded, None, settings, expandable=expandable_segments).reserved
-    floor = _find_floor(order, rounded)
+    floor = most_alive(order, rounded) * UNIT
     fails, runs = (floor - 1) // _RESOLUTION, comfortable // _RESOLUTION
     while runs - fails > 1:
         middle = (fails + runs) // 2
@@ -146,14 +147,6 @@ def _run(
         peak_position=peak_position,
         oom_position=oom_position,
     )
-
-
-def _find_floor(order: Sequence[int], rounded: Sequence[int]) -> int:
-    live = peak = 0
-    for entry in order:
-        live += rounded[entry - 1] if entry > 0 else -rounded[-entry - 1]
-        peak = max(peak, live)
-    return peak * UNIT
 
 
 def _check(order: Sequence[int], sizes: Sequence[int]) -> None:
