@@ -67,7 +67,7 @@ _CONTEXTS = {
 }
 _UNKNOWN_CONTEXT = _Context(
     616,
-    "none for this architecture: the most that was told where kernels are loaded lazily, in LMCache #4019",
+    "none for this architecture: the most that was reported where kernels are loaded lazily, in LMCache #4019",
     measured=False,
 )
 

@@ -32,7 +32,7 @@ _FEWEST_BLOCKS = 3
 _BLOCK = 256
 """Numbers that share one float32 scale in 8-bit optimizers (bitsandbytes' block-wise quantization)."""
 _SMALLEST_EIGHT_BIT = 4096
-"""Parameters with fewer numbers keep float32 state there."""
+"""Parameters with fewer numbers have float32 state there."""
 
 
 def try_changes(
@@ -98,8 +98,8 @@ def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
         yield _Way(name, "more time", replace(workload, step=_with_checkpoints(workload.step, blocks)), usual)
     for name, effect, optimizer in other_optimizers(workload.optimizer):
         yield _Way(name, effect, replace(workload, optimizer=optimizer), usual)
-    if not usual.keeps_gradients:
-        yield _Way("gradients zeroed, not set to None", "", workload, usual._replace(keeps_gradients=True))
+    if not usual.zeroes_gradients:
+        yield _Way("gradients zeroed, not set to None", "", workload, usual._replace(zeroes_gradients=True))
 
 
 def _trace(workload: Workload, layout: Layout, circumstances: Circumstances, also: int) -> Timeline:
@@ -188,7 +188,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state, where it is not there; one fused kernel updates in place and takes nothing."""
+        """Make the state once; the update is one fused kernel in place, which allocates nothing."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:

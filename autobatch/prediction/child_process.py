@@ -85,7 +85,7 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
 
 
 def _stop(child: int) -> None:
-    # Where SIGCHLD is ignored the kernel has waited for a child that is gone, and its number may be another's by now.
+    # Where SIGCHLD is ignored, the kernel has waited for a child that is gone, and its number may be another's by now.
     with suppress(ChildProcessError, ProcessLookupError):
         if os.waitpid(child, os.WNOHANG) == (0, 0):
             os.kill(child, signal.SIGKILL)
@@ -135,7 +135,7 @@ def _start(function: Callable[[], Any], printed: int) -> tuple[int, int]:
 
 
 def _wait(child: int) -> str:
-    """How it ended; ``_WELL`` also where that cannot be known, since it was waited for already (``SIGCHLD`` ignored)."""
+    """How it ended; ``_WELL`` also where that cannot be known, since ``SIGCHLD`` is ignored."""
     try:
         _, status = os.waitpid(child, 0)
     except ChildProcessError:

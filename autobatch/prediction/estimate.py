@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autobatch.prediction.allocator.simulation import AllocatorPeak, Thresholds, find_thresholds, simulate
+from autobatch.prediction.allocator.simulation import AllocatorPeak, find_least_capacity, simulate
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
 __all__ = ["COPIES", "Estimate"]
@@ -90,14 +90,13 @@ class Estimate:
         """Tensors that micro-batches return beside their losses, of all but the two that are traced."""
         return self._times_untraced("aux", n, lambda size: -(-size // _UNIT) * _UNIT)
 
-    def thresholds(self, n: int) -> Thresholds:
-        """How much memory ``n`` samples need to run undisturbed, to run at all, and at the very least."""
-        more = self._untraced_bytes(n)
+    def least_capacity(self, n: int) -> int:
+        """In how many bytes ``n`` samples run, the caches going back to the driver where they must."""
 
-        def need(quantity: str) -> int:
-            return more + self._measure(quantity, n, lambda step: int(getattr(self._threshold(step), quantity)))
+        def measure(step: TracedStep) -> int:
+            return find_least_capacity(*self._with_workspaces(step), expandable_segments=self.expandable_segments)
 
-        return Thresholds(comfortable=need("comfortable"), tight=need("tight"), floor=need("floor"))
+        return self._measure("least capacity", n, measure) + self._untraced_bytes(n)
 
     def fits_within(self, n: int, limit_bytes: int) -> bool:
         """Whether ``n`` samples reserve no more than that; where tensors alone exceed it, nothing is simulated."""
@@ -108,11 +107,11 @@ class Estimate:
         return self.reserved(n) <= limit_bytes
 
     def runs_within(self, n: int, limit_bytes: int) -> bool:
-        """Whether ``n`` samples run in so much memory, the allocator giving back what is cached where it must."""
+        """Whether ``n`` samples run in so much memory, the caches going back to the driver where they must."""
         if self.fits_within(n, limit_bytes):
             return True
         if self.timeline.interpolated:
-            return self.thresholds(n).tight <= limit_bytes
+            return self.least_capacity(n) <= limit_bytes
         capacity = limit_bytes - self._untraced_bytes(n)
         if self._allocated_by_two(n) > capacity:
             return False
@@ -191,9 +190,6 @@ class Estimate:
             order, sizes = self._with_workspaces(step)
             self._peaks[step.samples] = simulate(order, sizes, expandable_segments=self.expandable_segments)
         return self._peaks[step.samples]
-
-    def _threshold(self, step: TracedStep) -> Thresholds:
-        return find_thresholds(*self._with_workspaces(step), expandable_segments=self.expandable_segments)
 
     def _with_workspaces(self, step: TracedStep) -> tuple[list[int], list[int]]:
         first = len(step.sizes) + 1

@@ -31,7 +31,7 @@ from autobatch.prediction.changes import try_changes
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import Prediction
-from autobatch.prediction.record import Part, Point
+from autobatch.prediction.record import Part
 from autobatch.prediction.retrace import Proof, check_timeline, find_smallest, prove
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.timeline import Timeline
@@ -132,10 +132,8 @@ def _find_size(
     sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
 ) -> tuple[Sizing, Proof]:
     """The size with no micro-batch that the model cannot run: as ``fit``, one sample is tried where it is doubtful."""
-    model = workload.model
-    is_doubtful = sizing.target > 1 and (
-        may_refuse_one_sample(model) or not model.training
-    )  # it is traced in train mode
+    model = workload.model  # traced in train mode, whatever its own
+    is_doubtful = sizing.target > 1 and (may_refuse_one_sample(model) or not model.training)
     if is_doubtful:
         sizing = replace(sizing, smallest=run_apart(lambda: find_smallest(workload, layout)))
     sizing, proof = _prove(sizing, workload, layout, circumstances)
@@ -173,7 +171,11 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, w
     estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or sizing.least
     by_kind, held_bytes = estimate.by_kind(judged)
     breakdown = [*by_kind.most_common(), *([(_HELD, held_bytes)] if held_bytes else [])]
-    curve = fit_curve([_as_trial(point) for point in points])
+    trials = [
+        Trial(micro_batch_size=at.size, outcome="fits", peak_allocated=at.allocated, peak_reserved=at.reserved)
+        for at in points
+    ]
+    curve = fit_curve(trials)
     untraced = (f"{_NOT_TRACED}: {proof.doubt}",) if proof.doubt else ()
     warnings = (*_warn_of_split(workload, sizing), *warnings, *untraced)
     return Prediction(
@@ -208,12 +210,6 @@ def _warn_of_split(workload: Workload, sizing: Sizing) -> tuple[str, ...]:
     """One sentence where the plan divides the target and that is known not to be exact."""
     norms = batch_norms_in_train_mode(workload.model) if 0 < sizing.largest < sizing.target else []
     return (warn_of_batch_norms(norms, max(balance(sizing.target, sizing.largest)), sizing.target),) if norms else ()
-
-
-def _as_trial(point: Point) -> Trial:
-    return Trial(
-        micro_batch_size=point.size, outcome="fits", peak_allocated=point.allocated, peak_reserved=point.reserved
-    )
 
 
 def _make_plan(
@@ -252,10 +248,6 @@ def _find_local() -> Gpu:
         raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     architecture = f"sm_{properties.major}{properties.minor}"
-    known = architecture in {gpu.architecture for gpu in GPUS}
-    return make_gpu(
-        properties.name,
-        properties.total_memory,
-        architecture if known else "unknown",
-        source="read from the card of this machine",
-    )
+    architecture = architecture if architecture in {gpu.architecture for gpu in GPUS} else "unknown"
+    source = "read from the card of this machine"
+    return make_gpu(properties.name, properties.total_memory, architecture, source=source)

@@ -90,7 +90,7 @@ def check_timeline(
         circumstances: As for ``trace_timeline``.
 
     Returns:
-        ``None`` where the timeline says the same, else one that is interpolated and knows this size.
+        ``None`` where the timeline says the same, else one that is interpolated and has this size.
 
     Raises:
         CannotPredict: At this size it cannot be traced, or not in a few seconds.

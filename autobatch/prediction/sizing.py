@@ -80,7 +80,7 @@ class Sizing:
 
     @property
     def bound(self) -> int:
-        """The largest size that is judged: the target, or the largest that was traced where that is all one knows."""
+        """The largest size that is judged: the target, or the largest that was traced where the rest is unknown."""
         return min(self.target, self.estimate.largest_traced or self.target)
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "NO_BLOCK", "NO_LIMIT", "UNIT", "BlockPool", "ExpandablePool"]
+__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "NO_BLOCK", "UNIT", "BlockPool", "ExpandablePool"]
 
 UNIT = 512
 """Bytes of the smallest block (``kMinBlockSize``); every size is a multiple of it."""
@@ -23,7 +23,7 @@ ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
 NO_BLOCK = -1
 """No block is large enough."""
 
-NO_LIMIT = _ENDLESS = 1 << (ADDRESS_BITS - 1)
+_ENDLESS = 1 << (ADDRESS_BITS - 1)
 
 
 class BlockPool:
@@ -34,16 +34,12 @@ class BlockPool:
 
     Args:
         least_rest: Units that must remain for a block to be split; with less, all of it is handed out.
-        split_limit: ``max_split_size`` in units: blocks this large are not split, nor given to smaller requests.
-        rounding: Units by which a request that large may be exceeded (``max_non_split_rounding``).
     """
 
-    __slots__ = ("_ending", "_least_rest", "_rounding", "_whole_from", "blocks", "split_limit", "starting")
+    __slots__ = ("_ending", "_least_rest", "blocks", "starting")
 
-    def __init__(self, least_rest: int, split_limit: int = NO_LIMIT, rounding: int = 0) -> None:
+    def __init__(self, least_rest: int) -> None:
         self._least_rest = least_rest
-        self._rounding = rounding
-        self._whole_from = self.split_limit = split_limit
         self._ending: dict[int, int] = {}
         self.starting: dict[int, int] = {}
         self.blocks: list[int] = []
@@ -51,21 +47,12 @@ class BlockPool:
     def take(self, size: int) -> int:
         """Hand out the smallest block that is large enough, the one at the lowest address of several; all in units.
 
-        Only the best fitting block is looked at: where the split limit forbids it, the request is refused.
-
         Returns:
             The block, cut to ``size`` where the rest is worth splitting off, or ``NO_BLOCK``.
         """
         blocks = self.blocks
         index = bisect_left(blocks, size << ADDRESS_BITS)
-        if index == len(blocks) or self.refuses(blocks[index], size):
-            return NO_BLOCK
-        return self._cut(blocks.pop(index), size)
-
-    def refuses(self, block: int, size: int) -> bool:
-        """Whether the split limit forbids this block, though large enough, for a request of ``size`` units."""
-        found = block >> ADDRESS_BITS
-        return found >= self.split_limit if size < self.split_limit else found >= size + self._rounding
+        return self._cut(blocks.pop(index), size) if index < len(blocks) else NO_BLOCK
 
     def take_block(self, block: int, size: int) -> int:
         """Hand out this free block, which is large enough."""
@@ -106,7 +93,7 @@ class BlockPool:
         found = block >> ADDRESS_BITS
         del self.starting[start]
         rest = found - size
-        if rest < self._least_rest or size >= self._whole_from:
+        if rest < self._least_rest:
             del self._ending[start + found]
             return block
         free = rest << ADDRESS_BITS | (start + size)
@@ -120,15 +107,12 @@ class ExpandablePool(BlockPool):
 
     Args:
         page: Units that are mapped at a time.
-        split_limit: As for any pool; which block serves a request depends on it, but all blocks are split.
-        rounding: As for any pool.
     """
 
     __slots__ = ("_gap_starts", "gaps", "page")
 
-    def __init__(self, page: int, split_limit: int = NO_LIMIT, rounding: int = 0) -> None:
-        super().__init__(1, split_limit, rounding)
-        self._whole_from = NO_LIMIT
+    def __init__(self, page: int) -> None:
+        super().__init__(least_rest=1)
         self.page = page
         self.gaps = {0: _ENDLESS}
         self._gap_starts = [0]
@@ -146,7 +130,7 @@ class ExpandablePool(BlockPool):
         growable = self._growable(blocks[index])
         while index < last and (following := self._growable(blocks[index + 1])) < growable:
             index, growable = index + 1, following
-        return NO_BLOCK if self.refuses(blocks[index], size) else self._cut(blocks.pop(index), size)
+        return self._cut(blocks.pop(index), size)
 
     def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
         """Map what is missing at the lowest address where free memory and gaps make up ``size`` units.

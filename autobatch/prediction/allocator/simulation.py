@@ -1,6 +1,6 @@
 """Simulates what a sequence of allocations reserves, and whether it runs in so much memory.
 
-Covers the peaks, the retries, and the capacities at which a sequence just runs. Does not cover what lies outside the
+Covers the peaks, the retries, and the least capacity in which a sequence runs. Does not cover what lies outside the
 allocator (the context, NCCL), nor the allocator's own rules (``caching_allocator``).
 """
 
@@ -10,17 +10,11 @@ from collections.abc import Sequence
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, NO_BLOCK, UNIT
-from autobatch.prediction.allocator.caching_allocator import (
-    MIB,
-    AllocatorSettings,
-    ExpandableSegments,
-    FixedSegments,
-    round_sizes,
-)
+from autobatch.prediction.allocator.caching_allocator import MIB, ExpandableSegments, FixedSegments
 from autobatch.prediction.timeline import most_alive
 from autobatch.records import Record
 
-__all__ = ["AllocatorPeak", "Thresholds", "find_thresholds", "simulate"]
+__all__ = ["AllocatorPeak", "find_least_capacity", "simulate"]
 
 _RESOLUTION = 2 * MIB
 """The driver hands out no fewer bytes, so no capacity in between makes a difference."""
@@ -49,27 +43,8 @@ class AllocatorPeak(Record):
         return self.oom_position is not None
 
 
-class Thresholds(Record):
-    """Three capacities for one timeline, in bytes, each no larger than the one before.
-
-    Attributes:
-        comfortable: What is reserved when nothing limits it: with this much the caches never have to go back.
-        tight: It runs, perhaps with retries, and in 2 MiB less it does not.
-        floor: What the requests themselves need at once, rounded: in less than this nothing can run.
-    """
-
-    comfortable: int
-    tight: int
-    floor: int
-
-
 def simulate(
-    order: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    capacity: int | None = None,
-    expandable_segments: bool = False,
-    settings: AllocatorSettings | None = None,
+    order: Sequence[int], sizes: Sequence[int], *, capacity: int | None = None, expandable_segments: bool = False
 ) -> AllocatorPeak:
     """Make the allocations in their order and return what they took at most.
 
@@ -78,49 +53,41 @@ def simulate(
         sizes: Requested bytes of each block; what has no bytes gets no block.
         capacity: The most bytes that the driver gives; None: no limit.
         expandable_segments: Whether ``expandable_segments:True`` is set.
-        settings: The allocator's other settings; None: torch's defaults.
 
     Raises:
         InvalidArgument: The order frees a block that is not allocated, allocates one that is, or names one without a
             size; or a size is negative.
     """
-    settings = settings or AllocatorSettings()
     _check(order, sizes)
-    return _run(order, round_sizes(sizes, settings), capacity, settings, expandable=expandable_segments)
+    return _run(order, _round(sizes), capacity, expandable=expandable_segments)
 
 
-def find_thresholds(
-    order: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    expandable_segments: bool = False,
-    settings: AllocatorSettings | None = None,
-) -> Thresholds:
-    """The capacities at which a timeline runs undisturbed, just runs, and cannot run; arguments as ``simulate``.
+def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandable_segments: bool = False) -> int:
+    """Bytes in which a timeline runs, perhaps with retries, and in 2 MiB less it does not; arguments as ``simulate``.
 
     More memory does not always help: a retry that comes later can leave other holes. Of 47 394 short random orders 40
-    ran in some capacity and not in a larger one (with expandable segments 12 of 37 124). ``tight`` is found by
-    bisection, so in those few a capacity above it fails, or one below it does.
+    ran in some capacity and not in a larger one (with expandable segments 12 of 37 124). The capacity is found by
+    bisection, so in those few one above it fails, or one below it does.
     """
-    settings = settings or AllocatorSettings()
     _check(order, sizes)
-    rounded = round_sizes(sizes, settings)
-    comfortable = _run(order, rounded, None, settings, expandable=expandable_segments).reserved
-    floor = most_alive(order, rounded) * UNIT
-    fails, runs = (floor - 1) // _RESOLUTION, comfortable // _RESOLUTION
+    rounded = _round(sizes)
+    fails = (most_alive(order, rounded) * UNIT - 1) // _RESOLUTION
+    runs = _run(order, rounded, None, expandable=expandable_segments).reserved // _RESOLUTION
     while runs - fails > 1:
         middle = (fails + runs) // 2
-        if _run(order, rounded, middle * _RESOLUTION, settings, expandable=expandable_segments).out_of_memory:
+        if _run(order, rounded, middle * _RESOLUTION, expandable=expandable_segments).out_of_memory:
             fails = middle
         else:
             runs = middle
-    return Thresholds(comfortable=comfortable, tight=runs * _RESOLUTION, floor=floor)
+    return runs * _RESOLUTION
 
 
-def _run(
-    order: Sequence[int], rounded: Sequence[int], capacity: int | None, settings: AllocatorSettings, *, expandable: bool
-) -> AllocatorPeak:
-    allocator = (ExpandableSegments if expandable else FixedSegments)(settings, capacity)
+def _round(sizes: Sequence[int]) -> list[int]:
+    return [-(-size // UNIT) for size in sizes]
+
+
+def _run(order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, expandable: bool) -> AllocatorPeak:
+    allocator = (ExpandableSegments if expandable else FixedSegments)(capacity)
     allocate, free = allocator.allocate, allocator.free
     held = [0] * len(rounded)
     allocated = peak = 0

@@ -71,7 +71,7 @@ class _FakeGpu:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Random numbers on it have no values, so there is no state to set."""
+        """Random numbers on it have no values, and so no state."""
 
     def manual_seed_all(self, seed: int) -> None:
         """See ``set_rng_state``."""
@@ -186,8 +186,8 @@ def present() -> Iterator[None]:
 class DeviceNames(TorchFunctionMode):
     """While active, devices of ``types`` mean the fake one.
 
-    Covers ``.to("cuda")``, ``.cuda()``, ``device="cuda"`` and ``is_cuda``. Does not cover what a step asks torch about the machine (``torch.cuda.is_available()``), nor comparisons of
-    ``tensor.device.type`` with a string.
+    Covers ``.to("cuda")``, ``.cuda()``, ``device="cuda"`` and ``is_cuda``. Does not cover what a step asks torch about
+    the machine (``torch.cuda.is_available()``), nor comparisons of ``tensor.device.type`` with a string.
     """
 
     def __init__(self, types: Collection[str]) -> None:

@@ -40,13 +40,13 @@ class Circumstances(NamedTuple):
             but for what stands beside their losses, which ``Estimate`` adds.
         steps: The first makes the optimizer's state, the second begins with it.
         scaler: Whether the loss is scaled, and gradients unscaled.
-        keeps_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
+        zeroes_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
     """
 
     micro_batches: int = 2
     steps: int = 2
     scaler: bool = False
-    keeps_gradients: bool = False
+    zeroes_gradients: bool = False
 
     def once(self) -> Circumstances:
         """The same with one step, whose trace is the beginning of that of two and takes half as long."""
@@ -93,7 +93,7 @@ class DryRun:
             for tensor in tensors_of([dict(state) for state in self._optimizer.state.values()]):
                 self.recorder.label(tensor, "optimizer state")
         for parameter in self._parameters:
-            if not self._circumstances.keeps_gradients:
+            if not self._circumstances.zeroes_gradients:
                 parameter.grad = None
 
     def explain_loss(self, batch: Any) -> str:

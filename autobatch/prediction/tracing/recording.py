@@ -59,7 +59,7 @@ class FakeMode(FakeTensorMode):
 def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
     """A tensor without memory, of the same shape and dtype, laid out as ``.to("cuda")`` does; needs a ``FakeMode``.
 
-    That keeps the strides of a dense tensor; of an expanded or sliced one it makes a dense copy.
+    A dense tensor has the same strides there; an expanded or sliced one becomes dense.
 
     Raises:
         CannotPredict: It is of a kind whose memory is not that of one dense block.
