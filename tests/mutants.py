@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "predict does not see a write into the batch",
         PREDICTION + "tracing/fake_step.py",
-        "if self._is_placed and ",
+        "if is_placed and ",
         "if False and ",
         WATCHED_TESTS,
     ),

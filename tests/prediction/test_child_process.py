@@ -64,13 +64,13 @@ def test_an_error_that_does_not_travel_is_told():
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "message"),
     [(abort, "signal SIGABRT"), (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(3), "3")],
     ids=["abort", "kill", "exit"],
 )
-def test_the_death_of_the_child_is_an_error_here(end, told):
+def test_the_death_of_the_child_is_an_error_here(end, message):
     """An abort in C++ ends the child alone."""
-    with pytest.raises(CannotPredict, match=f"ended the process that it ran in .*{told}"):
+    with pytest.raises(CannotPredict, match=f"ended the process that it ran in .*{message}"):
         run_apart(end)
 
 

@@ -55,7 +55,7 @@ def _sizes(traced, *, phase, kind):
     ],
 )
 def test_recurrent_layers_are_traced_to_the_byte(kind, options, run):
-    """Two traces tell any other size exactly, and the results and states have the shapes that they have on the CPU."""
+    """Two traces determine any other size exactly; results and states have the shapes that they have on the CPU."""
     model = kind(WIDTH, HIDDEN, **options)
     shapes = []
 
@@ -75,7 +75,7 @@ def test_recurrent_layers_are_traced_to_the_byte(kind, options, run):
 
 
 @pytest.mark.apart
-def test_an_lstm_keeps_its_result_and_one_reserve_space():
+def test_an_lstm_saves_its_result_and_one_reserve_space():
     """After the forward pass: what it was given, the result, two states and what cuDNN keeps, and nothing a step."""
     traced = trace(Workload(nn.LSTM(WIDTH, HIDDEN), _step), _layout(), 7)
     activations = _sizes(traced, phase="forward", kind="activation")
@@ -129,8 +129,8 @@ def test_a_layer_in_eval_mode_has_no_backward_pass():
 
 
 @pytest.mark.apart
-@pytest.mark.parametrize(("cell", "kept"), [(nn.GRUCell, 5), (nn.LSTMCell, 4)], ids=["GRU", "LSTM"])
-def test_a_single_cell_is_one_kernel(cell, kept):
+@pytest.mark.parametrize(("cell", "saved"), [(nn.GRUCell, 5), (nn.LSTMCell, 4)], ids=["GRU", "LSTM"])
+def test_a_single_cell_is_one_kernel(cell, saved):
     """It keeps its gates in one block."""
 
     def run(model, batch):
@@ -138,7 +138,7 @@ def test_a_single_cell_is_one_kernel(cell, kept):
         return (hidden[0] if isinstance(hidden, tuple) else hidden).mean()
 
     traced = trace(Workload(cell(WIDTH, HIDDEN), run), describe(torch.zeros(2, WIDTH)), 11)
-    assert _sizes(traced, phase="forward", kind="activation").count(11 * kept * HIDDEN * 4) >= 4
+    assert _sizes(traced, phase="forward", kind="activation").count(11 * saved * HIDDEN * 4) >= 4
 
 
 @given(

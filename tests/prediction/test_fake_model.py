@@ -29,7 +29,7 @@ def _resident(traced, kind):
 
 
 @pytest.mark.apart
-def test_a_tensor_with_two_names_has_one_twin():
+def test_a_tensor_with_two_names_has_one_fake_tensor():
     """Tied weights, and a buffer that two modules share, are there once."""
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     model[1].weight = model[0].weight
@@ -67,7 +67,7 @@ def test_a_buffer_takes_what_moving_it_to_the_card_makes(buffer, byte_count):
     ids=lambda make: make.__name__,
 )
 def test_parametrized_weights_are_made_anew_in_each_step(make):
-    """From the originals' twins, which get the gradients."""
+    """From the fake originals, which get the gradients."""
     model = make(nn.Linear(16, 16))
     traced = _trace(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     trained = sorted(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
@@ -102,7 +102,7 @@ def test_a_plain_subclass_is_one_block():
 
 @pytest.mark.apart
 def test_a_subclass_of_several_blocks_is_refused():
-    """Nobody can tell what its operators allocate."""
+    """What its operators allocate is unknown."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     model = nn.Linear(16, 16)

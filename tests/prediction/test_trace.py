@@ -43,8 +43,8 @@ def _gpt_layout():
     return describe(tokens())
 
 
-def _bytes_by(replay, kind):
-    return sum(size for size, block in zip(replay.sizes, replay.blocks, strict=True) if block.kind == kind)
+def _bytes_by(traced, kind):
+    return sum(size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == kind)
 
 
 def _peak(workload, layout, n=16, **options):
@@ -84,19 +84,19 @@ def test_the_timeline_equals_a_direct_trace_at_any_size(make, run, example, opti
     timeline = trace_timeline(workload, layout)
     assert not timeline.interpolated
     for n in (4, 16, 64, 256):
-        direct, replay = trace(workload, layout, n), timeline.at(n)
-        assert (replay.order, replay.sizes, replay.blocks) == (direct.order, direct.sizes, direct.blocks)
+        direct, predicted = trace(workload, layout, n), timeline.at(n)
+        assert (predicted.order, predicted.sizes, predicted.blocks) == (direct.order, direct.sizes, direct.blocks)
 
 
 def test_what_is_resident_is_the_model_its_gradients_and_its_optimizers_state():
     """Bytes by kind are the model's own: tied weights once, AdamW's state twice the parameters."""
     model = GPT()
-    replay = trace_timeline(_workload(model), _gpt_layout()).at(4)
+    traced = trace_timeline(_workload(model), _gpt_layout()).at(4)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    assert _bytes_by(replay, "parameter") == parameters
-    assert _bytes_by(replay, "optimizer state") == 2 * parameters  # step counts stay on the host
-    assert _bytes_by(replay, "gradient") == 2 * parameters  # in each of two steps
-    assert _bytes_by(replay, "input") == 4 * 2 * 4 * 32 * 8  # micro-batches, tensors, samples, length, int64
+    assert _bytes_by(traced, "parameter") == parameters
+    assert _bytes_by(traced, "optimizer state") == 2 * parameters  # step counts stay on the host
+    assert _bytes_by(traced, "gradient") == 2 * parameters  # in each of two steps
+    assert _bytes_by(traced, "input") == 4 * 2 * 4 * 32 * 8  # micro-batches, tensors, samples, length, int64
 
 
 def test_gradients_stay_from_the_first_micro_batch_to_the_update():
