@@ -458,7 +458,7 @@ MUTANTS = (
         f"{PREDICTION}sizing.py",
         "int(gpu.total_bytes / (1 + margin))",
         "gpu.total_bytes",
-        ("tests/prediction/test_sizing.py", "tests/prediction/test_prediction.py"),
+        ("tests/prediction/test_sizing.py", "tests/prediction/test_predict.py"),
     ),
     Mutant(
         "freed neighbours are not merged",

@@ -30,7 +30,7 @@ TORCH_FREE = ["autobatch", *_modules_under("errors.py", "records.py", "events/*.
 TORCH_FREE += _modules_under("quantities.py", "wording.py", "planning/*.py", "report/*.py", "prediction/allocator/*.py")
 TORCH_FREE += [
     f"autobatch.prediction.{name}"
-    for name in ("timeline", "estimate", "gpu_table", "gpus", "prediction", "record", "sizing")
+    for name in ("timeline", "estimate", "card_table", "cards", "prediction", "record", "sizing")
 ]
 
 
