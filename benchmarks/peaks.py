@@ -21,8 +21,8 @@ from torch import nn
 from autobatch.batch.layout import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import COPIES, Estimate
+from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.retrace import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 

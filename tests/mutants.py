@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "predict does not see a write into the batch",
         PREDICTION + "tracing/fake_step.py",
-        "if self._is_placed and ",
+        "if is_placed and ",
         "if False and ",
         WATCHED_TESTS,
     ),
@@ -571,7 +571,7 @@ MUTANTS = (
         f"{PREDICTION}sizing.py",
         "int(gpu.total_bytes / (1 + margin))",
         "gpu.total_bytes",
-        ("tests/prediction/test_sizing.py", "tests/prediction/test_prediction.py"),
+        ("tests/prediction/test_sizing.py", "tests/prediction/test_predict.py"),
     ),
     Mutant(
         "freed neighbours are not merged",
@@ -844,14 +844,14 @@ MUTANTS = (
         "autobatch/planning/search.py",
         "    if question.expects_no_more and 0 <",
         "    if 0 <",
-        ("tests/prediction/test_expecting.py",),
+        ("tests/prediction/test_prior.py",),
     ),
     Mutant(
         "a prediction spares the trial of a size whatever was measured",
         "autobatch/planning/search.py",
         "    if line.reach(question.limit_bytes) >= following:\n        return False\n",
         "",
-        ("tests/prediction/test_expecting.py",),
+        ("tests/prediction/test_prior.py",),
     ),
     Mutant(
         "Python code runs when a tensor is freed",

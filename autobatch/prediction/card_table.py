@@ -1,12 +1,12 @@
-"""Cards that people train on: what each has in total, and what a process takes of it before its first tensor.
+"""Lists cards that people train on: what each has in total, and what a process takes of it before its first tensor.
 
 Covers whole cards as CUDA (or HIP) reports them on Linux. Does not cover MIG slices, cards on Windows, where the driver
 reports all of the memory, and laptops' cards of the same name.
 
-``total_bytes`` is what ``torch.cuda.get_device_properties(0).total_memory`` tells, and "total capacity" in an out of
-memory error: less than on the box, and less than ``nvidia-smi`` shows, which counts what the driver keeps. It varies by
-about a percent with the driver, and more with ECC: each row has the smallest total that was found (the A40's and the
-RTX 6000 Ada's say which of the two), and where that was told in GiB, half of the last decimal less.
+``total_bytes`` is what ``torch.cuda.get_device_properties(0).total_memory`` returns, and "total capacity" in an out of
+memory error: less than on the box, and less than ``nvidia-smi`` shows, which counts what the driver reserves. It varies
+by about a percent with the driver, and more with ECC: each row has the smallest total that was found (the A40's and the
+RTX 6000 Ada's say which of the two), and where that was reported in GiB, half of the last decimal less.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Gpu(Record):
         total_bytes: All memory that CUDA reports.
         architecture: ``"sm_90"``, or AMD's name of it; ``"unknown"`` for a card that has just a size.
         context_bytes: What a process takes outside the allocator: the CUDA context with the kernels that were loaded.
-        cublas_workspace_bytes: What one cuBLAS handle takes inside the allocator, and keeps.
-        source: Who told the total.
-        measured: Whether CUDA told it on such a card; else it is nominal, by the rule that the source states.
-        context_source: Who told what the context takes.
+        cublas_workspace_bytes: What one cuBLAS handle takes inside the allocator, for good.
+        source: Where the total was found.
+        measured: Whether CUDA reported it on such a card; else it is nominal, by the rule that the source states.
+        context_source: Where the context's size was found.
         context_measured: Whether that was read on a card of this architecture.
     """
 
@@ -67,7 +67,7 @@ _CONTEXTS = {
 }
 _UNKNOWN_CONTEXT = _Context(
     616,
-    "none for this architecture: the most that was told where kernels are loaded lazily, in LMCache #4019",
+    "none for this architecture: the most that was reported where kernels are loaded lazily, in LMCache #4019",
     measured=False,
 )
 
@@ -83,12 +83,7 @@ _WORKSPACES = {
 
 
 def make_gpu(
-    name: str,
-    total_bytes: int,
-    architecture: str = "unknown",
-    *aliases: str,
-    source: str,
-    measured: bool = True,
+    name: str, total_bytes: int, architecture: str = "unknown", *aliases: str, source: str, measured: bool = True
 ) -> Gpu:
     """A card with what is known of its architecture."""
     context = _CONTEXTS.get(architecture, _UNKNOWN_CONTEXT)
@@ -137,20 +132,8 @@ _ROWS = (
     _Row("T4", 14912, "sm_75", (), f"{_LOG} torch 2.2; on Colab 15095 to 15110 MiB"),
     _Row("RTX 2080 Ti", 10825, "sm_75", (), f"{_LOG} torch 2.6; others 11009 to 11020 MiB"),
     _Row("A30", 24089, "sm_80", (), "23.53 GiB in google/RB-Modulation #5; 24164 MiB in a YOLO log with torch 2.8"),
-    _Row(
-        "A100-40GB-PCIe",
-        40326,
-        "sm_80",
-        ("A100-40GB", "NVIDIA A100-PCIE-40GB"),
-        f"{_PROPERTIES}, torch 1.9",
-    ),
-    _Row(
-        "A100-40GB-SXM",
-        40441,
-        "sm_80",
-        ("NVIDIA A100-SXM4-40GB",),
-        f"{_LOG} torch 2.11; others 40507 to 40654 MiB",
-    ),
+    _Row("A100-40GB-PCIe", 40326, "sm_80", ("A100-40GB", "NVIDIA A100-PCIE-40GB"), f"{_PROPERTIES}, torch 1.9"),
+    _Row("A100-40GB-SXM", 40441, "sm_80", ("NVIDIA A100-SXM4-40GB",), f"{_LOG} torch 2.11; others 40507 to 40654 MiB"),
     _Row("A100-80GB-PCIe", 81154, "sm_80", (), f"{_LOG} torch 2.6"),
     _Row(
         "A100-80GB-SXM",

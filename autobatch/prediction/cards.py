@@ -1,6 +1,6 @@
-"""Which card is meant: by name, by the driver's name, or by its memory alone.
+"""Finds the card that is meant: by name, by the driver's name, or by its memory alone.
 
-Covers texts and ints. Does not cover the card of this machine, which only torch can tell.
+Covers texts and ints. Does not cover the card of this machine, which only torch knows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def find_gpu(gpu: Any) -> Gpu:
         gpu: A name; or the card's memory, as CUDA reports it, as a text with a unit (``"24GiB"``) or an int of bytes.
 
     Raises:
-        InvalidArgument: It is no name of a card that is known, or of several; or no memory that a card could have.
+        InvalidArgument: It is no known card's name, or several cards'; or no memory that a card could have.
     """
     if isinstance(gpu, str) and (known := _BY_NAME.get(_simplify(gpu)) or _find_family(gpu)):
         return known
@@ -52,7 +52,7 @@ def find_gpu(gpu: Any) -> Gpu:
     if size is not None:
         return _make_generic(gpu, size)
     if isinstance(gpu, str):
-        raise InvalidArgument(f"gpu={show_value(gpu)} {_tell_others(_simplify(gpu))}")
+        raise InvalidArgument(f"gpu={show_value(gpu)} {_suggest(_simplify(gpu))}")
     raise InvalidArgument(
         f"gpu={show_value(gpu)} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'"
     )
@@ -61,23 +61,22 @@ def find_gpu(gpu: Any) -> Gpu:
 def explain_choice(gpu: Any) -> tuple[str, ...]:
     """One sentence where the name could be cards with different memory: which one is meant, and which ones else."""
     simple = _simplify(gpu) if isinstance(gpu, str) else ""
-    if simple in _BY_NAME or len({card.total_bytes for card in _FAMILIES.get(simple, ())}) < 2:
+    cards = () if simple in _BY_NAME else _FAMILIES.get(simple, ())
+    names = [*dict.fromkeys(_without_socket(card) for card in cards)]
+    if len(names) < 2 or len({card.total_bytes for card in cards}) < 2:
         return ()
-    names = [*dict.fromkeys(_without_socket(card) for card in _FAMILIES[simple])]
-    if len(names) < 2:
-        return ()
-    chosen = _without_socket(_find_family(gpu) or _FAMILIES[simple][0])
+    chosen = _without_socket(_find_family(gpu) or cards[0])
     others = ", ".join(name for name in names if name != chosen)
     return (f"gpu={show_value(gpu)} is taken for the commonest of that name: {chosen}; also {others}",)
 
 
 def _find_family(gpu: str) -> Gpu | None:
     """The commonest of the cards that the name without its memory could be; ``None`` where it could be none."""
-    cards = _FAMILIES.get(_simplify(gpu), ())
-    chosen = next((name for family, name in COMMONEST.items() if _simplify(family) == _simplify(gpu)), None)
+    simple = _simplify(gpu)
+    chosen = next((name for family, name in COMMONEST.items() if _simplify(family) == simple), None)
     if chosen is not None:
         return _BY_NAME[_simplify(chosen)]
-    return min(cards, key=lambda card: card.total_bytes, default=None)
+    return min(_FAMILIES.get(simple, ()), key=lambda card: card.total_bytes, default=None)
 
 
 def _without_socket(card: Gpu) -> str:
@@ -111,7 +110,7 @@ def _make_generic(gpu: Any, size: int) -> Gpu:
     return make_gpu(f"{format_bytes(size)} card", size, source="given by the user", measured=False)
 
 
-def _tell_others(simple: str) -> str:
+def _suggest(simple: str) -> str:
     alike = [gpu.name for gpu in GPUS if simple and _simplify(gpu.name).startswith(simple)]
     if len(alike) > 1:
         return f"could be {_join(alike[:_MOST_NAMES])}; pass one of them, or its memory, such as '24GiB'"

@@ -1,8 +1,8 @@
-"""What-if: the same step done in another way, traced again.
+"""Predicts what other ways to do the same step would need, each traced again.
 
 Covers autocast to bfloat16, checkpointing of repeated blocks, other optimizers, expandable segments, and gradients that
-are kept and zeroed; an optimizer that the step has already is not offered. Each says in a word what it costs besides.
-Does not cover what a change does to the result of training: that is the user's to weigh.
+are zeroed in place; each with what it costs besides. Does not cover what a change does to the result of training: that
+is the user's to weigh.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from autobatch.errors import CannotPredict
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.record import Change
+from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.retrace import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 
@@ -32,7 +32,7 @@ _FEWEST_BLOCKS = 3
 _BLOCK = 256
 """Numbers that share one float32 scale in 8-bit optimizers (bitsandbytes' block-wise quantization)."""
 _SMALLEST_EIGHT_BIT = 4096
-"""Parameters with fewer numbers keep float32 state there."""
+"""Parameters with fewer numbers have float32 state there."""
 
 
 def try_changes(
@@ -55,59 +55,51 @@ def try_changes(
         circumstances: In which the unchanged step was traced.
     """
     before = estimate.reserved(size)
+    # A step that is no line is none in another way either: then it is traced at the size of the comparison too.
+    also = size if estimate.timeline.interpolated and size > 1 else 0
 
     def judge(way: _Way) -> Change:
         try:
-            changed = way.estimate(estimate)
+            if way.is_traced:
+                timeline = run_apart(lambda: _trace(way.workload, layout, way.circumstances, also))
+                changed = estimate.changed(timeline=timeline)
+            else:
+                changed = estimate.changed(expandable_segments=True)
             fits = largest(changed, way.workload, way.circumstances)
         except CannotPredict as error:
             return Change(name=way.name, effect=way.effect, failed=str(error))
         peak = changed.reserved(size)
         return Change(
-            name=way.name,
-            effect=way.effect,
-            peak_bytes=peak,
-            saved_bytes=before - peak,
-            micro_batch_size=fits,
+            name=way.name, effect=way.effect, peak_bytes=peak, saved_bytes=before - peak, micro_batch_size=fits
         )
 
-    # A step that is no line is none in another way either: then it is traced at the size of the comparison too.
-    also = size if estimate.timeline.interpolated and size > 1 else 0
-    ways = [*_traced_ways(workload, layout, circumstances, also)]
+    ways = [*_traced_ways(workload, circumstances)]
     if not estimate.expandable_segments:
-        expandable = "expandable segments"
-        ways.append(
-            _Way(expandable, "", workload, circumstances, lambda usual: usual.changed(expandable_segments=True))
-        )
+        ways.append(_Way("expandable segments", "", workload, circumstances, is_traced=False))
     return tuple(sorted(map(judge, ways), key=lambda change: (bool(change.failed), -change.saved_bytes)))
 
 
 class _Way(NamedTuple):
-    """Another way to do the step: its name, what it costs besides memory, what is run, and how it is estimated."""
+    """Another way to do the step: its name, what it costs besides memory, and what is run."""
 
     name: str
     effect: str
     workload: Workload
     circumstances: Circumstances
-    estimate: Callable[[Estimate], Estimate]
+    is_traced: bool = True
 
 
-def _traced_ways(workload: Workload, layout: Layout, usual: Circumstances, also: int) -> Iterator[_Way]:
-    def way(name: str, effect: str, changed: Workload, circumstances: Circumstances = usual) -> _Way:
-        def estimate(before: Estimate) -> Estimate:
-            return before.changed(timeline=run_apart(lambda: _trace(changed, layout, circumstances, also)))
-
-        return _Way(name, effect, changed, circumstances, estimate)
-
-    yield way("bfloat16 autocast", "lower precision", replace(workload, step=_with_autocast(workload.step)))
+def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
+    autocast = replace(workload, step=_with_autocast(workload.step))
+    yield _Way("bfloat16 autocast", "lower precision", autocast, usual)
     blocks = repeated_blocks(workload.model)
     if blocks:
         name = f"checkpointing of {len(blocks)} {type(blocks[0]).__name__} blocks"
-        yield way(name, "more time", replace(workload, step=_with_checkpoints(workload.step, blocks)))
+        yield _Way(name, "more time", replace(workload, step=_with_checkpoints(workload.step, blocks)), usual)
     for name, effect, optimizer in other_optimizers(workload.optimizer):
-        yield way(name, effect, replace(workload, optimizer=optimizer))
-    if not usual.keeps_gradients:
-        yield way("gradients zeroed, not set to None", "", workload, usual._replace(keeps_gradients=True))
+        yield _Way(name, effect, replace(workload, optimizer=optimizer), usual)
+    if not usual.zeroes_gradients:
+        yield _Way("gradients zeroed, not set to None", "", workload, usual._replace(zeroes_gradients=True))
 
 
 def _trace(workload: Workload, layout: Layout, circumstances: Circumstances, also: int) -> Timeline:
@@ -196,7 +188,7 @@ class EightBitAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make the state, where it is not there; one fused kernel updates in place and takes nothing."""
+        """Make the state once; the update is one fused kernel in place, which allocates nothing."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:

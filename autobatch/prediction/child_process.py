@@ -1,9 +1,9 @@
-"""A function run in a child of this process, so that nothing it does can harm the parent.
+"""Runs a function in a child of this process, so that nothing it does can harm the parent.
 
 Covers tracing, which registers a device with torch for the life of a process and goes through C++ that aborts where an
-error finds it unprepared. The child is a fork: it sees the user's model without a copy, whatever it does to it ends
-with it, and only its result comes back. What it prints goes nowhere, but for the last line before a crash. Where a
-process cannot fork (Windows) or must not (macOS, whose system libraries forbid it), the function runs here.
+error finds it unprepared. The child is a fork: it sees the user's model without a copy, and only its result comes back.
+What it prints is dropped, but for the last line before a crash. Where a process cannot fork (Windows) or must not
+(macOS, whose system libraries forbid it), the function runs here.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
 
 
 def _stop(child: int) -> None:
-    # Where SIGCHLD is ignored the kernel has waited for a child that is gone, and its number may be another's by now.
+    # Where SIGCHLD is ignored, the kernel has waited for a child that is gone, and its number may be another's by now.
     with suppress(ChildProcessError, ProcessLookupError):
         if os.waitpid(child, os.WNOHANG) == (0, 0):
             os.kill(child, signal.SIGKILL)
@@ -114,20 +114,19 @@ def _last_line(printed: IO[bytes]) -> str:
 
 def _start(function: Callable[[], Any], printed: int) -> tuple[int, int]:
     """The child, and where its answer is read."""
+    pipe: tuple[int, ...] = ()
     try:
-        reading, writing = os.pipe()
-    except OSError as error:
-        raise CannotPredict(f"a trace needs a process of its own, and there is none to be had ({error})") from error
-    try:
+        pipe = os.pipe()
         # The filters are one list for all threads: two that change it and put it back in turn would leave it changed.
         with _FILTERS, warnings.catch_warnings():
             # Python 3.12 warns of forks beside threads. The child uses one thread and none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
     except OSError as error:
-        os.close(reading)
-        os.close(writing)
-        raise CannotPredict(f"a trace needs a process of its own, and there is none to be had ({error})") from error
+        for end in pipe:
+            os.close(end)
+        raise CannotPredict(f"a trace needs a process of its own, and none could be started ({error})") from error
+    reading, writing = pipe
     if child == 0:
         os.close(reading)
         _answer(function, writing, printed)
@@ -136,7 +135,7 @@ def _start(function: Callable[[], Any], printed: int) -> tuple[int, int]:
 
 
 def _wait(child: int) -> str:
-    """How it ended; ``_WELL`` also where somebody else has waited for it (``SIGCHLD`` ignored) and nobody can tell."""
+    """How it ended; ``_WELL`` also where that cannot be known, since ``SIGCHLD`` is ignored."""
     try:
         _, status = os.waitpid(child, 0)
     except ChildProcessError:
@@ -149,8 +148,11 @@ def _answer(function: Callable[[], Any], writing: int, printed: int) -> None:
     """In the child: send what comes of the function, and end without the parent's clean-up."""
     status = 1
     try:
-        _end_with_parent()
-        _redirect(printed)
+        # A child that is killed for its time takes its own children with it (prctl(2), PR_SET_PDEATHSIG).
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
+        for stream in (_STDOUT, _STDERR):  # as C++ knows them; Python's are others in notebooks
+            os.dup2(printed, stream)
+        sys.stdout = sys.stderr = os.fdopen(os.dup(printed), "w", buffering=1, errors="replace")
         torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
         answer = _pack(function)
         with os.fdopen(writing, "wb") as pipe:
@@ -160,24 +162,12 @@ def _answer(function: Callable[[], Any], writing: int, printed: int) -> None:
         os._exit(status)
 
 
-def _end_with_parent() -> None:
-    """A child that was killed for its time takes its own children with it (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
-
-
-def _redirect(printed: int) -> None:
-    """Both streams, as C++ knows them and as Python does: in notebooks these are not the same."""
-    for stream in (_STDOUT, _STDERR):
-        os.dup2(printed, stream)
-    sys.stdout = sys.stderr = os.fdopen(os.dup(printed), "w", buffering=1, errors="replace")
-
-
 def _pack(function: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps((False, function()))
     except SystemExit as error:
-        told = f"the step ends its process (sys.exit({error.code!r})); run fit() on a GPU"
-        return pickle.dumps((True, CannotPredict(told)))
+        message = f"the step ends its process (sys.exit({error.code!r})); run fit() on a GPU"
+        return pickle.dumps((True, CannotPredict(message)))
     except Exception as error:  # noqa: BLE001 - raised again in the parent
         try:
             pickle.loads(pickle.dumps(error))  # noqa: S301 - some errors only fail on the way back

@@ -1,13 +1,14 @@
-"""``predict``: what a training step would need on a card, without one.
+"""Predicts what a training step would need on a card, without one.
 
 Covers the way from arguments to a prediction: trace, estimate, choice of a size, all cards. Does not cover how a step
-is traced (``trace``), what the allocator makes of it (``estimate``), nor what else could be done (``changes``).
+is traced (``tracing``), what the allocator makes of it (``estimate``), nor what else could be done (``changes``).
 """
 
 from __future__ import annotations
 
 import numbers
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,12 +32,11 @@ from autobatch.prediction.changes import try_changes
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import Prediction
-from autobatch.prediction.record import Part, Point
-from autobatch.prediction.retrace import Proof, prove
+from autobatch.prediction.record import Part
+from autobatch.prediction.retrace import Proof, check_timeline, find_smallest, prove
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.retrace import check_timeline, find_smallest
-from autobatch.prediction.tracing.trace import SIZES, Circumstances, explain_loss, trace_timeline
+from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
 from autobatch.step.default_step import default_step
@@ -53,6 +53,7 @@ MARGIN_REASON = "at which 2.5 % of 363 published peaks were above the prediction
 
 _MODULES = 10
 _HELD = "held by the allocator beside them"
+_NOT_TRACED = "the step was not traced at the predicted size, which follows from other sizes"
 _NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"
 
 
@@ -98,7 +99,7 @@ def predict(
         InvalidArgument: An argument cannot mean anything.
         InvalidBatch: The batch cannot be counted.
         InvalidStep: The step calls ``backward()`` itself, or trains what is in neither the model nor the optimizer.
-        NeedsBatch: No batch was given and the model does not tell what it takes.
+        NeedsBatch: No batch was given and the model does not say what it takes.
     """
     started = time.perf_counter()
     target_batch = check_target(target_batch)
@@ -149,7 +150,6 @@ def _prove(sizing: Sizing, workload: Workload, layout: Layout, circumstances: Ci
     """The same on an estimate that has been put to the test at the size that it leads to."""
     proof = prove(
         sizing.estimate,
-        SIZES,
         judge=lambda estimate: replace(sizing, estimate=estimate).largest,
         check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
     )
@@ -171,22 +171,27 @@ def _with_changes(
 
 def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:
     estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or sizing.least
-    share = estimate.share(judged)
-    held = (Part(name=_HELD, byte_count=share.held_bytes),) if share.held_bytes else ()
-    curve = fit_curve([_as_trial(point) for point in points])
-    told = (*_warn_of_split(workload, sizing), *warnings, *proof.warnings)
+    by_kind, held_bytes = estimate.by_kind(judged)
+    breakdown = [*by_kind.most_common(), *([(_HELD, held_bytes)] if held_bytes else [])]
+    trials = [
+        Trial(micro_batch_size=at.size, outcome="fits", peak_allocated=at.allocated, peak_reserved=at.reserved)
+        for at in points
+    ]
+    curve = fit_curve(trials)
+    untraced = (f"{_NOT_TRACED}: {proof.doubt}",) if proof.doubt else ()
+    warnings = (*_warn_of_split(workload, sizing), *warnings, *untraced)
     return Prediction(
         gpu=sizing.gpu,
         target_batch=sizing.target,
         curve=curve,
         points=points,
-        plan=_make_plan(workload, layout, sizing, curve, (*told, _NEVER_RAN)) if sizing.largest else None,
+        plan=_make_plan(workload, layout, sizing, curve, (*warnings, _NEVER_RAN)) if sizing.largest else None,
         largest_judged=sizing.bound,
         reach=sizing.reach,
         judged_size=judged,
         peak_bytes=estimate.reserved(judged) + sizing.gpu.context_bytes,
-        breakdown=(*(Part(name=name, byte_count=count) for name, count in share.by_kind), *held),
-        modules=tuple(Part(name=name, byte_count=count) for name, count in share.by_module[:_MODULES]),
+        breakdown=_as_parts(breakdown),
+        modules=_as_parts(estimate.by_module(judged).most_common(_MODULES)),
         per_sample_bytes=estimate.tensor_bytes(judged + 1) - estimate.tensor_bytes(judged),
         context_bytes=sizing.gpu.context_bytes,
         margin=sizing.margin,
@@ -195,20 +200,18 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, w
         interpolated=estimate.timeline.interpolated,
         proven_at=proof.proven_at,
         doubt=proof.doubt,
-        warnings=told,
+        warnings=warnings,
     )
+
+
+def _as_parts(named: Iterable[tuple[str, int]]) -> tuple[Part, ...]:
+    return tuple(Part(name=name, byte_count=count) for name, count in named)
 
 
 def _warn_of_split(workload: Workload, sizing: Sizing) -> tuple[str, ...]:
     """One sentence where the plan divides the target and that is known not to be exact."""
     norms = batch_norms_in_train_mode(workload.model) if 0 < sizing.largest < sizing.target else []
     return (warn_of_batch_norms(norms, max(balance(sizing.target, sizing.largest)), sizing.target),) if norms else ()
-
-
-def _as_trial(point: Point) -> Trial:
-    return Trial(
-        micro_batch_size=point.size, outcome="fits", peak_allocated=point.allocated, peak_reserved=point.reserved
-    )
 
 
 def _make_plan(
@@ -247,10 +250,6 @@ def _find_local() -> Gpu:
         raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     architecture = f"sm_{properties.major}{properties.minor}"
-    known = architecture in {gpu.architecture for gpu in GPUS}
-    return make_gpu(
-        properties.name,
-        properties.total_memory,
-        architecture if known else "unknown",
-        source="read from the card of this machine",
-    )
+    architecture = architecture if architecture in {gpu.architecture for gpu in GPUS} else "unknown"
+    source = "read from the card of this machine"
+    return make_gpu(properties.name, properties.total_memory, architecture, source=source)

@@ -1,7 +1,6 @@
-"""What ``fit`` may expect before its first trial.
+"""Predicts the largest size that fits a limit of this process, for ``fit`` before its first trial.
 
-Covers the largest size that a prediction says fits a limit of this process. Does not cover trials, which have the last
-word: where nothing can be predicted, or not soon, there is no expectation, and they begin at two samples.
+Does not cover trials, which have the last word: where nothing can be predicted, or not soon, they begin at two samples.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,9 +16,8 @@ from autobatch.batch.layout import Layout
 from autobatch.prediction.card_table import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.retrace import prove
+from autobatch.prediction.retrace import check_timeline, prove
 from autobatch.prediction.timeline import Timeline
-from autobatch.prediction.tracing.retrace import check_timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
 from autobatch.step.workload import Workload
 
@@ -67,7 +65,7 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
     deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
 
     def judge(estimate: Estimate) -> int:
-        return _bisect(estimate, limit_bytes, sizes)
+        return _largest_within(limit_bytes, estimate, sizes)
 
     def check(timeline: Timeline, size: int) -> Timeline | None:
         left = deadline - time.monotonic()
@@ -76,26 +74,20 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
     # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
     workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
-    proof = prove(Estimate(timeline, workspace_bytes, expects_expandable_segments()), SIZES, judge, check)
+    proof = prove(Estimate(timeline, workspace_bytes, expects_expandable_segments()), judge, check)
     known = min(SIZES[-1] if proof.doubt else sizes[-1], proof.estimate.largest_traced or sizes[-1])
     judged = sizes[: bisect_right(sizes, known)]
-    largest = _bisect(proof.estimate, limit_bytes, judged)
+    largest = _largest_within(limit_bytes, proof.estimate, judged)
     return Expectation(largest, knows_no_larger=largest == judged[-1] < sizes[-1])
+
+
+def _largest_within(limit_bytes: int, estimate: Estimate, sizes: Sequence[int]) -> int:
+    judged = sizes[: bisect_right(sizes, estimate.largest_traced or sizes[-1])]
+    fitting = bisect_left(judged, True, key=lambda size: estimate.reserved(size) > limit_bytes)
+    return judged[fitting - 1] if fitting else 0
 
 
 def expects_expandable_segments() -> bool:
     """Whether this process's environment asks torch's allocator for them."""
     settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
     return "expandable_segments:True" in "".join(settings.split()).split(",")
-
-
-def _bisect(estimate: Estimate, limit_bytes: int, sizes: Sequence[int]) -> int:
-    known = estimate.largest_traced
-    low, high = 0, len(sizes) if known is None else bisect_right(sizes, known)
-    while low < high:
-        middle = (low + high) // 2
-        if estimate.reserved(sizes[middle]) <= limit_bytes:
-            low = middle + 1
-        else:
-            high = middle
-    return sizes[low - 1] if low else 0

@@ -1,24 +1,31 @@
-"""A prediction's own test: the size that it is about, traced.
+"""Retraces the step at the size that a prediction is about, and judges again where the timeline does not hold there.
 
-Covers which size that is, and how often the answer may move. Does not cover the trace (``tracing.check``). Nothing here
-imports torch.
+Covers how often the answer may move, the trace at that size, and whether one sample can be run. Does not cover which
+size the estimate leads to. Three sizes on one line are no proof for a fourth: a step that pads its samples to a
+multiple of 128 takes the same at 2, 3 and 67.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.timeline import Timeline
+from autobatch.prediction.timeline import Timeline, TracedStep, combine
+from autobatch.prediction.tracing.failures import TooLong
+from autobatch.prediction.tracing.fake_step import Circumstances
+from autobatch.prediction.tracing.trace import SIZES, climb, expect_events, find_most_events, trace
+from autobatch.step.workload import Workload
 
-__all__ = ["Proof", "prove"]
+__all__ = ["Proof", "check_timeline", "find_smallest", "prove"]
 
 _ROUNDS = 3
 """A step that is no line is mostly judged anew once: with a trace at the first answer, the second is near to it."""
 _FEWEST = 2
-_OF_ONE = "one sample is another program than several, which skips some copies, so it is never traced"
+_LADDER = (256, 1024)
+"""Where a step is no line beyond the largest of the three sizes, though it is one up to there."""
 
 
 @dataclass(frozen=True)
@@ -35,45 +42,82 @@ class Proof:
     proven_at: int = 0
     doubt: str = ""
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """One sentence where it was not traced at the size that it is about."""
-        told = f"the step was not traced at the size that is told, which follows from other sizes: {self.doubt}"
-        return (told,) if self.doubt else ()
-
 
 def prove(
-    estimate: Estimate,
-    traced: tuple[int, ...],
-    judge: Callable[[Estimate], int],
-    check: Callable[[Timeline, int], Timeline | None],
+    estimate: Estimate, judge: Callable[[Estimate], int], check: Callable[[Timeline, int], Timeline | None]
 ) -> Proof:
-    """Trace the size that the estimate leads to; where it says another thing, judge again with that trace.
+    """Trace the size that the estimate leads to; where the trace differs, judge again with it.
 
     Args:
         estimate: Of one step.
-        traced: Sizes that its timeline is known to hold at, if it is not interpolated.
         judge: The size that it leads to.
-        check: ``None`` where the timeline holds at this size, else one with a trace of it.
+        check: ``None`` where the timeline holds at this size, else one with a trace of it: ``check_timeline``.
     """
     for _ in range(_ROUNDS):
-        size, timeline = judge(estimate), estimate.timeline
-        if size in _known(timeline, traced):
+        size = judge(estimate)
+        if _is_traced(estimate.timeline, size):
             return Proof(estimate, size)
         if size < _FEWEST:
-            return Proof(estimate, doubt=_OF_ONE)
+            doubt = "one sample is another program than several, which skips some copies, so it is never traced"
+            return Proof(estimate, doubt=doubt)
         try:
-            changed = check(timeline, size)
+            changed = check(estimate.timeline, size)
         except CannotPredict as error:
             return Proof(estimate, doubt=str(error))
         if changed is None:
             return Proof(estimate, size)
         estimate = estimate.changed(timeline=changed)
     size = judge(estimate)
-    if size in _known(estimate.timeline, traced):
+    if _is_traced(estimate.timeline, size):
         return Proof(estimate, size)
     return Proof(estimate, doubt=f"after {_ROUNDS} more traces the answer had moved once more")
 
 
-def _known(timeline: Timeline, traced: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(step.samples for step in timeline.traced) if timeline.interpolated else traced
+def _is_traced(timeline: Timeline, size: int) -> bool:
+    return size in ([step.samples for step in timeline.traced] if timeline.interpolated else SIZES)
+
+
+def check_timeline(
+    timeline: Timeline, workload: Workload, layout: Layout, samples: int, circumstances: Circumstances
+) -> Timeline | None:
+    """Trace the step at one more size; where it holds, one optimizer step, since the second makes what the first makes.
+
+    Args:
+        timeline: Of the same step in the same circumstances.
+        workload: As for ``trace_timeline``.
+        layout: As for ``trace_timeline``.
+        samples: In a micro-batch; at least 2.
+        circumstances: As for ``trace_timeline``.
+
+    Returns:
+        ``None`` where the timeline says the same, else one that is interpolated and has this size.
+
+    Raises:
+        CannotPredict: At this size it cannot be traced, or not in a few seconds.
+    """
+    if timeline.interpolated:
+        traced = list(timeline.traced)
+        if expect_events(traced, samples) > find_most_events(traced):
+            raise TooLong("it runs the more operators the more samples it has, there too many to trace")
+        return combine([*traced, trace(workload, layout, samples, circumstances, find_most_events(traced))])
+    traced = [timeline.at(size) for size in SIZES]
+    most = find_most_events(traced)
+    if timeline.begins_with(trace(workload, layout, samples, circumstances.once(), most // 2)):
+        return None
+
+    def run(size: int) -> TracedStep:
+        return trace(workload, layout, size, circumstances, most)
+
+    return combine(climb([*traced, run(samples)], [size for size in _LADDER if size != samples], run))
+
+
+def find_smallest(workload: Workload, layout: Layout) -> int:
+    """The fewest samples that the model can run: 2 where one sample alone raises an error, as ``Probe`` finds it.
+
+    The step was traced at other sizes, so what fails here is due to the one sample.
+    """
+    try:
+        trace(replace(workload, optimizer=None), layout, 1, Circumstances(micro_batches=1, steps=1))
+    except CannotPredict:
+        return 2
+    return 1

@@ -1,4 +1,4 @@
-"""A prediction as text: one line, and the whole story.
+"""Writes a prediction as text: one line, and the whole story.
 
 Covers words and tables of up to 100 columns below the first line, where names are ordinary. Does not cover any
 estimate: every number shown stands in the record, or is the sum of two that do.
@@ -47,7 +47,7 @@ def explain_prediction(prediction: PredictionRecord) -> str:
             *_section("Memory by size", _point_lines(prediction)),
             *_section("What would help", _change_lines(prediction)),
             *_section("On every card that is known", _card_lines(prediction)),
-            *_section("How sure this is", _wrapped(_trust_lines(prediction))),
+            *_section("How sure this is", _wrapped(explain_trust(prediction))),
             *_section("Warnings", _wrapped(f"! {warning}" for warning in prediction.warnings)),
         ]
     )
@@ -58,11 +58,6 @@ def explain_cards(prediction: PredictionRecord) -> str:
     header = f"{plural(prediction.target_batch, 'sample')} a step"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
-
-
-def explain_trust(prediction: PredictionRecord) -> Iterator[str]:
-    """How sure it is, a sentence each."""
-    return _trust_lines(prediction)
 
 
 def explain_changes(prediction: PredictionRecord) -> str:
@@ -100,7 +95,7 @@ def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
     if chosen == target:
         yield f"all {target} of the target at once, with the margin" if target > 1 else "the target, with the margin"
         return
-    yield f"{chosen or 'none':>12}   with the margin: {'the plan' if chosen else 'there is no plan'}"
+    yield f"{chosen or 'none':>12}   with the margin: {'the plan' if chosen else 'no plan'}"
     yield f"{_of_target(reach.comfortable, target):>12}   without it, if the allocator never has to give memory back"
     yield f"{_of_target(reach.tight, target):>12}   if it has to, which costs time"
     more = "any larger size that saves a step is" if reach.tight else "even one sample is"
@@ -149,7 +144,7 @@ def _change_lines(prediction: PredictionRecord) -> Iterator[str]:
         return
     yield f"{'saves':>12}{'micro-batch':>14}   change"
     for change in prediction.changes:
-        yield from _tell_change(change)
+        yield from _describe_change(change)
     now = prediction.plan.micro_batch_size if prediction.plan else 0
     if now == prediction.target_batch:
         yield "all of the target fits as it is: this would only save memory"
@@ -159,7 +154,7 @@ def _change_lines(prediction: PredictionRecord) -> Iterator[str]:
         yield f"none of it lets more than {plural(now, 'sample')} into a micro-batch" if now else "still nothing fits"
 
 
-def _tell_change(change: Change) -> Iterator[str]:
+def _describe_change(change: Change) -> Iterator[str]:
     if change.failed:
         indent = " " * 29
         yield from wrap(f"{'?':>12}{'?':>14}   {change.name}: {change.failed}", _WIDTH, subsequent_indent=indent)
@@ -172,14 +167,14 @@ def _tell_change(change: Change) -> Iterator[str]:
 def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> Iterator[str]:
     yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
     for card in sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu)):
-        yield _tell_card(card) + (mark if card.gpu == prediction.gpu.name else "")
+        yield _describe_card(card) + (mark if card.gpu == prediction.gpu.name else "")
     if not all(card.measured for card in prediction.cards):
         yield "* its memory is a nominal figure"
     if len({card.micro_batch_size for card in prediction.cards}) > 1:
         yield f"{prediction.judged_size} was traced, if nothing else is said; other sizes follow from fewer samples"
 
 
-def _tell_card(card: CardFit) -> str:
+def _describe_card(card: CardFit) -> str:
     name = card.gpu if card.measured else f"{card.gpu} *"
     peak = format_bytes(card.peak_bytes) if card.micro_batch_size else "-"
     return (
@@ -188,7 +183,8 @@ def _tell_card(card: CardFit) -> str:
     )
 
 
-def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
+def explain_trust(prediction: PredictionRecord) -> Iterator[str]:
+    """How sure it is, a sentence each."""
     gpu, margin = prediction.gpu, _percent(prediction.margin)
     yield f"{margin} of the peak, CUDA's own part included, is left free on top of it: {prediction.margin_reason}"
     if not gpu.measured and any(card.gpu == gpu.name for card in prediction.cards):
@@ -196,7 +192,11 @@ def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
     if not gpu.context_measured:
         yield f"what CUDA takes for itself is a guess on this card ({gpu.context_source})"
     yield f"what cuDNN takes is a rule fitted to one card; grouped convolutions may take more: {FAMILIES_REASON}"
-    yield _tell_proof(prediction)
+    at = f"at {plural(prediction.judged_size, 'sample')}"
+    if prediction.proven_at:
+        yield f"the step was traced {at}: its tensors there are as they are said to be, byte for byte"
+    else:
+        yield f"the step was not traced {at}, and what is said of it follows from other sizes: {prediction.doubt}"
     yield from _interpolation_lines(prediction)
 
 
@@ -206,10 +206,3 @@ def _interpolation_lines(prediction: PredictionRecord) -> Iterator[str]:
             "the step ran different operators at different sizes: all numbers for sizes that were not traced are on "
             f"lines through the nearest two that were, and no size above {prediction.largest_judged} was judged"
         )
-
-
-def _tell_proof(prediction: PredictionRecord) -> str:
-    at = f"at {plural(prediction.judged_size, 'sample')}"
-    if prediction.proven_at:
-        return f"the step was traced {at}: its tensors there are as they are said to be, byte for byte"
-    return f"the step was not traced {at}, and what is said of it follows from other sizes: {prediction.doubt}"

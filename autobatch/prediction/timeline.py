@@ -1,12 +1,7 @@
-"""What a training step allocates and frees, in order, at any number of samples.
+"""Describes what a training step allocates and frees, in order, at any number of samples.
 
 Covers the record of one traced step, the alignment of two into sizes that are affine in the samples, and what is done
-where they do not align. Does not cover tracing (``trace``) nor what an allocator makes of it. Nothing here imports
-torch.
-
-Two traces at 2 and 3 samples tell all sizes where a block's bytes are a product of dimensions, of which one is the
-samples': then they are affine in it. A third trace, and one more at the size that a prediction is about, tell whether
-they are. One sample is another program, since views of size 1 skip copies, so it is never traced.
+where they do not align. Does not cover tracing (``tracing.trace``) nor what an allocator makes of it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from typing import Literal
 
 from autobatch.records import Record
 
-__all__ = ["Block", "Kind", "Phase", "Replay", "Timeline", "TracedStep", "align", "combine"]
+__all__ = ["Block", "Kind", "Phase", "Timeline", "TracedStep", "align", "combine", "most_alive"]
 
 Phase = Literal["before", "forward", "backward", "optimizer"]
 Kind = Literal[
@@ -29,7 +24,7 @@ class Block(Record):
 
     Attributes:
         phase: When it was made.
-        kind: What it is for; ``"aux"`` is what a step returns beside its loss, kept until all its micro-batches ran.
+        kind: What it is for; ``"aux"`` is what a step returns beside its loss, held until all its micro-batches ran.
         module: The qualified name of the submodule that made it, or whose parameter it belongs to; "" outside of all.
     """
 
@@ -39,7 +34,7 @@ class Block(Record):
 
 
 class TracedStep(Record):
-    """One traced run of a step.
+    """A step at one number of samples.
 
     Attributes:
         samples: Samples in each micro-batch.
@@ -53,27 +48,18 @@ class TracedStep(Record):
     sizes: tuple[int, ...]
     blocks: tuple[Block, ...]
 
-
-class Replay(Record):
-    """A step at one number of samples.
-
-    Attributes:
-        order: As ``TracedStep.order``.
-        sizes: Bytes of each block.
-        blocks: What each block is.
-    """
-
-    order: tuple[int, ...]
-    sizes: tuple[int, ...]
-    blocks: tuple[Block, ...]
-
     def peak(self) -> int:
         """The most bytes alive at once, unrounded."""
-        live = most = 0
-        for event in self.order:
-            live += self.sizes[event - 1] if event > 0 else -self.sizes[-event - 1]
-            most = max(most, live)
-        return most
+        return most_alive(self.order, self.sizes)
+
+
+def most_alive(order: Sequence[int], sizes: Sequence[int]) -> int:
+    """The largest sum of the sizes of blocks that are allocated at once; ``order`` as in ``TracedStep``."""
+    live = most = 0
+    for entry in order:
+        live += sizes[entry - 1] if entry > 0 else -sizes[-entry - 1]
+        most = max(most, live)
+    return most
 
 
 class Timeline(Record):
@@ -95,34 +81,26 @@ class Timeline(Record):
     interpolated: bool = False
     traced: tuple[TracedStep, ...] = ()
 
-    def bytes_at(self, n: int) -> list[int]:
-        """Bytes of each block of ``order`` at ``n`` samples."""
-        return [fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True)]
-
     def begins_with(self, traced: TracedStep) -> bool:
-        """Whether a replay at its number of samples begins with this very trace, which may be of fewer steps.
+        """Whether the step at that number of samples begins with this very trace, which may be of fewer steps.
 
         Byte for byte and in the same order; what blocks are for is often known only after a later step.
         """
-        replay = self.at(traced.samples)
+        own = self.at(traced.samples)
         events, count = len(traced.order), len(traced.sizes)
-        return (replay.order[:events], replay.sizes[:count]) == (traced.order, traced.sizes)
+        return (own.order[:events], own.sizes[:count]) == (traced.order, traced.sizes)
 
-    def as_traced(self, n: int) -> TracedStep:
-        """The step at ``n`` samples as a trace of it would be; of one that is not interpolated."""
-        return TracedStep(samples=n, order=self.order, sizes=tuple(self.bytes_at(n)), blocks=self.blocks)
-
-    def at(self, n: int) -> Replay:
+    def at(self, n: int) -> TracedStep:
         """The step at ``n`` samples: exact where the traces aligned, else the next larger one that was traced.
 
         Beyond the largest trace that one. ``measure`` interpolates between them.
         """
-        if not self.interpolated:
-            return Replay(order=self.order, sizes=tuple(self.bytes_at(n)), blocks=self.blocks)
-        step = next((step for step in self.traced if step.samples >= n), self.traced[-1])
-        return Replay(order=step.order, sizes=step.sizes, blocks=step.blocks)
+        if self.interpolated:
+            return next((step for step in self.traced if step.samples >= n), self.traced[-1])
+        sizes = tuple(fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True))
+        return TracedStep(samples=n, order=self.order, sizes=sizes, blocks=self.blocks)
 
-    def measure(self, n: int, quantity: Callable[[Replay], int]) -> int:
+    def measure(self, n: int, quantity: Callable[[TracedStep], int]) -> int:
         """A quantity of the step at ``n`` samples, such as its peak or what an allocator would reserve for it.
 
         Exact where the traces aligned. Else on the line through the nearest two traced sizes, which lies above a convex
@@ -132,14 +110,18 @@ class Timeline(Record):
             return quantity(self.at(n))
         index = next((i for i, step in enumerate(self.traced) if step.samples >= n), len(self.traced) - 1)
         low, high = self.traced[max(index, 1) - 1], self.traced[max(index, 1)]
-        below, above = quantity(self.at(low.samples)), quantity(self.at(high.samples))
+        below, above = quantity(low), quantity(high)
         line = below - (below - above) * (n - low.samples) // (high.samples - low.samples)
         # More samples never need less than those that were traced, and none is less than nothing.
         return max(line, above) if n > high.samples else max(line, 0)
 
 
 def align(first: TracedStep, second: TracedStep) -> Timeline | None:
-    """Both traces as one timeline with sizes affine in the samples; ``None`` where they ran different operators."""
+    """Both traces as one timeline with sizes affine in the samples; ``None`` where they ran different operators.
+
+    A block's bytes are affine in the samples where they are a product of dimensions, of which one is the samples'. One
+    sample is another program, since views of size 1 skip copies, so it is never traced.
+    """
     if first.order != second.order or first.blocks != second.blocks:
         return None
     distance = second.samples - first.samples
@@ -154,7 +136,7 @@ def align(first: TracedStep, second: TracedStep) -> Timeline | None:
 
 
 def combine(traced: Sequence[TracedStep]) -> Timeline:
-    """A timeline from traces that do not align, of at least one size; it says ``interpolated``."""
+    """A timeline from traces that do not align, of at least one size; it is ``interpolated``."""
     steps = tuple(sorted(traced, key=lambda step: step.samples))
     last = steps[-1]
     return Timeline(

@@ -13,12 +13,10 @@ class PlainAllocator:
     What is free is what is mapped and not live. Fixed segments lie apart; the pages of a range lie side by side.
     """
 
-    def __init__(self, capacity, expandable, options):
+    def __init__(self, capacity, expandable):
         self.capacity = capacity
         self.expandable = expandable
-        self.options = options
-        self.max_split = options.max_split_size or float("inf")
-        self.page = {True: 2 * MIB, False: options.large_segment}
+        self.page = {True: 2 * MIB, False: 20 * MIB}
         self.segments = {True: [], False: []}  # (start, end), in order
         self.live = {}
         self.next_address = 0
@@ -26,14 +24,6 @@ class PlainAllocator:
         self.peak_reserved = 0
 
     def round(self, size):
-        divisions = self.options.roundup_power2_divisions
-        if divisions > 1 and size > 512 * divisions:
-            power = 1
-            while power * 2 <= size:
-                power *= 2
-            return next(
-                power + i * power // divisions for i in range(divisions + 1) if power + i * power // divisions >= size
-            )
         return max(512, (size + 511) // 512 * 512)
 
     def reserved(self):
@@ -81,10 +71,6 @@ class PlainAllocator:
             while choice + 1 < len(holes) and growable[choice + 1] < growable[choice]:
                 choice += 1
         length, start = holes[choice]
-        if size < self.max_split <= length:
-            return None
-        if size >= self.max_split and length >= size + self.options.max_non_split_rounding:
-            return None
         return start, length
 
     def map(self, small, start, size):
@@ -98,7 +84,7 @@ class PlainAllocator:
         if small:
             segment = 2 * MIB
         elif size < 10 * MIB:
-            segment = self.options.large_segment
+            segment = 20 * MIB
         else:
             segment = (size + 2 * MIB - 1) // (2 * MIB) * (2 * MIB)
         start = self.next_address
@@ -141,20 +127,6 @@ class PlainAllocator:
         start, end = segment
         return not any(pool == small and first < end and last > start for pool, first, last in self.live.values())
 
-    def release_large(self, small, size):
-        if self.max_split == float("inf") or self.expandable:
-            return False
-        wanted = max(size, self.max_split)
-        holes = [hole for hole in self.holes(small) if hole[0] >= self.max_split]
-        enough = [hole for hole in holes if hole[0] >= wanted][:1]
-        total = 0
-        for length, start in enough or reversed(holes):
-            if total >= wanted:
-                break
-            self.segments[small].remove((start, start + length))
-            total += length
-        return total >= wanted
-
     def release(self):
         for small, pool in self.segments.items():
             self.segments[small] = [segment for segment in pool if not self.free_segment(small, segment)]
@@ -163,8 +135,6 @@ class PlainAllocator:
         size = self.round(size)
         small = size <= MIB
         found = self.find(small, size) or self.grow(small, size)
-        if not found and self.release_large(small, size):
-            found = self.grow(small, size)
         if not found:
             self.release()
             self.retries += 1
@@ -173,8 +143,7 @@ class PlainAllocator:
             return False
         start, length = found
         rest = length - size
-        enough = rest >= 512 if small or self.expandable else rest > MIB
-        split = enough and (self.expandable or size < self.max_split)
+        split = rest >= 512 if small or self.expandable else rest > MIB
         self.live[block] = (small, start, start + (size if split else length))
         return True
 

@@ -104,12 +104,12 @@ def test_a_step_that_forces_what_cannot_run_is_refused_by_its_line():
 
 def test_cudnns_kernel_keeps_as_much_as_flash():
     """The result and one number a query and head; neither keeps a weight for each pair."""
-    kept = []
+    saved = []
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         traced = _trace_gpt(_forcing(backend))
         blocks = zip(traced.sizes, traced.blocks, strict=True)
-        kept.append(sum(size for size, block in blocks if block.kind == "activation"))
-    assert kept[1] == pytest.approx(kept[0], rel=0.01)
+        saved.append(sum(size for size, block in blocks if block.kind == "activation"))
+    assert saved[1] == pytest.approx(saved[0], rel=0.01)
 
 
 def _largest_activation(run, length=256):

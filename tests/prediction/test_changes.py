@@ -91,7 +91,7 @@ def test_other_optimizers_are_offered_and_the_own_one_is_not(make, offered):
 
 
 def test_without_an_optimizer_none_is_offered():
-    """There is no telling what would be trained."""
+    """What would be trained is unknown."""
     assert not [*other_optimizers(None)]
 
 
@@ -167,7 +167,7 @@ def bend(model, batch):
 
 
 def test_the_size_that_a_change_lets_in_is_traced_as_well():
-    """What is told of it is what a prediction of the changed step says, not a line from below the bend."""
+    """What is predicted of it is what a prediction of the changed step says, not a line from below the bend."""
     with torch.device("meta"):
         model, batch = nn.Linear(256, 4096), torch.zeros(2, 512, 256)
 

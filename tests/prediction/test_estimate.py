@@ -1,4 +1,4 @@
-"""Estimates from a timeline that is known by heart."""
+"""``prediction.estimate``: peaks of timelines whose bytes are known by hand."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ def test_the_peak_is_everything_at_once_and_the_workspaces():
     assert estimate.reserved(4) == (100 + 4 * 50 + 20) * MIB
 
 
-def test_the_peak_is_told_by_kind_and_by_module():
-    """The largest first; what no module made is under the empty name."""
-    share = Estimate(make_timeline(), 8 * MIB).share(4)
-    assert share.by_kind == (
-        ("activation", 120 * MIB),
-        ("parameter", 100 * MIB),
-        ("temporary", 80 * MIB),
-        ("cuBLAS workspace", 16 * MIB),
-    )
-    assert share.by_module == (("layer", 220 * MIB), ("", 80 * MIB))
-    assert share.held_bytes == 4 * MIB  # two workspaces of 8 lie in one segment of 20
+def test_the_peak_is_divided_by_kind_and_by_module():
+    """What no module made is under the empty name."""
+    estimate = Estimate(make_timeline(), 8 * MIB)
+    kinds, held_bytes = estimate.by_kind(4)
+    assert kinds == {
+        "activation": 120 * MIB,
+        "parameter": 100 * MIB,
+        "temporary": 80 * MIB,
+        "cuBLAS workspace": 16 * MIB,
+    }
+    assert estimate.by_module(4) == {"layer": 220 * MIB, "": 80 * MIB}
+    assert held_bytes == 4 * MIB  # two workspaces of 8 lie in one segment of 20
 
 
-def test_thresholds_are_in_order():
-    """Undisturbed, at all, at least."""
-    thresholds = Estimate(make_timeline(), 8 * MIB).thresholds(4)
-    assert thresholds.comfortable >= thresholds.tight >= thresholds.floor
+def test_what_it_runs_in_is_between_the_allocated_and_the_reserved():
+    """The allocator may hold less than it would like, and never less than what is in use."""
+    estimate = Estimate(make_timeline(), 8 * MIB)
+    assert estimate.allocated(4) <= estimate.least_capacity(4) <= estimate.reserved(4)
 
 
 def test_an_interpolated_timeline_is_read_between_its_traces():
@@ -83,10 +84,10 @@ def traced_steps(draw, samples):
 def test_parts_sum_to_the_peak_wherever_it_is_read(first, second, n, expandable):
     """To the byte: at a traced size, between two, and beyond them."""
     estimate = Estimate(combine([first, second]), 8 * MIB, expandable)
-    share = estimate.share(n)
-    assert sum(count for _, count in share.by_kind) + share.held_bytes == estimate.reserved(n)
-    assert all(count > 0 for _, count in share.by_kind)
-    assert share.held_bytes >= 0
+    kinds, held_bytes = estimate.by_kind(n)
+    assert kinds.total() + held_bytes == estimate.reserved(n)
+    assert all(count > 0 for count in kinds.values())
+    assert held_bytes >= 0
     assert estimate.reserved(n) >= estimate.allocated(n) + estimate.convolution_bytes(n)
 
 
@@ -97,12 +98,12 @@ def test_parts_of_an_interpolated_timeline_are_of_the_size_that_is_asked_for():
         for n in (2, 4)
     ]
     estimate = Estimate(combine(steps), 8 * MIB)
-    assert dict(estimate.share(3).by_kind)["activation"] == 300 * MIB
-    assert dict(estimate.share(3).by_kind)["parameter"] == 50 * MIB
-    assert estimate.thresholds(3).floor == (350 + 16) * MIB
+    assert estimate.by_kind(3)[0]["activation"] == 300 * MIB
+    assert estimate.by_kind(3)[0]["parameter"] == 50 * MIB
+    assert estimate.least_capacity(3) == (350 + 20) * MIB
 
 
-def test_one_sample_more_is_told_of_tensors_before_anything_is_rounded():
+def test_one_sample_more_counts_tensors_before_anything_is_rounded():
     """Three of seven bytes each are 21, though blocks of them are of 512."""
     timeline = make_timeline(weight=1, activation=5, scratch=2)
     estimate = Estimate(timeline, 8 * MIB)
@@ -121,7 +122,7 @@ def test_what_runs_is_what_the_threshold_says(n, expandable):
         blocks=(WEIGHT, ACTIVATION, SCRATCH),
     )
     estimate = Estimate(timeline, 8 * MIB, expandable)
-    tight = estimate.thresholds(n).tight
+    tight = estimate.least_capacity(n)
     assert estimate.runs_within(n, tight)
     assert not estimate.runs_within(n, tight - 2 * MIB)
 
@@ -146,14 +147,14 @@ def test_what_stands_beside_losses_is_counted_of_every_micro_batch(each, expanda
         order=(1, 2, 3, -3, -2, -1), fixed=(50 * MIB, 0, 0), per_sample=(0, each, each), blocks=(WEIGHT, AUX, AUX)
     )
     two, ten = (Estimate(timeline, 8 * MIB, expandable, target) for target in (8, 40))
-    assert two.kept_bytes(4) == 0
-    assert ten.kept_bytes(4) == 8 * -(-4 * each // 512) * 512
-    assert ten.allocated(4) == two.allocated(4) + ten.kept_bytes(4)
-    segments = 8 * 46 * MIB if each > 10 * MIB else 8 * 12 * MIB if each > MIB else ten.kept_bytes(4)
+    assert two.aux_bytes(4) == 0
+    assert ten.aux_bytes(4) == 8 * -(-4 * each // 512) * 512
+    assert ten.allocated(4) == two.allocated(4) + ten.aux_bytes(4)
+    segments = 8 * 46 * MIB if each > 10 * MIB else 8 * 12 * MIB if each > MIB else ten.aux_bytes(4)
     assert ten.reserved(4) == two.reserved(4) + segments
-    assert ten.thresholds(4).tight == two.thresholds(4).tight + segments
+    assert ten.least_capacity(4) == two.least_capacity(4) + segments
     assert ten.runs_within(4, ten.reserved(4))
     assert not ten.runs_within(4, two.reserved(4))
-    share = ten.share(4)
-    assert sum(byte_count for _, byte_count in share.by_kind) + share.held_bytes == ten.reserved(4)
-    assert dict(share.by_kind)["aux"] == 2 * 4 * each + ten.kept_bytes(4)
+    kinds, held_bytes = ten.by_kind(4)
+    assert kinds.total() + held_bytes == ten.reserved(4)
+    assert kinds["aux"] == 2 * 4 * each + ten.aux_bytes(4)

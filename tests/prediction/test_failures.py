@@ -77,8 +77,8 @@ def test_a_value_that_is_read_is_told_as_that(run, source):
     """However it is read: one sentence, behind the line that reads it."""
     with pytest.raises(CannotPredict) as caught:
         _trace(run)
-    told = f"`{source}` needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
-    assert str(caught.value).endswith(told)
+    message = f"`{source}` needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
+    assert str(caught.value).endswith(message)
     assert re.match(rf"{re.escape(__file__)}:\d+: ", str(caught.value))
 
 
@@ -102,8 +102,9 @@ def test_a_size_that_values_decide_is_told_with_the_operator():
     """A mixture of experts: the line that asks who chose whom, and what torch calls it."""
     with pytest.raises(CannotPredict) as caught:
         _trace(lambda model, batch: model(batch).mean(), Experts())
-    told = str(caught.value)
-    assert "`rows, _ = torch.where(chosen == index)` makes a tensor whose size depends on values (aten.nonzero" in told
+    message = str(caught.value)
+    line = "`rows, _ = torch.where(chosen == index)`"
+    assert f"{line} makes a tensor whose size depends on values (aten.nonzero" in message
 
 
 def test_code_without_a_source_has_no_empty_quotation():
@@ -131,10 +132,10 @@ def test_a_librarys_own_line_is_told_beside_the_users(tmp_path, monkeypatch):
 
     with pytest.raises(CannotPredict) as caught:
         _trace(run)
-    told = str(caught.value)
-    assert told.startswith(f"{__file__}:")
-    assert "`counting_library.count(batch)` (in " in told
-    assert "counting_library.py:2: `return rows.nonzero()`) makes a tensor whose size depends on values" in told
+    message = str(caught.value)
+    assert message.startswith(f"{__file__}:")
+    assert "`counting_library.count(batch)` (in " in message
+    assert "counting_library.py:2: `return rows.nonzero()`) makes a tensor whose size depends on values" in message
 
 
 def test_pythons_library_and_this_package_are_nobodys_code():

@@ -1,4 +1,4 @@
-"""``prediction.tracing.gradient_sums``: which sums of gradients are made in place, and what if nobody can tell."""
+"""``prediction.tracing.gradient_sums``: which sums of gradients are made in place, and what if that cannot be known."""
 
 from __future__ import annotations
 

@@ -82,11 +82,11 @@ def test_blocks_say_when_and_where_they_were_made():
 
     def run():
         with recorder.forward():
-            kept.append(_empty(1))
+            held.append(_empty(1))
             _empty(2)
-        kept.append(_empty(3))
+        held.append(_empty(3))
 
-    kept = []
+    held = []
     with present(), FakeMode() as mode, Recorder(mode, lambda: "here") as recorder:
         run()
         traced = recorder.finish(2)

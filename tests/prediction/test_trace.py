@@ -17,9 +17,9 @@ from workloads import bits_of, differences
 import autobatch.prediction.tracing.trace as trace_module
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
-from autobatch.prediction.timeline import Replay
+from autobatch.prediction.retrace import check_timeline
+from autobatch.prediction.timeline import TracedStep
 from autobatch.prediction.tracing.failures import TooLong
-from autobatch.prediction.tracing.retrace import check_timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
 from autobatch.step.losses import Mean
 from autobatch.step.workload import Workload
@@ -43,8 +43,8 @@ def _gpt_layout():
     return describe(tokens())
 
 
-def _bytes_by(replay, kind):
-    return sum(size for size, block in zip(replay.sizes, replay.blocks, strict=True) if block.kind == kind)
+def _bytes_by(traced, kind):
+    return sum(size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == kind)
 
 
 def _peak(workload, layout, n=16, **options):
@@ -84,19 +84,19 @@ def test_the_timeline_equals_a_direct_trace_at_any_size(make, run, example, opti
     timeline = trace_timeline(workload, layout)
     assert not timeline.interpolated
     for n in (4, 16, 64, 256):
-        direct, replay = trace(workload, layout, n), timeline.at(n)
-        assert (replay.order, replay.sizes, replay.blocks) == (direct.order, direct.sizes, direct.blocks)
+        direct, predicted = trace(workload, layout, n), timeline.at(n)
+        assert (predicted.order, predicted.sizes, predicted.blocks) == (direct.order, direct.sizes, direct.blocks)
 
 
 def test_what_is_resident_is_the_model_its_gradients_and_its_optimizers_state():
     """Bytes by kind are the model's own: tied weights once, AdamW's state twice the parameters."""
     model = GPT()
-    replay = trace_timeline(_workload(model), _gpt_layout()).at(4)
+    traced = trace_timeline(_workload(model), _gpt_layout()).at(4)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
-    assert _bytes_by(replay, "parameter") == parameters
-    assert _bytes_by(replay, "optimizer state") == 2 * parameters  # step counts stay on the host
-    assert _bytes_by(replay, "gradient") == 2 * parameters  # in each of two steps
-    assert _bytes_by(replay, "input") == 4 * 2 * 4 * 32 * 8  # micro-batches, tensors, samples, length, int64
+    assert _bytes_by(traced, "parameter") == parameters
+    assert _bytes_by(traced, "optimizer state") == 2 * parameters  # step counts stay on the host
+    assert _bytes_by(traced, "gradient") == 2 * parameters  # in each of two steps
+    assert _bytes_by(traced, "input") == 4 * 2 * 4 * 32 * 8  # micro-batches, tensors, samples, length, int64
 
 
 def test_gradients_stay_from_the_first_micro_batch_to_the_update():
@@ -275,8 +275,8 @@ def test_a_step_that_loops_over_samples_is_interpolated():
     assert timeline.interpolated
     assert timeline.at(8).sizes == trace(workload, layout, 8).sizes
     direct = trace(workload, layout, 12)
-    peak = Replay(order=direct.order, sizes=direct.sizes, blocks=direct.blocks).peak()
-    assert timeline.measure(12, Replay.peak) == pytest.approx(peak, rel=0.01)
+    peak = direct.peak()
+    assert timeline.measure(12, TracedStep.peak) == pytest.approx(peak, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_step_that_loops_over_samples_is_not_traced_without_end(monkeypatch):
     assert timeline.interpolated
     assert max(sizes) == 17  # traced in any case
     assert [step.samples for step in timeline.traced][:4] == [2, 3, 4, 8]
-    assert timeline.measure(160, Replay.peak) > 3 * timeline.measure(16, Replay.peak)
+    assert timeline.measure(160, TracedStep.peak) > 3 * timeline.measure(16, TracedStep.peak)
 
 
 def test_a_step_whose_operators_do_not_depend_on_samples_is_traced_at_all_sizes(monkeypatch):
@@ -453,12 +453,12 @@ def test_what_is_no_line_in_the_samples_is_not_called_exact(run):
     timeline = trace_timeline(workload, layout)
     assert timeline.interpolated
     for samples in (100, 600):
-        direct = Replay(**trace(workload, layout, samples).model_dump(exclude={"samples"})).peak()
-        assert timeline.measure(samples, Replay.peak) == pytest.approx(direct, rel=0.5)
+        direct = trace(workload, layout, samples).peak()
+        assert timeline.measure(samples, TracedStep.peak) == pytest.approx(direct, rel=0.5)
 
 
 def _direct_peak(workload, layout, samples):
-    return Replay(**trace(workload, layout, samples).model_dump(exclude={"samples"})).peak()
+    return trace(workload, layout, samples).peak()
 
 
 @pytest.mark.parametrize("multiple", [128, 1000])
@@ -474,8 +474,8 @@ def test_what_looks_like_a_line_at_three_sizes_is_seen_at_a_fourth(multiple, sam
         assert changed is None
         return
     assert changed.interpolated
-    assert changed.measure(samples, Replay.peak) == _direct_peak(workload, layout, samples)
-    assert changed.measure(600, Replay.peak) == pytest.approx(_direct_peak(workload, layout, 600), rel=0.7)
+    assert changed.measure(samples, TracedStep.peak) == _direct_peak(workload, layout, samples)
+    assert changed.measure(600, TracedStep.peak) == pytest.approx(_direct_peak(workload, layout, 600), rel=0.7)
     assert changed.at(samples).peak() != lines.at(samples).peak()
 
 
@@ -496,7 +496,7 @@ def test_chunks_too_large_for_three_sizes_are_seen_and_too_many_are_not_traced()
     lines = trace_timeline(workload, layout)
     assert not lines.interpolated
     changed = check_timeline(lines, workload, layout, 250, Circumstances())
-    assert changed.measure(250, Replay.peak) == _direct_peak(workload, layout, 250)
+    assert changed.measure(250, TracedStep.peak) == _direct_peak(workload, layout, 250)
     with pytest.raises(TooLong, match="more than 30000 times"):
         check_timeline(lines, workload, layout, 10**6, Circumstances())
     with pytest.raises(TooLong, match="too many to trace"):
@@ -549,6 +549,6 @@ def test_an_optimizer_takes_all_parameters_at_once_as_on_a_card(make):
 
     def peak(**options):
         optimizer = make(model.parameters(), lr=0.1, weight_decay=0.1, **options)
-        return Replay(**trace(Workload(model, step, None, optimizer), layout, 2).model_dump(exclude={"samples"})).peak()
+        return trace(Workload(model, step, None, optimizer), layout, 2).peak()
 
     assert peak() == peak(foreach=True) > peak(foreach=False)

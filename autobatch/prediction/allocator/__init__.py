@@ -1,1 +1,1 @@
-"""The CUDA caching allocator, simulated: what it holds for a sequence of allocations."""
+"""Simulates the CUDA caching allocator: what it holds for a sequence of allocations."""

@@ -1,17 +1,18 @@
-"""Free blocks of one pool of the CUDA caching allocator: best fit, splitting and merging.
+"""Holds the free blocks of one pool of the CUDA caching allocator: best fit, splitting, merging, and unmapped gaps.
 
-Covers one pool on one stream. Does not cover where its memory comes from (``fixed_segments``, ``expandable_segments``).
+Covers one pool on one stream. Does not cover when memory is asked of the driver (``caching_allocator``).
 
-A block is one int, ``size << ADDRESS_BITS | address``, both in units of 512 bytes, the smallest block there is. So a
-sorted list of ints is ordered as the allocator orders its blocks, by size and then by address, and nothing is made for
-an event but ints: with an object for each block the same replay took several times as long.
+A block is one int, ``size << ADDRESS_BITS | address``, both in units of 512 bytes, the smallest block. So a sorted list
+of ints has the allocator's order, by size and then by address, and no object is made for an event: with an object for
+each block the same simulation took several times as long.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
-__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "NO_BLOCK", "UNIT", "BlockPool", "LimitedPool", "SplitLimit"]
+__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "NO_BLOCK", "UNIT", "BlockPool", "ExpandablePool"]
 
 UNIT = 512
 """Bytes of the smallest block (``kMinBlockSize``); every size is a multiple of it."""
@@ -20,11 +21,13 @@ ADDRESS_BITS = 48
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
 
 NO_BLOCK = -1
-"""There is none that fits."""
+"""No block is large enough."""
+
+_ENDLESS = 1 << (ADDRESS_BITS - 1)
 
 
 class BlockPool:
-    """Blocks that are free, found by size, by where they begin and by where they end.
+    """Free blocks, found by size, by where they begin and by where they end.
 
     Two blocks are neighbours when one begins where the other ends, so whoever adds memory leaves a gap between
     segments that must not merge.
@@ -45,18 +48,18 @@ class BlockPool:
         """Hand out the smallest block that is large enough, the one at the lowest address of several; all in units.
 
         Returns:
-            The block, cut to ``size`` where the rest is worth keeping, or ``NO_BLOCK``.
+            The block, cut to ``size`` where the rest is worth splitting off, or ``NO_BLOCK``.
         """
         blocks = self.blocks
         index = bisect_left(blocks, size << ADDRESS_BITS)
         return self._cut(blocks.pop(index), size) if index < len(blocks) else NO_BLOCK
 
     def take_block(self, block: int, size: int) -> int:
-        """The same with this free block, which is large enough."""
+        """Hand out this free block, which is large enough."""
         return self._cut(self.blocks.pop(bisect_left(self.blocks, block)), size)
 
     def give(self, block: int) -> None:
-        """Take back a block, or take up new memory; it merges with what is free on either side."""
+        """Add a freed block or new memory; it merges with what is free on either side."""
         blocks = self.blocks
         start = block & ADDRESS_MASK
         end = start + (block >> ADDRESS_BITS)
@@ -74,14 +77,14 @@ class BlockPool:
         self.starting[start] = self._ending[end] = block
 
     def drop(self, block: int) -> None:
-        """Forget a free block: its memory goes back to the driver."""
+        """Remove a free block: its memory goes back to the driver."""
         start = block & ADDRESS_MASK
         del self.blocks[bisect_left(self.blocks, block)]
         del self.starting[start]
         del self._ending[start + (block >> ADDRESS_BITS)]
 
     def start_of_free_before(self, address: int) -> int:
-        """Where the free memory begins that ends at this address; the address itself where there is none."""
+        """Where the free memory begins that ends at this address; the address itself where none does."""
         block = self._ending.get(address)
         return address if block is None else block & ADDRESS_MASK
 
@@ -93,75 +96,112 @@ class BlockPool:
         if rest < self._least_rest:
             del self._ending[start + found]
             return block
-        kept = rest << ADDRESS_BITS | (start + size)
-        insort(self.blocks, kept)
-        self.starting[start + size] = self._ending[start + found] = kept
+        free = rest << ADDRESS_BITS | (start + size)
+        insort(self.blocks, free)
+        self.starting[start + size] = self._ending[start + found] = free
         return size << ADDRESS_BITS | start
 
 
-class SplitLimit:
-    """``max_split_size_mb``: large blocks are neither split nor given to small requests.
+class ExpandablePool(BlockPool):
+    """Free blocks of one range of addresses (``expandable_segments``), and the gaps between them that are not mapped.
 
     Args:
-        limit: Units from which on a block is handed out whole.
-        rounding: Units by which a request that large may be exceeded (``max_non_split_rounding_mb``).
+        page: Units that are mapped at a time.
     """
 
-    __slots__ = ("_rounding", "limit")
+    __slots__ = ("_gap_starts", "gaps", "page")
 
-    def __init__(self, limit: int, rounding: int) -> None:
-        self.limit = limit
-        self._rounding = rounding
-
-    def refuses(self, block: int, size: int) -> bool:
-        """Whether this block, though large enough, may not serve a request of ``size`` units."""
-        found = block >> ADDRESS_BITS
-        return found >= self.limit if size < self.limit else found >= size + self._rounding
-
-
-class LimitedPool(BlockPool):
-    """A pool with a limit on splitting.
-
-    Args:
-        least_rest: As for any pool.
-        split_limit: The limit.
-    """
-
-    __slots__ = ("split_limit",)
-
-    def __init__(self, least_rest: int, split_limit: SplitLimit) -> None:
-        super().__init__(least_rest)
-        self.split_limit = split_limit
+    def __init__(self, page: int) -> None:
+        super().__init__(least_rest=1)
+        self.page = page
+        self.gaps = {0: _ENDLESS}
+        self._gap_starts = [0]
 
     def take(self, size: int) -> int:
-        """As for any pool, but only the best fitting block is looked at: where it is not allowed, there is none."""
-        index = bisect_left(self.blocks, size << ADDRESS_BITS)
-        if index == len(self.blocks) or self.split_limit.refuses(self.blocks[index], size):
-            return NO_BLOCK
-        return self._cut(self.blocks.pop(index), size)
+        """The best fitting block, where one next to a gap counts as large as it could grow.
 
-    def largest_first(self, size: int) -> list[int]:
-        """The free blocks that go back to the driver so that ``size`` more units can be asked for.
-
-        The smallest that is large enough, or else large ones, the largest first, until there is enough or there are no
-        more of them.
+        So a block that could still grow is left alone while the next larger one could grow less.
         """
-        wanted = max(size, self.split_limit.limit)
-        index = bisect_left(self.blocks, wanted << ADDRESS_BITS)
-        if index < len(self.blocks):
-            return [self.blocks[index]]
-        chosen: list[int] = []
-        for block in reversed(self.blocks):
-            if wanted <= 0 or block >> ADDRESS_BITS < self.split_limit.limit:
-                break
-            chosen.append(block)
-            wanted -= block >> ADDRESS_BITS
-        return chosen
+        blocks = self.blocks
+        index = bisect_left(blocks, size << ADDRESS_BITS)
+        last = len(blocks) - 1
+        if index > last:
+            return NO_BLOCK
+        growable = self._growable(blocks[index])
+        while index < last and (following := self._growable(blocks[index + 1])) < growable:
+            index, growable = index + 1, following
+        return self._cut(blocks.pop(index), size)
 
-    def _cut(self, block: int, size: int) -> int:
-        if size < self.split_limit.limit:
-            return super()._cut(block, size)
-        start = block & ADDRESS_MASK
-        del self.starting[start]
-        del self._ending[start + (block >> ADDRESS_BITS)]
-        return block
+    def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
+        """Map what is missing at the lowest address where free memory and gaps make up ``size`` units.
+
+        Pages that were mapped before ``reserve`` (which asks the driver for units) refused stay mapped, as free blocks.
+        """
+        start = self._find_start(size)
+        block = self.starting.get(start, 0)
+        while (held := block >> ADDRESS_BITS) < size:
+            gap = start + held
+            mapped = min(self.gaps[gap], -(-(size - held) // self.page) * self.page)
+            if not reserve(mapped):
+                return NO_BLOCK
+            self._map(gap, mapped)
+            block = self.starting[start]
+        return self.take_block(block, size)
+
+    def release(self) -> int:
+        """Unmap every page that is free as a whole; returns how many units those are."""
+        released = 0
+        for block in [*self.blocks]:
+            start = block & ADDRESS_MASK
+            end = start + (block >> ADDRESS_BITS)
+            first, last = -(-start // self.page) * self.page, end // self.page * self.page
+            if first < last:
+                self.drop(block)
+                for rest_start, rest_end in ((start, first), (last, end)):
+                    if rest_start < rest_end:
+                        self.give((rest_end - rest_start) << ADDRESS_BITS | rest_start)
+                self._unmap(first, last)
+                released += last - first
+        return released
+
+    def _growable(self, block: int) -> int:
+        size = block >> ADDRESS_BITS
+        return size + self.gaps.get((block & ADDRESS_MASK) + size, 0)
+
+    def _find_start(self, size: int) -> int:
+        # The last gap is endless, so one is always found.
+        starts = map(self.start_of_free_before, self._gap_starts)
+        return next(start for start in starts if self._reaches(start, start + size))
+
+    def _reaches(self, start: int, end: int) -> bool:
+        reached = start
+        while reached < end:
+            free = self.starting.get(reached, 0) >> ADDRESS_BITS or self.gaps.get(reached, 0)
+            if not free:
+                return False
+            reached += free
+        return True
+
+    def _map(self, gap: int, size: int) -> None:
+        length = self._remove_gap(gap)
+        if length > size:
+            self._add_gap(gap + size, length - size)
+        self.give(size << ADDRESS_BITS | gap)
+
+    def _unmap(self, start: int, end: int) -> None:
+        if end in self.gaps:
+            end += self._remove_gap(end)
+        index = bisect_left(self._gap_starts, start) - 1
+        before = self._gap_starts[index] if index >= 0 else None
+        if before is not None and before + self.gaps[before] == start:
+            self.gaps[before] += end - start
+        else:
+            self._add_gap(start, end - start)
+
+    def _add_gap(self, start: int, length: int) -> None:
+        insort(self._gap_starts, start)
+        self.gaps[start] = length
+
+    def _remove_gap(self, start: int) -> int:
+        del self._gap_starts[bisect_left(self._gap_starts, start)]
+        return self.gaps.pop(start)

@@ -1,9 +1,7 @@
-"""The CUDA caching allocator, replayed: what a timeline of allocations reserves, and whether it runs in so much memory.
+"""Simulates what a sequence of allocations reserves, and whether it runs in so much memory.
 
-Covers one stream and torch's native allocator, with fixed or expandable segments: rounding, the two pools, best fit,
-splitting, merging, and the retry after the caches went back. Does not cover other streams, garbage collection, pools of
-CUDA graphs, and what lies outside the allocator (the context, NCCL). The rules are those of torch's
-``c10/cuda/CUDACachingAllocator.cpp``.
+Covers the peaks, the retries, and the least capacity in which a sequence runs. Does not cover what lies outside the
+allocator (the context, NCCL), nor the allocator's own rules (``caching_allocator``).
 """
 
 from __future__ import annotations
@@ -12,20 +10,18 @@ from collections.abc import Sequence
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, NO_BLOCK, UNIT
-from autobatch.prediction.allocator.caching_allocator import CachingAllocator
-from autobatch.prediction.allocator.expandable_segments import ExpandableSegments
-from autobatch.prediction.allocator.fixed_segments import FixedSegments
-from autobatch.prediction.allocator.settings import MIB, AllocatorSettings, round_sizes
+from autobatch.prediction.allocator.caching_allocator import MIB, ExpandableSegments, FixedSegments
+from autobatch.prediction.timeline import most_alive
 from autobatch.records import Record
 
-__all__ = ["AllocatorPeak", "Thresholds", "find_thresholds", "simulate"]
+__all__ = ["AllocatorPeak", "find_least_capacity", "simulate"]
 
 _RESOLUTION = 2 * MIB
-"""Bytes of the smallest thing that the driver hands out, so no capacity in between makes a difference."""
+"""The driver hands out no fewer bytes, so no capacity in between makes a difference."""
 
 
 class AllocatorPeak(Record):
-    """The most that a replay took.
+    """The most that a simulation took.
 
     Attributes:
         allocated: Most bytes in blocks at once (``memory_stats()["allocated_bytes.all.peak"]``).
@@ -47,84 +43,52 @@ class AllocatorPeak(Record):
         return self.oom_position is not None
 
 
-class Thresholds(Record):
-    """Three capacities for one timeline, in bytes, each no larger than the one before.
-
-    Attributes:
-        comfortable: What is reserved when nothing limits it: with this much the caches never have to go back.
-        tight: It runs, perhaps with retries, and in 2 MiB less it does not.
-        floor: What the requests themselves need at once, rounded: in less than this nothing can run.
-    """
-
-    comfortable: int
-    tight: int
-    floor: int
-
-
 def simulate(
-    order: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    capacity: int | None = None,
-    expandable_segments: bool = False,
-    settings: AllocatorSettings | None = None,
+    order: Sequence[int], sizes: Sequence[int], *, capacity: int | None = None, expandable_segments: bool = False
 ) -> AllocatorPeak:
-    """Replay allocations in their order and tell what they took at most.
+    """Make the allocations in their order and return what they took at most.
 
     Args:
         order: ``k + 1`` where block ``k`` is allocated, ``-(k + 1)`` where it is freed.
         sizes: Requested bytes of each block; what has no bytes gets no block.
-        capacity: The most bytes that the driver gives; None: it always gives.
+        capacity: The most bytes that the driver gives; None: no limit.
         expandable_segments: Whether ``expandable_segments:True`` is set.
-        settings: The allocator's other settings; None: torch's defaults.
 
     Raises:
-        InvalidArgument: The order frees what is not there, allocates a block that is, or names one without a size; or
-            a size is negative.
+        InvalidArgument: The order frees a block that is not allocated, allocates one that is, or names one without a
+            size; or a size is negative.
     """
-    settings = settings or AllocatorSettings()
     _check(order, sizes)
-    return _replay(order, round_sizes(sizes, settings), capacity, settings, expandable=expandable_segments)
+    return _run(order, _round(sizes), capacity, expandable=expandable_segments)
 
 
-def find_thresholds(
-    order: Sequence[int],
-    sizes: Sequence[int],
-    *,
-    expandable_segments: bool = False,
-    settings: AllocatorSettings | None = None,
-) -> Thresholds:
-    """The capacities at which a timeline runs undisturbed, just runs, and cannot run.
+def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandable_segments: bool = False) -> int:
+    """Bytes in which a timeline runs, perhaps with retries, and in 2 MiB less it does not; arguments as ``simulate``.
 
     More memory does not always help: a retry that comes later can leave other holes. Of 47 394 short random orders 40
-    ran in some capacity and not in a larger one (with expandable segments 12 of 37 124). ``tight`` is found by
-    bisection, so in those few there is a capacity above it that does not do, or one below it that does.
-
-    Raises:
-        InvalidArgument: As ``simulate``.
+    ran in some capacity and not in a larger one (with expandable segments 12 of 37 124). The capacity is found by
+    bisection, so in those few one above it fails, or one below it does.
     """
-    settings = settings or AllocatorSettings()
     _check(order, sizes)
-    rounded = round_sizes(sizes, settings)
-    comfortable = _replay(order, rounded, None, settings, expandable=expandable_segments).reserved
-    floor = _find_floor(order, rounded)
-    fails, runs = (floor - 1) // _RESOLUTION, comfortable // _RESOLUTION
+    rounded = _round(sizes)
+    fails = (most_alive(order, rounded) * UNIT - 1) // _RESOLUTION
+    runs = _run(order, rounded, None, expandable=expandable_segments).reserved // _RESOLUTION
     while runs - fails > 1:
         middle = (fails + runs) // 2
-        if _replay(order, rounded, middle * _RESOLUTION, settings, expandable=expandable_segments).out_of_memory:
+        if _run(order, rounded, middle * _RESOLUTION, expandable=expandable_segments).out_of_memory:
             fails = middle
         else:
             runs = middle
-    return Thresholds(comfortable=comfortable, tight=runs * _RESOLUTION, floor=floor)
+    return runs * _RESOLUTION
 
 
-def _replay(
-    order: Sequence[int], rounded: Sequence[int], capacity: int | None, settings: AllocatorSettings, *, expandable: bool
-) -> AllocatorPeak:
-    units = None if capacity is None else capacity // UNIT
-    memory = ExpandableSegments(settings, units) if expandable else FixedSegments(settings, units)
-    allocator = CachingAllocator(memory)
-    take, give = allocator.take, allocator.give
+def _round(sizes: Sequence[int]) -> list[int]:
+    return [-(-size // UNIT) for size in sizes]
+
+
+def _run(order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, expandable: bool) -> AllocatorPeak:
+    allocator = (ExpandableSegments if expandable else FixedSegments)(capacity)
+    allocate, free = allocator.allocate, allocator.free
     held = [0] * len(rounded)
     allocated = peak = 0
     peak_position = oom_position = None
@@ -133,9 +97,9 @@ def _replay(
             block = held[-entry - 1]
             if block:
                 allocated -= block >> ADDRESS_BITS
-                give(block)
+                free(block)
         elif size := rounded[entry - 1]:
-            block = take(size)
+            block = allocate(size)
             if block == NO_BLOCK:
                 oom_position = position
                 break
@@ -145,31 +109,23 @@ def _replay(
                 peak, peak_position = allocated, position
     return AllocatorPeak(
         allocated=peak * UNIT,
-        reserved=memory.reservation.peak * UNIT,
+        reserved=allocator.peak_reserved * UNIT,
         alloc_retries=allocator.alloc_retries,
         peak_position=peak_position,
         oom_position=oom_position,
     )
 
 
-def _find_floor(order: Sequence[int], rounded: Sequence[int]) -> int:
-    live = peak = 0
-    for entry in order:
-        live += rounded[entry - 1] if entry > 0 else -rounded[-entry - 1]
-        peak = max(peak, live)
-    return peak * UNIT
-
-
 def _check(order: Sequence[int], sizes: Sequence[int]) -> None:
     if sizes and min(sizes) < 0:
         raise InvalidArgument(f"block {sizes.index(min(sizes)) + 1} has {min(sizes)} bytes; a size cannot be negative")
     count = len(sizes)
-    there = bytearray(count + 1)
+    allocated = bytearray(count + 1)
     for position, entry in enumerate(order):
-        block = entry if entry > 0 else -entry
+        block = abs(entry)
         if block > count or not block:
             raise InvalidArgument(f"order[{position}] is {entry}, but there are sizes for blocks 1 to {count}")
-        if there[block] == (entry > 0):
-            what = "is allocated again" if entry > 0 else "is freed, but it is not there"
+        if allocated[block] == (entry > 0):
+            what = "is allocated again" if entry > 0 else "is freed, but it is not allocated"
             raise InvalidArgument(f"order[{position}] is {entry}: block {block} {what}")
-        there[block] = entry > 0
+        allocated[block] = entry > 0

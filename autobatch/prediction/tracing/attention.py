@@ -1,19 +1,19 @@
-"""Scaled dot product attention as CUDA would run it: which kernel, and what that one keeps for the backward pass.
+"""Runs scaled dot product attention as CUDA does: which kernel, and what that one saves for the backward pass.
 
-Covers ``F.scaled_dot_product_attention`` and all that is built on it, by the rules of
-``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` for cards of compute capability 8.0 or more, and the switches
-of ``torch.nn.attention.sdpa_kernel``. Does not cover nested tensors, nor that Hopper cards prefer cuDNN's kernel, which
-keeps as much as flash: it is taken where it is the only one that is enabled.
-On a fake device torch itself would always take the plain formula, with 20 to 50 times the memory.
+Covers ``F.scaled_dot_product_attention`` by the rules of ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` for
+compute capability 8.0 or more, and the switches of ``torch.nn.attention.sdpa_kernel``. Does not cover nested tensors,
+nor that Hopper cards prefer cuDNN's kernel, which saves as much as flash: it is taken where no other is enabled. On a
+fake device torch itself would always take the plain formula, with 20 to 50 times the memory.
 """
 
-# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
@@ -51,10 +51,10 @@ class Attention:
 
 
 def choose_kernel(call: Attention) -> Kernel:
-    """What CUDA would run: the first of flash, memory-efficient, cuDNN's and plain that takes these tensors and is on.
+    """The first of flash, memory-efficient, cuDNN's and plain that takes these tensors and is enabled, as CUDA chooses.
 
     Raises:
-        RuntimeError: As torch does, where those that are enabled do not take them.
+        RuntimeError: As torch does, where none that is enabled takes them.
     """
     switches = torch.backends.cuda
     if _is_plain(call):
@@ -133,25 +133,16 @@ def _run_flash(call: Attention) -> torch.Tensor:
     tensors = [call.query, call.key, call.value]
     if width % 8:  # torch pads before the kernel and takes the width back after it
         tensors = [torch.nn.functional.pad(tensor, (0, 8 - width % 8)) for tensor in tensors]
-    output: torch.Tensor = _aten._scaled_dot_product_flash_attention(*tensors, call.dropout, call.causal, scale=scale)[
-        0
-    ]
+    results = _aten._scaled_dot_product_flash_attention(*tensors, call.dropout, call.causal, scale=scale)
+    output: torch.Tensor = results[0]
     return output[..., :width] if width % 8 else output
 
 
-def _run_efficient(call: Attention) -> torch.Tensor:
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.query, call.key, call.value))
-    output: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
-        call.query, call.key, call.value, _bias_of(call), needs_grad, call.dropout, call.causal, scale=call.scale
-    )[0]
-    return output
-
-
-def _run_cudnn(call: Attention) -> torch.Tensor:
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.query, call.key, call.value))
-    output: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
-        call.query, call.key, call.value, _bias_of(call), needs_grad, call.dropout, call.causal, scale=call.scale
-    )[0]
+def _run_with_bias(call: Attention, operator: Any) -> torch.Tensor:
+    tensors = (call.query, call.key, call.value)
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    results = operator(*tensors, _bias_of(call), needs_grad, call.dropout, call.causal, scale=call.scale)
+    output: torch.Tensor = results[0]
     return output
 
 
@@ -179,14 +170,14 @@ def _run_plain(call: Attention) -> torch.Tensor:
 
 _KERNELS: dict[Kernel, Callable[[Attention], torch.Tensor]] = {
     "flash": _run_flash,
-    "efficient": _run_efficient,
-    "cudnn": _run_cudnn,
+    "efficient": partial(_run_with_bias, operator=_aten._scaled_dot_product_efficient_attention),
+    "cudnn": partial(_run_with_bias, operator=_aten._scaled_dot_product_cudnn_attention),
     "math": _run_plain,
 }
 
 
 def register() -> torch.library.Library:
-    """Have the fake device attend so; the result must be kept, with it goes the registration."""
+    """Run attention so on the fake device, for as long as the result is referenced."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attend, "AutogradPrivateUse1")
     return library

@@ -1,14 +1,12 @@
-"""Autocast as CUDA does it, on the fake device: the same operators, and the same cache of cast weights.
+"""Applies CUDA's autocast rules on the fake device: the same operators, and the same cache of cast weights.
 
-Covers the operator lists of ``ATen/autocast_mode.h`` (torch 2.13), and the copies of float32 weights that stay until
-the outermost region ends, which are memory. Does not cover ``binary_cross_entropy``, which CUDA refuses, nor operators
-that a library casts by its own rules (``custom_fwd``).
-
-The user's ``torch.autocast("cuda")`` names another device; while a step is traced, ``redirect`` has it mean the fake
-one.
+Covers the operator lists of ``ATen/autocast_mode.h`` (torch 2.13), the copies of float32 weights that stay until the
+outermost region ends, and the user's ``torch.autocast("cuda")``, which means the fake device while a step is traced.
+Does not cover ``binary_cross_entropy``, which CUDA refuses, nor operators that a library casts by its own rules
+(``custom_fwd``).
 """
 
-# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
 from __future__ import annotations
 
@@ -42,46 +40,29 @@ linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim"""
 
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split()  # noqa: SIM905 - names as a list would take a page
 
-_WATCHED = ("__init__", "__enter__", "__exit__")  # of torch.autocast
-
-_aten = torch.ops.aten
+_PATCHED = ("__init__", "__enter__", "__exit__")  # of torch.autocast
 
 
-class _Casts:
-    """The copies of weights in the lower precision, each made once in the outermost autocast region."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def cast(self, tensor: torch.Tensor, dtype: torch.dtype, *, keep: bool) -> torch.Tensor:
-        if tensor.dtype == dtype or not tensor.is_floating_point() or tensor.dtype == torch.double:
-            return tensor
-        if not (keep and _is_kept(tensor)):
-            return tensor.to(dtype)
-        entry = self._copies.get(id(tensor))
-        if entry is None:
-            entry = self._copies[id(tensor)] = (tensor, tensor.to(dtype))
-        return entry[1]
-
-    def clear(self) -> None:
-        self._copies.clear()
+_casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+"""Weights, each with its copy in the lower precision, which is made once in the outermost autocast region."""
 
 
-def _is_kept(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.dtype == torch.float32
-        and tensor.requires_grad
-        and tensor.is_leaf
-        and not tensor._is_view()
-        and torch.is_autocast_cache_enabled()
-    )
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, *, caches: bool) -> torch.Tensor:
+    if tensor.dtype in (dtype, torch.double):
+        return tensor
+    if not (caches and _is_weight(tensor) and torch.is_autocast_cache_enabled()):
+        return tensor.to(dtype)
+    if id(tensor) not in _casts:
+        _casts[id(tensor)] = (tensor, tensor.to(dtype))
+    return _casts[id(tensor)][1]
 
 
-_casts = _Casts()
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
 
 
 def register(device_type: str) -> tuple[Any, ...]:
-    """Give the fake device CUDA's autocast rules; the result must be kept, with it goes the registration."""
+    """Give the fake device CUDA's autocast rules, for as long as the result is referenced."""
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
     fallback = torch.library.Library("_", "IMPL")
     fallback.fallback(torch.library.fallthrough_kernel, _KEY)
@@ -89,17 +70,11 @@ def register(device_type: str) -> tuple[Any, ...]:
     rules = ((_LOWER, _lower), (_FLOAT32, _in_float32), (_FLOAT32_RESULT, _to_float32), (_WIDEST, _in_widest))
     for names, rule in rules:
         for name in names:
-            operator = _find(name)
-            if operator is not None:
+            base, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, base, None), overload or "default", None)
+            if operator is not None:  # some versions of torch do not have it
                 library.impl(name, _wrap(operator, rule, device_type, excluded), _KEY)
     return fallback, library
-
-
-def _find(name: str) -> Any | None:
-    """The operator of that name; ``None`` where this version of torch does not have it."""
-    base, _, overload = name.partition(".")
-    packet = getattr(_aten, base, None)
-    return getattr(packet, overload or "default", None)
 
 
 _Rule = Callable[[Any, str, tuple[Any, ...], dict[str, Any]], Any]
@@ -114,23 +89,20 @@ def _wrap(operator: Any, rule: _Rule, device_type: str, excluded: Any) -> Callab
 
 
 def _lower(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _call(operator, torch.get_autocast_dtype(device_type), device_type, args, kwargs, keep=True)
+    return _call(operator, torch.get_autocast_dtype(device_type), device_type, args, kwargs, caches=True)
 
 
 def _in_float32(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _call(operator, torch.float32, device_type, args, kwargs, keep=False)
+    return _call(operator, torch.float32, device_type, args, kwargs, caches=False)
 
 
 def _to_float32(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = args[0]
-    takes_dtype = any(argument.name == "dtype" for argument in operator._schema.arguments)
-    if not _is_eligible(first, device_type) or kwargs.get("dtype") is not None or first.dtype == torch.float32:
-        return operator(*args, **kwargs)
-    if not takes_dtype:
-        return _in_float32(operator, device_type, args, kwargs)
     names = [argument.name for argument in operator._schema.arguments]
-    if "dtype" in names[: len(args)]:
+    has_dtype = kwargs.get("dtype") is not None or "dtype" in names[: len(args)]
+    if has_dtype or not _is_eligible(args[0], device_type) or args[0].dtype == torch.float32:
         return operator(*args, **kwargs)
+    if "dtype" not in names:
+        return _in_float32(operator, device_type, args, kwargs)
     return operator(*args, **{**kwargs, "dtype": torch.float32})
 
 
@@ -138,18 +110,17 @@ def _in_widest(operator: Any, device_type: str, args: tuple[Any, ...], kwargs: d
     eligible = [tensor for tensor in args if _is_eligible(tensor, device_type)]
     wide = any(tensor.dtype == torch.float32 for tensor in eligible)
     dtype = torch.float32 if wide else torch.get_autocast_dtype(device_type)
-    return _call(operator, dtype, device_type, args, kwargs, keep=True)
+    return _call(operator, dtype, device_type, args, kwargs, caches=True)
 
 
 def _call(
-    operator: Any, dtype: torch.dtype, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool
+    operator: Any, dtype: torch.dtype, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool
 ) -> Any:
     def cast(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
             return [cast(item) for item in value]
-        return _casts.cast(value, dtype, keep=keep) if _is_eligible(value, device_type) else value
+        return _cast(value, dtype, caches=caches) if _is_eligible(value, device_type) else value
 
-    # Only a lower-precision copy is kept: a float32 one is of an activation.
     return operator(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
@@ -162,10 +133,10 @@ def redirect(target: str, from_types: Collection[str]) -> Iterator[None]:
     """While this lasts, autocast regions of this thread for any of ``from_types`` are regions of ``target``.
 
     ``torch.autocast("cuda")`` disables itself where there is no CUDA, and the user's object may be older than this
-    block, so both its constructor and its entrance are watched; objects are as before once a region has been left.
+    block, so both its constructor and its entrance are patched; objects are as before once a region has been left.
     """
     region, thread = torch.amp.autocast_mode.autocast, threading.get_ident()
-    construct, enter, leave = (getattr(region, name) for name in _WATCHED)
+    construct, enter, leave = (getattr(region, name) for name in _PATCHED)
     entered: list[tuple[Any, str]] = []
 
     def is_meant(device_type: str, *, enabled: bool) -> bool:
@@ -209,5 +180,5 @@ def redirect(target: str, from_types: Collection[str]) -> Iterator[None]:
 
 
 def _patch(region: Any, *functions: Any) -> None:
-    for name, function in zip(_WATCHED, functions, strict=True):
+    for name, function in zip(_PATCHED, functions, strict=True):
         setattr(region, name, function)

@@ -1,8 +1,8 @@
-"""Why a step could not be traced, with the user's own line.
+"""Explains why a step could not be traced, with the user's own line.
 
 Covers what fake tensors raise where a step needs values, tensors on two devices, and any other error on the fake
-device. Does not cover what is refused before a step runs (``twins``, ``fake_device``), nor losses
-(``workload.losses``).
+device. Does not cover what is refused before a step runs (``fake_model``, ``fake_device``), nor losses
+(``step.losses``).
 """
 
 from __future__ import annotations
@@ -55,17 +55,16 @@ class TooLong(CannotPredict):
 
 def explain(error: Exception) -> str:
     """One line: where in the user's code, what happened there, and what to do."""
-    return f"{_place_of(error)}{_reason_of(error)}"
+    return f"{_line_of(error)}{_cause_of(error)}"
 
 
-def _reason_of(error: Exception) -> str:
-    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)) or _is_reading(error):
+def _cause_of(error: Exception) -> str:
+    needs_value = isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode))
+    if needs_value or any(words in str(error) for words in _READS):
         return _NO_VALUES
     if isinstance(error, DynamicOutputShapeException):
-        return (
-            f"makes a tensor whose size depends on values ({error.func}), so its memory cannot be predicted; run fit() "
-            f"on a GPU"
-        )
+        size = f"makes a tensor whose size depends on values ({error.func})"
+        return f"{size}, so its memory cannot be predicted; run fit() on a GPU"
     if isinstance(error, UnsupportedOperatorException):
         return f"calls {error.func}, which cannot run without memory; run fit() on a GPU"
     if str(error).startswith(_RAISES_ON_CARDS):
@@ -78,17 +77,13 @@ def _reason_of(error: Exception) -> str:
     return f"failed on a tensor without memory ({type(error).__name__}: {_first_line(error)[:200]})"
 
 
-def _is_reading(error: Exception) -> bool:
-    return any(words in str(error) for words in _READS)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _place_of(error: Exception) -> str:
+def _line_of(error: Exception) -> str:
     """The user's innermost line; also the innermost one of an installed package, where that called torch."""
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_nobodys(frame.filename)]
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_librarys(frame.filename)]
     own = [frame for frame in theirs if not _is_installed(frame.filename)]
     if not theirs:
         return "the step "
@@ -97,7 +92,7 @@ def _place_of(error: Exception) -> str:
     return f"{_show(own)} (in {_show(theirs)}) "
 
 
-def _is_nobodys(file: str) -> bool:
+def _is_librarys(file: str) -> bool:
     """Whether no user wrote it: torch, this package, Python's own library."""
     return file.startswith(_OURS) or (file.startswith(_LIBRARY) and not _is_installed(file))
 

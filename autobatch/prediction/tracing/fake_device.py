@@ -1,41 +1,41 @@
-"""A GPU that is not there: a torch device whose tensors have shapes, dtypes and lifetimes, but no memory.
+"""Registers a GPU that is not there: a torch device whose tensors have shapes, dtypes and lifetimes, but no memory.
 
-Covers the registration of the device with torch and what torch's Python code asks of a device. It is torch's one free
-backend slot (PrivateUse1), so it works on every build; fake ``cuda`` tensors abort the process on builds without CUDA,
-and fail in the backward pass on CUDA builds without a GPU (measured with torch 2.13 and 2.11). Does not cover which
-kernels CUDA would choose (``attention``, ``autocast``).
-
-The registration stays for the life of the process, since torch has no way back: ``torch.accelerator`` then names this
-device, though as one that is not available. Nothing else changes for tensors on other devices.
+Covers what torch's Python code asks of a device, and the user's names for one while a step is traced. The device takes
+torch's one free backend slot (PrivateUse1), so it works on every build: fake ``cuda`` tensors abort the process on
+builds without CUDA, and fail in the backward pass on CUDA builds without a GPU (measured with torch 2.13 and 2.11).
+Torch cannot unregister it; afterwards ``torch.accelerator`` names it, though as not available. Does not cover which
+kernels CUDA would choose (``attention``, ``autocast``, ``cudnn``).
 """
 
-# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing import attention, autocast, recurrent
+from autobatch.prediction.tracing import attention, autocast, cudnn
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-__all__ = ["DEVICE", "DEVICE_TYPE", "errors_told", "present", "register"]
+__all__ = ["DEVICE", "DEVICE_TYPE", "DeviceNames", "original_errors", "present", "register", "without_waiting"]
 
 DEVICE_TYPE = "fakegpu"
 DEVICE = f"{DEVICE_TYPE}:0"
 
-_UNNAMED = "privateuseone"
-
 _ONE_KERNEL = ("silu_backward", "mish_backward")
 """Operators that are one kernel on CPU and CUDA and that torch writes out in several for any other device: five
 temporaries of the largest activations, which put the peak reserved of some networks 40 % too high."""
+
+_WAITS = ("synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats")
+"""Functions of ``torch.cuda`` that change no tensor. Without a card they raise; in a child of a process that has one
+they must not run."""
+
+_IS_CUDA: Any = vars(torch._C.TensorBase)["is_cuda"].__get__
 
 # Any function of Python's own that does nothing: calling it through ctypes raises an error that is already set.
 _PROBE = ctypes.pythonapi.PyErr_Occurred
@@ -71,7 +71,7 @@ class _FakeGpu:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Random numbers on it have no values, so there is no state to set."""
+        """Random numbers on it have no values, and so no state."""
 
     def manual_seed_all(self, seed: int) -> None:
         """See ``set_rng_state``."""
@@ -84,19 +84,19 @@ class _FakeGpu:
 
 
 _module = _FakeGpu()
-_kept: list[Any] = []  # torch holds hooks and guards by reference only
+_registered: list[Any] = []  # torch holds hooks and guards by reference only
 
 
 def register() -> None:
-    """Tell torch of the device, once in a process.
+    """Register the device with torch, once in a process.
 
     Raises:
         CannotPredict: Another package has taken torch's one slot for such devices.
     """
     name = torch._C._get_privateuse1_backend_name()
-    if name == DEVICE_TYPE and _kept:
+    if name == DEVICE_TYPE and _registered:
         return
-    if name != _UNNAMED:
+    if name != "privateuseone":
         raise CannotPredict(
             f"another package has registered the device {name!r} in this process, and torch has one slot for such "
             f"devices (PrivateUse1): predict in a process that does not import it"
@@ -124,29 +124,24 @@ def register() -> None:
             return device_type
 
     device_type = torch._C._autograd.DeviceType.PrivateUse1
-    _kept.extend((Hooks(), Guard()))
+    hooks, guard, kernels = Hooks(), Guard(), torch.library.Library("aten", "IMPL")
     torch.utils.backend_registration.rename_privateuse1_backend(DEVICE_TYPE)
     torch._register_device_module(DEVICE_TYPE, _module)
-    acc.register_python_privateuseone_hook(_kept[0])
-    acc.register_python_privateuseone_device_guard(_kept[1])
-    _kept.extend((attention.register(), autocast.register(DEVICE_TYPE), recurrent.register(DEVICE_TYPE)))
-    _kept.append(_register_kernels())
-
-
-def _register_kernels() -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL")
-    for name in _ONE_KERNEL:
-        library.impl(name, _never_run, "PrivateUse1")
-    return library
+    acc.register_python_privateuseone_hook(hooks)
+    acc.register_python_privateuseone_device_guard(guard)
+    for operator in _ONE_KERNEL:
+        kernels.impl(operator, _never_run, "PrivateUse1")
+    libraries = (attention.register(), autocast.register(DEVICE_TYPE), cudnn.register(DEVICE_TYPE))
+    _registered.extend((hooks, guard, kernels, *libraries))
 
 
 def _never_run(*_: Any) -> torch.Tensor:
-    """That a kernel is there is all: fake tensors stop on their way to it."""
+    """It only has to exist: fake tensors stop on their way to a kernel."""
     raise CannotPredict("a fake tensor reached a kernel that has nothing to compute with")
 
 
 def _rescue_error(probe: Callable[[], None] = _PROBE, rescued: list[BaseException] = _rescued) -> None:
-    """Take an error that is on its way through C++ out of Python's hands, and keep it.
+    """Take an error that unwinds through C++ out of Python's hands.
 
     Autograd asks the guard for its type also while an error of the backward pass unwinds: from a hook, from
     recomputation, from an operator. Python calls nothing while an error is set, and in a destructor that aborts the
@@ -154,12 +149,12 @@ def _rescue_error(probe: Callable[[], None] = _PROBE, rescued: list[BaseExceptio
     """
     try:
         probe()
-    except BaseException as error:  # noqa: BLE001 - whatever it is, `errors_told` raises it again
+    except BaseException as error:  # noqa: BLE001 - whatever it is, `original_errors` raises it again
         rescued.append(error)
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
+def original_errors() -> Iterator[None]:
     """Errors of backward passes on the device leave this block as they were raised."""
     _rescued.clear()
     try:
@@ -174,7 +169,7 @@ def errors_told() -> Iterator[None]:
 
 @contextmanager
 def present() -> Iterator[None]:
-    """While this lasts, the device is there for whoever asks, and backward passes run in the calling thread.
+    """While this lasts, torch sees the device, and backward passes run in the calling thread.
 
     torch's autograd starts one thread a device at its first backward pass in a process. It has none for a device that
     came later, and stops with an internal assertion (``torch/csrc/autograd/engine.cpp``).
@@ -186,3 +181,52 @@ def present() -> Iterator[None]:
             yield
     finally:
         _module.is_present = False
+
+
+class DeviceNames(TorchFunctionMode):
+    """While active, devices of ``types`` mean the fake one.
+
+    Covers ``.to("cuda")``, ``.cuda()``, ``device="cuda"`` and ``is_cuda``. Does not cover what a step asks torch about
+    the machine (``torch.cuda.is_available()``), nor comparisons of ``tensor.device.type`` with a string.
+    """
+
+    def __init__(self, types: Collection[str]) -> None:
+        super().__init__()
+        self._types = frozenset(types)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function with other devices."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0].to(DEVICE)
+        if func == _IS_CUDA and args[0].device.type == DEVICE_TYPE:
+            return True
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self._rename(kwargs["device"])}
+        if func is torch.Tensor.to:
+            args = (args[0], *map(self._rename, args[1:]))
+        return func(*args, **kwargs)
+
+    def _rename(self, value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device(DEVICE) if value.type in self._types else value
+        if isinstance(value, str):
+            return DEVICE if value.partition(":")[0] in self._types else value
+        if isinstance(value, int) and not isinstance(value, bool):  # a CUDA index
+            return DEVICE
+        return value
+
+
+@contextmanager
+def without_waiting() -> Iterator[None]:
+    """While this lasts, ``torch.cuda.synchronize()`` and the like do nothing."""
+    before = {name: getattr(torch.cuda, name) for name in _WAITS}
+    for name in _WAITS:
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)

@@ -1,15 +1,15 @@
-"""The steps of a trace: on the twins, as the Runner does them on a card.
+"""Runs optimizer steps on fake tensors, as the Runner runs them on a card.
 
-Covers micro-batches, what is kept between them, sums of gradients, scaling and the optimizer's step. Does not cover
-what is written down meanwhile (``recording``), nor what makes the twins (``twins``).
+Covers micro-batches, what stays in memory between them, sums of gradients, scaling and the optimizer's step. Does not
+cover what is recorded meanwhile (``recording``), nor what makes the fake tensors (``fake_model``).
 """
 
-# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,9 +18,7 @@ import torch
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
 from autobatch.errors import InvalidStep
-from autobatch.prediction.timeline import TracedStep
-from autobatch.prediction.tracing.device_names import DeviceNames
-from autobatch.prediction.tracing.fake_device import DEVICE, errors_told
+from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors
 from autobatch.prediction.tracing.fake_model import FakeModel
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.state.gradients import Float32Sums, GradientStamps
@@ -35,45 +33,47 @@ __all__ = ["Circumstances", "DryRun"]
 
 
 class Circumstances(NamedTuple):
-    """What a step is run in, around the user's own code; as the Runner does it, unless told otherwise.
+    """What the Runner does around the user's own code.
 
     Attributes:
         micro_batches: Of each optimizer step. The second one runs with gradients resident; more of them need no more,
             but for what stands beside their losses, which ``Estimate`` adds.
         steps: The first makes the optimizer's state, the second begins with it.
         scaler: Whether the loss is scaled, and gradients unscaled.
-        keeps_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
+        zeroes_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
     """
 
     micro_batches: int = 2
     steps: int = 2
     scaler: bool = False
-    keeps_gradients: bool = False
+    zeroes_gradients: bool = False
 
     def once(self) -> Circumstances:
-        """The same with one step, whose trace is where one of two begins and takes half as long."""
+        """The same with one step, whose trace is the beginning of that of two and takes half as long."""
         return self._replace(steps=1)
 
 
 class DryRun:
-    """One step after another on the twins, as the Runner does them."""
+    """One step after another on fake tensors.
+
+    Attributes:
+        recorder: Records them.
+    """
 
     def __init__(
-        self, workload: Workload, recorder: Recorder, twins: FakeModel, names: DeviceNames, circumstances: Circumstances
+        self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
     ) -> None:
-        self._uncounted, self._recorder, self._names = _without_counts(workload), recorder, names
+        self.recorder, self._names = recorder, names
+        self._workload, self._circumstances = _without_counts(workload), circumstances
         self._modules = [*workload.model.modules()]
         owned = [(name, p) for name, module in workload.model.named_modules() for p in module._parameters.values()]
         self._owners = {id(parameter): name for name, parameter in reversed(owned)}
-        self._optimizer = None if workload.optimizer is None else twins.optimizer(workload.optimizer)
+        self._optimizer = None if workload.optimizer is None else fakes.optimizer(workload.optimizer)
         groups = () if self._optimizer is None else self._optimizer.param_groups
         parameters = [*workload.model.parameters(), *(p for group in groups for p in group["params"])]
         self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
         self._sums = Float32Sums()
         self._scale = torch.empty(1, device=DEVICE) if circumstances.scaler else None
-        self._keeps_gradients = circumstances.keeps_gradients
-        self._micro_batches = circumstances.micro_batches
-        self._is_placed = False
 
     def step(self, batch: Any, *, is_placed: bool = False) -> None:
         """One optimizer step; it begins and ends without gradients.
@@ -85,36 +85,31 @@ class DryRun:
         Raises:
             InvalidStep: The step changes gradients, or writes into a batch that is placed.
         """
-        self._is_placed = is_placed
-        kept: list[Any] = []
-        self._accumulate(batch, kept)
-        self._recorder.phase = "optimizer"
+        outputs: list[Any] = []
+        self._accumulate(batch, outputs, is_placed=is_placed)
+        self.recorder.phase = "optimizer"
         if self._optimizer is not None:
             self._optimizer.step()
             for tensor in tensors_of([dict(state) for state in self._optimizer.state.values()]):
-                self._recorder.label(tensor, "optimizer state")
+                self.recorder.label(tensor, "optimizer state")
         for parameter in self._parameters:
-            if not self._keeps_gradients:
+            if not self._circumstances.zeroes_gradients:
                 parameter.grad = None
-
-    def finish(self, samples: int) -> TracedStep:
-        """All that was written down; from here on nothing is."""
-        return self._recorder.finish(samples)
 
     def explain_loss(self, batch: Any) -> str:
         """What the default step takes for a loss."""
         with self._names:
-            return explain_default(self._uncounted.model, map_tensors(batch, self._place))
+            return explain_default(self._workload.model, map_tensors(batch, self._place))
 
-    def _accumulate(self, batch: Any, kept: list[Any]) -> None:
-        """All micro-batches, and what comes before the optimizer's own step; ``kept`` is what outlives that."""
+    def _accumulate(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
+        """All micro-batches, and what comes before the optimizer's own step; ``outputs`` outlive that."""
         before = RewindPoint(self._modules, torch.device("cpu"))
         self._sums.begin(self._parameters)
-        for index in range(self._micro_batches):
+        for index in range(self._circumstances.micro_batches):
             here = RewindPoint(self._modules, torch.device("cpu")) if index else before
-            self._run_micro_batch(batch, kept)
+            self._run_micro_batch(batch, outputs, is_placed=is_placed)
             del here
-        self._recorder.phase = "optimizer"
+        self.recorder.phase = "optimizer"
         self._sums.write()
         self._sums.end()
         self._label_gradients()
@@ -122,34 +117,30 @@ class DryRun:
             make_state(self._optimizer)
             self._unscale()
 
-    def _run_micro_batch(self, batch: Any, kept: list[Any]) -> None:
+    def _run_micro_batch(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
         with self._names:
-            first = len(self._recorder.sizes)
-            with self._recorder.forward():
+            first = len(self.recorder.sizes)
+            with self.recorder.forward():
                 stamps = GradientStamps(self._parameters, self._sums)
                 placed = map_tensors(batch, self._place)
                 versions = [tensor._version for tensor in tensors_of(placed)]
-                losses, aux = self._forward(with_fresh_containers(placed))
-                if self._is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
+                output = self._workload.run(with_fresh_containers(placed))
+                if is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
                     raise InvalidStep(WROTE_INTO_BATCH)
                 del placed  # as in training, where the step alone holds it
                 stamps.refuse_change()
-                loss = self._share(losses)
+                loss = self._add([term.loss for term in output.terms])
                 check_leaves(loss, self._parameters)
-            for tensor in tensors_of(aux):
-                self._recorder.label_new(tensor, "aux", first)
-            kept.append((loss.detach().float(), aux))
-            with errors_told():
+            for tensor in tensors_of(output.aux):
+                self.recorder.label_new(tensor, "aux", first)
+            outputs.append((loss.detach().float(), output.aux))
+            with original_errors():
                 (loss if self._scale is None else loss * self._scale).backward()
         gc.collect()
         self._label_gradients()
 
-    def _forward(self, micro_batch: Any) -> tuple[list[torch.Tensor], Any]:
-        output = self._uncounted.run(micro_batch)
-        return [term.loss for term in output.terms], output.aux
-
-    def _share(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = [loss * (1 / self._micro_batches) for loss in losses]
+    def _add(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        parts = [loss * (1 / self._circumstances.micro_batches) for loss in losses]
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -157,7 +148,7 @@ class DryRun:
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         placed = make_fake(tensor).requires_grad_(tensor.requires_grad)
-        self._recorder.label(placed, "input")
+        self.recorder.label(placed, "input")
         return placed
 
     def _unscale(self) -> None:
@@ -173,7 +164,7 @@ class DryRun:
         for parameter in self._parameters:
             gradient = sums.get(parameter) if parameter.grad is None else parameter.grad
             if gradient is not None:
-                self._recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
+                self.recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
 
 
 def _without_counts(workload: Workload) -> Workload:
@@ -182,15 +173,15 @@ def _without_counts(workload: Workload) -> Workload:
     def run(_: Any, micro_batch: Any) -> Any:
         returned = workload.call_step(micro_batch)
         if isinstance(returned, tuple) and len(returned) == 2:
-            return _uncounted(returned[0]), returned[1]
-        return _uncounted(returned)
+            return _without_count(returned[0]), returned[1]
+        return _without_count(returned)
 
     return replace(workload, step=run, optimizer=None)
 
 
-def _uncounted(loss: Any) -> Any:
+def _without_count(loss: Any) -> Any:
     if isinstance(loss, Mapping):
-        return {name: _uncounted(term) for name, term in loss.items()}
+        return {name: _without_count(term) for name, term in loss.items()}
     if isinstance(loss, Mean) and isinstance(loss.over, torch.Tensor):
         return replace(loss, over=1)
     if isinstance(loss, Sum) and isinstance(loss.count, torch.Tensor):

@@ -1,16 +1,12 @@
-"""Sums of gradients that autograd makes in place, told from those that it allocates.
+"""Recognises sums of gradients that autograd makes in place.
 
 torch adds up gradients that meet in the backward pass in place if nobody else holds the first one
-(``torch/csrc/autograd/input_buffer.cpp``), but never with fake tensors or while an observer is active: that would count
-a copy that a GPU does not have. So these sums are recognised here, by who called the operator and by how many hold its
+(``torch/csrc/autograd/input_buffer.cpp``), but never with fake tensors or while a dispatch mode is active: that would
+count a copy that a GPU does not have. So these sums are recognised by who called the operator and by how many hold its
 first argument. Does not cover sums that the step itself makes.
-
-What the counts are with one holder belongs to versions of torch and Python, so it is seen once in a process, on three
-sums of which two have another holder. Where these look the same, every sum is taken for one that is allocated: too much
-memory is predicted, and never too little.
 """
 
-# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autobatch.prediction.tracing.fake_device import DEVICE, errors_told
+from autobatch.prediction.tracing.fake_device import DEVICE, original_errors
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["Holders", "holders_of", "is_dense", "sole_holder"]
@@ -29,14 +25,11 @@ __all__ = ["Holders", "holders_of", "is_dense", "sole_holder"]
 Holders = tuple[int, int, int]
 """Counts of a gradient: who holds the tensor in C++, its storage, and the tensor in Python. Ours are among them."""
 
-_ADD = torch.ops.aten.add.Tensor
-
 
 def holders_of(args: tuple[Any, ...]) -> Holders | None:
     """How many hold the first of two gradients that autograd adds; ``None`` for any other sum.
 
-    Args:
-        args: Of ``aten.add.Tensor``, as a dispatch mode got them; its ``__torch_dispatch__`` must be the caller.
+    ``args`` are those of ``aten.add.Tensor``; a dispatch mode's ``__torch_dispatch__`` must be the caller.
     """
     first, second = args[:2]
     if torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
@@ -53,18 +46,20 @@ def holders_of(args: tuple[Any, ...]) -> Holders | None:
 
 @cache
 def sole_holder() -> Holders | None:
-    """What ``holders_of`` says where autograd alone holds the gradient; ``None`` where that cannot be told.
+    """What ``holders_of`` returns where autograd alone holds the gradient; needs an active ``FakeMode``.
 
-    Needs an active ``FakeMode``.
+    The counts depend on the versions of torch and Python, so they are looked at once in a process, on three sums of
+    which two have another holder. ``None`` where these look the same: then every sum is taken for one that is
+    allocated, so that too much memory is predicted, and never too little.
     """
     try:
-        alone, held, shared = _try_sum(_keep_nothing), _try_sum(_keep_in_python), _try_sum(_keep_in_autograd)
+        alone, held, shared = _try_sum(_hold_nowhere), _try_sum(_hold_in_python), _try_sum(_hold_in_autograd)
     except (AttributeError, RuntimeError, TypeError):  # a torch that counts nowhere, or elsewhere
         return None
     return None if alone in (held, shared) else alone
 
 
-class _Probe(DispatchMode):
+class _Observer(DispatchMode):
     """While active, notes the holders of each sum and makes it."""
 
     def __init__(self) -> None:
@@ -75,40 +70,37 @@ class _Probe(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator as it is."""
-        if func is _ADD:
+        if func is torch.ops.aten.add.Tensor:
             self.seen.append(holders_of(args))
         return func(*args, **(kwargs or {}))
 
 
-_Keep = Callable[[torch.Tensor, torch.Tensor, list[Any]], torch.Tensor]
-
-
-def _try_sum(keep: _Keep) -> Holders | None:
-    """What is seen of two gradients that meet, of which ``keep`` may hold the first."""
-    kept: list[Any] = []
+def _try_sum(branch: Callable[[torch.Tensor, torch.Tensor, list[Any]], torch.Tensor]) -> Holders | None:
+    """What is seen of two gradients that meet, of which ``branch`` may have somebody hold the first."""
+    held: list[Any] = []
     with torch.enable_grad():
         oldest, hidden = (torch.empty(4, 4, device=DEVICE, requires_grad=True).exp() for _ in range(2))
         later = hidden.sin()
-        sooner = keep(hidden, oldest, kept)  # what was made last is differentiated first
+        sooner = branch(hidden, oldest, held)  # what was made last is differentiated first
         total = torch.stack([later.sum(), sooner.sum()]).sum()
-    probe = _Probe()
-    with probe, errors_told():
+    observer = _Observer()
+    with observer, original_errors():
         total.backward()
-    (seen,) = probe.seen
+    (seen,) = observer.seen
     return seen
 
 
-def _keep_nothing(hidden: torch.Tensor, _oldest: torch.Tensor, _kept: list[Any]) -> torch.Tensor:
+def _hold_nowhere(hidden: torch.Tensor, _oldest: torch.Tensor, _held: list[Any]) -> torch.Tensor:
     return hidden.cos()
 
 
-def _keep_in_python(hidden: torch.Tensor, _oldest: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+def _hold_in_python(hidden: torch.Tensor, _oldest: torch.Tensor, held: list[Any]) -> torch.Tensor:
     branch = hidden.cos()
-    branch.grad_fn.register_hook(lambda given, _: kept.append(given))  # type: ignore[union-attr]
+    branch.grad_fn.register_hook(lambda given, _: held.append(given))  # type: ignore[union-attr]
     return branch
 
 
-def _keep_in_autograd(hidden: torch.Tensor, oldest: torch.Tensor, _kept: list[Any]) -> torch.Tensor:
+def _hold_in_autograd(hidden: torch.Tensor, oldest: torch.Tensor, _held: list[Any]) -> torch.Tensor:
     """The gradient of a sum is that of both of its terms, and the older term waits for it longer."""
     return (hidden + oldest).cos()
 

@@ -1,12 +1,11 @@
-"""What a step allocates and frees on the fake device, as it happens.
+"""Records what a step allocates and frees on the fake device.
 
 Covers every storage that an operator returns (forward, backward, optimizer), the phase and submodule it was made in,
-and real tensors that the step closes over. Does not cover memory inside one kernel, which no tensor shows.
-
-Gradients that meet in the backward pass are added in place where torch would (``gradient_sums``).
+and real tensors that the step closes over. Gradients that meet in the backward pass are added in place where torch does
+so (``gradient_sums``). Does not cover memory inside one kernel, which no tensor shows.
 """
 
-# ruff: noqa: SLF001 - what torch keeps for those who add devices has no public names
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
 
 from __future__ import annotations
 
@@ -21,20 +20,27 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
-from autobatch.prediction.tracing.arguments import check_devices, has_real, is_on_device, is_written_to, only_writes
+from autobatch.prediction.tracing.cudnn import workspaces_of
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
-from autobatch.prediction.tracing.outputs import Outputs, tensors_in
-from autobatch.prediction.tracing.workspaces import workspaces_of
+from autobatch.prediction.tracing.operators import (
+    Operators,
+    check_devices,
+    has_real,
+    is_on_device,
+    is_written_to,
+    only_writes,
+    tensors_in,
+)
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["FakeMode", "Recorder", "make_fake"]
 
 _aten = torch.ops.aten
-_KEEPS_REAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # a constant's values stay known
+_LIFTS_CONSTANT = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # whose values stay known
 _READS = _aten._local_scalar_dense.default
-_MOVES = (_aten._to_copy.default, _aten.copy_.default)
+_COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _IS_SPARSE = (
     "the step makes a sparse tensor, as a gradient of nn.Embedding(sparse=True) is: its size depends on values, so its "
     "memory cannot be predicted; predict with sparse=False to be on the safe side, or run fit() on a GPU"
@@ -42,7 +48,7 @@ _IS_SPARSE = (
 
 
 class FakeMode(FakeTensorMode):
-    """Fake tensors, with constants made on the host first: the fake device has no kernel to make them with."""
+    """Makes fake tensors, constants on the host first: the fake device has no kernel to make them with."""
 
     avoid_device_init = True
 
@@ -53,7 +59,7 @@ class FakeMode(FakeTensorMode):
 def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
     """A tensor without memory, of the same shape and dtype, laid out as ``.to("cuda")`` does; needs a ``FakeMode``.
 
-    That keeps the strides of a dense tensor; of an expanded or sliced one it makes a dense copy.
+    A dense tensor has the same strides there; an expanded or sliced one becomes dense.
 
     Raises:
         CannotPredict: It is of a kind whose memory is not that of one dense block.
@@ -69,26 +75,25 @@ def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
 
 
 class _Reference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows which block goes with its storage."""
+    """A weak reference that knows which block belongs to its storage."""
 
     __slots__ = ("block",)
 
     block: int
 
 
-def _as_event(noted: int | _Reference) -> int:
-    """As in ``TracedStep.order``; the weak reference of a storage was noted where the storage was freed."""
-    return noted if isinstance(noted, int) else -(noted.block + 1)
-
-
 class Recorder(DispatchMode):
-    """While active, writes down what is allocated and freed on the fake device.
+    """While active, records what is allocated and freed on the fake device.
 
     Attributes:
-        phase: What is written beside new blocks.
-        module: Says which submodule is running.
+        phase: Of the blocks that are made from now on.
         sizes: Bytes, by block.
-        sole: The holders of a gradient that autograd adds to in place; ``None`` where it is never taken to do so.
+
+    Args:
+        mode: The active one.
+        module: Returns the name of the submodule that is running.
+        sole: The holders of a gradient that autograd adds to in place; ``None``: it is taken to add to none.
+        most_events: With more the trace raises ``TooLong``.
     """
 
     def __init__(
@@ -99,12 +104,10 @@ class Recorder(DispatchMode):
         most_events: int = sys.maxsize,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._most_events = most_events
         self.phase: Phase = "before"
-        self.module = module
-        self.sole = sole
-        self._outputs = Outputs(mode, DEVICE)
-        self._events: list[Any] = []  # as ``TracedStep.order``, but for what was freed: see ``_as_event``
+        self._module, self._sole, self._most_events = module, sole, most_events
+        self._operators = Operators(mode)
+        self._events: list[Any] = []  # as ``TracedStep.order``, but for what was freed: its weak reference
         self.sizes: list[int] = []
         self._labels: list[tuple[Phase, Kind, str]] = []
         self._live: dict[int, _Reference] = {}
@@ -113,48 +116,50 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator on fake tensors, note what it returns."""
+        """Run the operator on fake tensors and record what it returns."""
         if func is torch.ops.prim.device.default:  # as often as all others together: a shortcut
             return args[0].fake_device
         kwargs = kwargs or {}
         if func is _READS:
             return self._read(args[0])
-        if func not in _KEEPS_REAL and has_real(args, kwargs):
+        if func not in _LIFTS_CONSTANT and has_real(args, kwargs):
             args, kwargs = self._adopt_all(func, args, kwargs)
-        if func is _aten.add.Tensor and self.phase == "backward" and self.sole and holders_of(args) == self.sole:
+        if func is _aten.add.Tensor and self.phase == "backward" and self._sole and holders_of(args) == self._sole:
             return args[0]
         if only_writes(func) and is_written_to(args):
             if self.phase != "optimizer":
                 check_devices(func, args)
             return args[0] if func._schema.returns else None
-        result = self._outputs.run(func, args, kwargs)
-        self.note(result)
+        result = self._operators.run(func, args, kwargs)
+        self.record(result)
         for byte_count in workspaces_of(func, args, result):
-            self._borrow(byte_count)
+            self.sizes.append(byte_count)
+            self._labels.append((self.phase, "workspace", self._module()))
+            self._events += (len(self.sizes), -len(self.sizes))
         return result
 
-    def note(self, result: Any, kind: Kind = "temporary") -> None:
-        """Write down the storages of a result that are new."""
+    def record(self, result: Any, kind: Kind = "temporary") -> None:
+        """Record the storages of a result that are new."""
         if isinstance(result, torch.Tensor):
             if result.layout is not torch.strided:
                 raise CannotPredict(_IS_SPARSE)
             if is_on_device(result):
-                self._note_storage(result.untyped_storage(), kind)
+                self._record_storage(result.untyped_storage(), kind)
         elif isinstance(result, (list, tuple)):
             for part in result:
-                self.note(part, kind)
+                self.record(part, kind)
 
     def label(self, tensor: torch.Tensor, kind: Kind, module: str | None = None) -> None:
-        """Say what a tensor that is alive is for."""
+        """Set what a tensor that is alive is for."""
         if not is_on_device(tensor):
             return
-        self.note(tensor, kind)
+        self.record(tensor, kind)
         reference = self._live[tensor.untyped_storage()._cdata]
         phase, _, before = self._labels[reference.block]
         self._labels[reference.block] = (phase, kind, before if module is None else module)
 
     def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
-        """The same, but only of a tensor that was made as this block or a later one."""
+        """``label`` a tensor that was made as block ``first`` or a later one."""
         reference = self._find(tensor.untyped_storage()) if is_on_device(tensor) else None
         if reference is not None and reference.block >= first:
             self.label(tensor, kind)
@@ -173,14 +178,11 @@ class Recorder(DispatchMode):
                 self._labels[reference.block] = (phase, "activation", module)
 
     def finish(self, samples: int) -> TracedStep:
-        """What was recorded until now."""
-        made: dict[tuple[Phase, Kind, str], Block] = {}
-        for label in self._labels:
-            if label not in made:
-                made[label] = Block(phase=label[0], kind=label[1], module=label[2])
+        """All that was recorded."""
+        made = {label: Block(phase=label[0], kind=label[1], module=label[2]) for label in dict.fromkeys(self._labels)}
         return TracedStep(
             samples=samples,
-            order=tuple(map(_as_event, self._events)),
+            order=tuple(event if isinstance(event, int) else -(event.block + 1) for event in self._events),
             sizes=tuple(self.sizes),
             blocks=tuple(made[label] for label in self._labels),
         )
@@ -194,37 +196,32 @@ class Recorder(DispatchMode):
         with torch._C._DisableTorchDispatch():
             return _READS(tensor)
 
-    def _note_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+    def _record_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         key, size = storage._cdata, storage.nbytes()
         known = self._find(storage)
         if known is not None:
             if self.sizes[known.block] == size:
                 return
-            self._events.append(-(known.block + 1))  # resized: another block in its place
+            self._events.append(-(known.block + 1))  # resized: another block instead
         if len(self._events) >= self._most_events:
             raise TooLong(f"it makes and frees tensors more than {self._most_events} times, which takes too long")
-        # The end of a storage is noted by a C function: in a Python one an interrupt would be printed and lost.
+        # A C function records the end of a storage: in a Python one an interrupt would be printed and lost.
         reference = _Reference(storage, self._events.append)
         reference.block = len(self.sizes)
         self._live[key] = reference
         self.sizes.append(size)
-        self._labels.append((self.phase, kind, self.module()))
+        self._labels.append((self.phase, kind, self._module()))
         self._events.append(reference.block + 1)
 
     def _find(self, storage: torch.UntypedStorage) -> _Reference | None:
-        """What was noted of it; not of one that is gone and had the same address."""
+        """What was recorded of it; not of one that is gone and had the same address."""
         known = self._live.get(storage._cdata)
         return known if known is not None and known() is not None else None
-
-    def _borrow(self, byte_count: int) -> None:
-        self.sizes.append(byte_count)
-        self._labels.append((self.phase, "workspace", self.module()))
-        self._events += (len(self.sizes), -len(self.sizes))
 
     def _adopt_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        beside_fake = func not in _MOVES and any(is_on_device(value) for value in tensors_in((args, *kwargs.values())))
+        beside_fake = func not in _COPIES and any(is_on_device(value) for value in tensors_in((args, *kwargs.values())))
 
         def adopt(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -236,7 +233,7 @@ class Recorder(DispatchMode):
         return tuple(map(adopt, args)), {name: adopt(value) for name, value in kwargs.items()}
 
     def _adopt(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
-        """The fake twin of a tensor that the step holds on to besides the model, made once."""
+        """The fake tensor, made once, for a real one that the step closes over beside the model."""
         if tensor.requires_grad:
             raise CannotPredict(
                 f"the step uses a parameter of shape {tuple(tensor.shape)} that belongs to no module of the model: "
@@ -246,5 +243,5 @@ class Recorder(DispatchMode):
         if known is None or known[1].device.type != torch.device(device).type:
             fake = make_fake(tensor, device)
             known = self._adopted[id(tensor)] = (tensor, fake)
-            self.note(fake, "buffer")
+            self.record(fake, "buffer")
         return known[1]

@@ -1,12 +1,10 @@
-"""The user's own training step, run on tensors without memory: what it allocates and frees.
+"""Traces the user's own training step on tensors without memory: what it allocates and frees.
 
 Covers two optimizer steps of two micro-batches each, as the Runner does them: gradients resident from the second
 micro-batch on, bfloat16 and float16 gradients summed in float32, optimizer state there in the second step. Does not
 cover memory inside one kernel (workspaces), code from ``torch.compile`` (traced uncompiled), steps whose course depends
-on values, nor wrappers for several devices.
-
-Nothing of the model, the optimizer or the generators is changed, and no value is read; models on any device will do,
-also ``meta``.
+on values, nor wrappers for several devices. Model (on any device, also ``meta``), optimizer and generators are not
+changed, and no value is read.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,13 +25,11 @@ from autobatch.memory.reference_leaks import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
-from autobatch.prediction.tracing.device_names import DeviceNames, without_waiting
 from autobatch.prediction.tracing.failures import TooLong, explain
-from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, present
-from autobatch.prediction.tracing.fake_model import FakeModel, modules_of
+from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, without_waiting
+from autobatch.prediction.tracing.fake_model import FakeModel, Location, modules_of
 from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
 from autobatch.prediction.tracing.gradient_sums import sole_holder
-from autobatch.prediction.tracing.location import Location
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.state.random_state import RandomState
 from autobatch.state.tensor_header import is_uninitialized
@@ -53,18 +49,15 @@ __all__ = [
 SIZES = (2, 3, 67)
 """Views of size 1 skip copies, so one sample is another program. Two sizes give the lines; the third, odd and far off,
 is a first test of them: what grows with the square, pads to 8 or splits into chunks of 16 looks like a line at 2 and 3.
-What looks like one at all three, such as padding to 128, is found at the size that counts (``check``)."""
+What looks like one at all three, such as padding to 128, is found at the size that counts (``retrace``)."""
+_USUAL = Circumstances()
 _LADDER = (4, 8, 16, 32, 64, 256, 1024)  # where two sizes run different operators
 _MOST_EVENTS = 60_000
 """Of one more trace, unless the smallest has half as many: about 5 s (torch 2.13, one core). A step that loops over its
 samples has more of them at each size."""
 
 
-def trace_timeline(
-    workload: Workload,
-    layout: Layout,
-    circumstances: Circumstances = Circumstances(),  # noqa: B008 - immutable
-) -> Timeline:
+def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstances = _USUAL) -> Timeline:
     """What the step allocates and frees at any number of samples.
 
     Args:
@@ -73,29 +66,28 @@ def trace_timeline(
         circumstances: What is done around the step.
 
     Returns:
-        Lines where a third size is what two others say, else interpolated between more sizes: as many as take a few
-        seconds each.
+        Lines where a third size agrees with what two others say, else interpolated between more sizes: as many as take
+        a few seconds each.
 
     Raises:
         CannotPredict: The step cannot run without values, or not on a fake device; it names the step's own line.
     """
 
-    def begin(size: int, circumstances: Circumstances) -> AbstractContextManager[Callable[[], TracedStep]]:
-        return begin_apart(lambda: trace(workload, layout, size, circumstances))
+    def run(size: int, now: Circumstances = circumstances) -> TracedStep:
+        return trace(workload, layout, size, now)
 
     # Side by side, each in a process of its own: on two cores that takes half as long.
     small, larger, far = SIZES
     with (
-        begin(small, circumstances) as one,
-        begin(larger, circumstances) as two,
-        begin(far, circumstances.once()) as last,
+        begin_apart(lambda: run(small)) as one,
+        begin_apart(lambda: run(larger)) as two,
+        begin_apart(lambda: run(far, circumstances.once())) as last,
     ):
         first, second = one(), two()
         lines = align(first, second)
         if lines is not None and lines.begins_with(last()):
             return lines
-    third = trace(workload, layout, SIZES[2], circumstances)
-    return combine(climb([first, second, third], _LADDER, lambda size: trace(workload, layout, size, circumstances)))
+    return combine(climb([first, second, run(far)], _LADDER, run))
 
 
 def climb(traced: Sequence[TracedStep], sizes: Sequence[int], run: Callable[[int], TracedStep]) -> list[TracedStep]:
@@ -127,13 +119,13 @@ def trace(
     workload: Workload,
     layout: Layout,
     samples: int,
-    circumstances: Circumstances = Circumstances(),  # noqa: B008 - immutable
+    circumstances: Circumstances = _USUAL,
     most_events: int = sys.maxsize,
 ) -> TracedStep:
     """Run the step on fake tensors with ``samples`` in each micro-batch; arguments and errors as ``trace_timeline``.
 
     Raises:
-        TooLong: It has more events than it may have.
+        TooLong: It has more than ``most_events``.
     """
     example = _grow_registered(layout, samples)
     homes = {parameter.device for parameter in workload.parameters()}
@@ -142,7 +134,7 @@ def trace(
         batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
             run.step(batch, is_placed=is_placed)
-        return run.finish(samples)
+        return run.recorder.finish(samples)
 
 
 def explain_loss(workload: Workload, layout: Layout) -> str:
@@ -154,7 +146,7 @@ def explain_loss(workload: Workload, layout: Layout) -> str:
 
 @contextmanager
 def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events: int) -> Iterator[DryRun]:
-    """While this lasts, the model is its twin on the fake device; what goes wrong says why."""
+    """While this lasts, the model is on the fake device; errors name their cause."""
     _check(workload.model)
     random_state = RandomState(torch.device("cpu"))
     try:
@@ -190,22 +182,22 @@ def _enter(workload: Workload, stack: ExitStack, circumstances: Circumstances, m
     stack.enter_context(mode)
     recorder = Recorder(mode, location.name, sole_holder(), most_events)
     stack.enter_context(recorder)
-    twins = FakeModel(recorder)
+    fakes = FakeModel(recorder)
     for context in (
-        twins.inhabit(modules),
+        fakes.substitute(modules),
         location.follow(),
         autocast.redirect(DEVICE_TYPE, types),
         _without_nested_tensors(),
         without_waiting(),
     ):
         stack.enter_context(context)
-    workload.model.train()  # as the trials and the Runner; it is the twins' own mode that changes
-    return DryRun(workload, recorder, twins, DeviceNames(types), circumstances)
+    workload.model.train()  # as the trials and the Runner; the mode of the substitutes, which the model forgets
+    return DryRun(workload, recorder, fakes, DeviceNames(types), circumstances)
 
 
 @contextmanager
 def _collected_between_steps() -> Iterator[None]:
-    """While this lasts, reference cycles are not collected at random moments, which would differ between two traces."""
+    """While this lasts, reference cycles are not collected at moments that differ between two traces."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -236,7 +228,7 @@ def _grow_registered(layout: Layout, samples: int) -> Layout:
 
 
 def _on_host(layout: Layout, samples: int) -> Any:
-    """The batch at this size, without memory there either."""
+    """The batch at this size on the host, without memory there either."""
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
     if layout.count == samples:
         return fake

@@ -77,7 +77,7 @@ def test_a_card_reports_a_little_less_than_is_on_the_box(gpu):
 
 @by_card
 def test_every_number_has_a_source(gpu):
-    """Who told the total and the context, in words and not as an address; what was not read on a card says so."""
+    """Where total and context were found, in words and not as an address; what was not read on a card says so."""
     for source in (gpu.source, gpu.context_source):
         assert len(source) > 10
         assert "http" not in source
@@ -168,7 +168,7 @@ def test_a_size_is_a_card_of_that_memory(asked, total):
 
 
 def test_a_card_of_a_size_is_named_after_it():
-    """Its name tells its memory."""
+    """Its name has its memory."""
     assert find_gpu("24GiB").name == "24.0 GiB card"
 
 

@@ -220,7 +220,7 @@ def test_what_is_kept_beside_the_loss_is_of_all_micro_batches():
     estimate = Estimate(combine([direct]), found.gpu.cublas_workspace_bytes)
     [point] = [point for point in found.points if point.size == found.judged_size]
     assert point.allocated == pytest.approx(estimate.allocated(found.judged_size), rel=0.005)
-    # Where kept tensors lie, and what is held beside them, is the allocator's: they are added in whole segments.
+    # Where such tensors lie, and what is held beside them, is the allocator's: they are added in whole segments.
     assert 0.97 <= point.reserved / estimate.reserved(found.judged_size) <= 1.05
     kinds = {part.name: part.byte_count for part in found.breakdown}
     assert kinds["aux"] == pytest.approx(target * 8192 * 4, rel=0.02)
@@ -234,8 +234,8 @@ def test_a_predicted_plan_warns_as_one_that_was_tried_does():
     """Of the loss that is taken, of the optimizer that is not there, and of samples that were inferred."""
     tried = autobatch.fit(_Padded(4, 4), 16, device="cpu")
     predicted = autobatch.predict(_Padded(4, 4), gpu="24GiB", target_batch=16).plan
-    told = set(tried.warnings) & set(predicted.warnings)
-    assert {sentence.split(":")[0] for sentence in told} >= {
+    both = set(tried.warnings) & set(predicted.warnings)
+    assert {sentence.split(":")[0] for sentence in both} >= {
         "no optimizer= was given",
         "no step= was given and the output holds no loss",
         "no batch= was given",

@@ -64,13 +64,13 @@ def test_an_error_that_does_not_travel_is_told():
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "message"),
     [(abort, "signal SIGABRT"), (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL"), (lambda: os._exit(3), "3")],
     ids=["abort", "kill", "exit"],
 )
-def test_the_death_of_the_child_is_an_error_here(end, told):
+def test_the_death_of_the_child_is_an_error_here(end, message):
     """An abort in C++ ends the child alone."""
-    with pytest.raises(CannotPredict, match=f"ended the process that it ran in .*{told}"):
+    with pytest.raises(CannotPredict, match=f"ended the process that it ran in .*{message}"):
         run_apart(end)
 
 
@@ -181,7 +181,7 @@ def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):
 
     monkeypatch.setattr(os, "fork", refuse)
     before = len([*Path("/proc/self/fd").iterdir()])
-    with pytest.raises(CannotPredict, match=r"there is none to be had .*no more processes"):
+    with pytest.raises(CannotPredict, match=r"none could be started .*no more processes"):
         run_apart(lambda: 3)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 

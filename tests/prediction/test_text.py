@@ -105,8 +105,8 @@ def test_every_card_has_its_line(any_prediction):
     header, *lines = section(any_prediction, "On every card that is known")
     legend, *untraced = [line for line in lines if line.strip().startswith("*") or "was traced" in line]
     lines = [line for line in lines if line not in {legend, *untraced}]
-    told = f"  {judged} was traced, if nothing else is said; other sizes follow from fewer samples"
-    assert untraced == ([told] if len({card.micro_batch_size for card in any_prediction.cards}) > 1 else [])
+    text = f"  {judged} was traced, if nothing else is said; other sizes follow from fewer samples"
+    assert untraced == ([text] if len({card.micro_batch_size for card in any_prediction.cards}) > 1 else [])
     shown = {re.split(r"  +", line.strip())[0]: line for line in lines}
     assert legend == "  * its memory is a nominal figure"
     for card in any_prediction.cards:
@@ -138,7 +138,7 @@ def test_more_is_impossible_only_where_the_card_is_the_bound(split, whole, nothi
     """Where all of the target fits, nobody asked for more."""
     assert "any larger size that saves a step is predicted to be impossible" in split.explain()
     assert section(whole, "What fits") == ["  all 2000 of the target at once, with the margin"]
-    assert section(nothing, "What fits")[0].strip() == "none   with the margin: there is no plan"
+    assert section(nothing, "What fits")[0].strip() == "none   with the margin: no plan"
     assert "even one sample is predicted to be impossible" in nothing.explain()
     tight = split.model_copy(update={"reach": Reach(comfortable=2001, tight=4001)})
     assert "impossible" not in tight.explain()
@@ -172,9 +172,9 @@ def test_the_margin_is_told_with_its_reason(split):
 
 def test_a_nominal_total_and_an_interpolated_curve_are_told(whole, split):
     """Both are reasons to be less sure."""
-    told = " ".join(" ".join(section(whole, "How sure this is")).split())
-    assert "the card's memory is nominal: " in told
-    assert "are on lines through" not in told
+    text = " ".join(" ".join(section(whole, "How sure this is")).split())
+    assert "the card's memory is nominal: " in text
+    assert "are on lines through" not in text
     guessed = split.model_copy(update={"interpolated": True})
     assert "all numbers for sizes that were not traced are on lines" in " ".join(guessed.explain().split())
     assert "nominal: " not in split.explain()
@@ -199,7 +199,7 @@ CHANGES = (
 
 
 def test_changes_are_a_table(split):
-    """What each saves, how far it gets, and what it costs besides; a failure tells its reason, in lines that fit."""
+    """What each saves, how far it gets, and what it costs besides; a failure says why, in lines that fit."""
     story = split.model_copy(update={"changes": CHANGES})
     lines = section(story, "What would help")
     assert [" ".join(line.split()) for line in lines[1:4]] == [

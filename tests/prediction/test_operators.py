@@ -1,4 +1,4 @@
-"""``autobatch.prediction.tracing.outputs``: what is remembered is what would have been found anew."""
+"""``autobatch.prediction.tracing.operators``: remembered shapes are those that would be found anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from nets import GPT, ConvNet, images, step, tokens
 
 from autobatch.batch.layout import describe
-from autobatch.prediction.tracing.outputs import Outputs
+from autobatch.prediction.tracing.operators import Operators
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
 
@@ -32,5 +32,5 @@ def test_a_trace_is_the_same_without_remembering(model, run, example, monkeypatc
     """Order, bytes and blocks do not depend on the shortcut."""
     workload, layout = Workload(model, run, None, torch.optim.AdamW(model.parameters())), describe(example())
     remembered = trace(workload, layout, 3)
-    monkeypatch.setattr(Outputs, "run", lambda _, func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr(Operators, "run", lambda _, func, args, kwargs: func(*args, **kwargs))
     assert trace(workload, layout, 3) == remembered

@@ -1,4 +1,4 @@
-"""``prediction.tracing.fake_model``: what stands in for a model and its optimizer, and what a step may reach."""
+"""``prediction.tracing.fake_model``: fake tensors for a model and its optimizer, and the module that is running."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict, InvalidArgument
-from autobatch.prediction.tracing.fake_model import modules_of
+from autobatch.prediction.tracing.fake_model import Location, modules_of
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
 
@@ -29,7 +29,7 @@ def _resident(traced, kind):
 
 
 @pytest.mark.apart
-def test_a_tensor_with_two_names_has_one_twin():
+def test_a_tensor_with_two_names_has_one_fake_tensor():
     """Tied weights, and a buffer that two modules share, are there once."""
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     model[1].weight = model[0].weight
@@ -67,7 +67,7 @@ def test_a_buffer_takes_what_moving_it_to_the_card_makes(buffer, byte_count):
     ids=lambda make: make.__name__,
 )
 def test_parametrized_weights_are_made_anew_in_each_step(make):
-    """From the originals' twins, which get the gradients."""
+    """From the fake originals, which get the gradients."""
     model = make(nn.Linear(16, 16))
     traced = _trace(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     trained = sorted(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
@@ -102,7 +102,7 @@ def test_a_plain_subclass_is_one_block():
 
 @pytest.mark.apart
 def test_a_subclass_of_several_blocks_is_refused():
-    """Nobody can tell what its operators allocate."""
+    """What its operators allocate is unknown."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     model = nn.Linear(16, 16)
@@ -184,3 +184,93 @@ def test_a_step_that_reaches_itself_comes_to_an_end():
 
     model = nn.Linear(16, 16)
     assert [module for _, module in modules_of(model, even)] == [model]
+
+
+class Watched(nn.Module):
+    def __init__(self, note):
+        super().__init__()
+        self.inner, self.note = nn.Linear(4, 4), note
+
+    def forward(self, inputs):
+        self.note()
+        hidden = self.inner(inputs)
+        self.note()
+        hidden.register_hook(lambda _: self.note())
+        return hidden.tanh()
+
+
+def test_the_innermost_module_is_named_and_then_the_one_around_it():
+    """On the way in, between its children, and outside of all."""
+    seen = []
+    model = nn.Sequential(Watched(lambda: seen.append(location.name())), nn.ReLU())
+    location = Location(model)
+    with location.follow():
+        seen.append(location.name())
+        model(torch.ones(2, 4))
+        seen.append(location.name())
+    assert seen == ["", "0", "0", ""]
+
+
+def test_a_node_belongs_to_the_module_that_made_it():
+    """While autograd runs, whose backward pass it is; outside of it nobody's."""
+    seen = []
+
+    class Noting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, inputs):
+            return inputs.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(location.name())
+            return gradient
+
+    class Notes(nn.Module):
+        def forward(self, inputs):
+            return Noting.apply(inputs)
+
+    model = nn.Sequential(nn.Linear(4, 4), Notes(), nn.Sequential(nn.Tanh(), Notes()))
+    location = Location(model)
+    with location.follow():
+        Noting.apply(model(torch.ones(2, 4))).sum().backward()
+    assert seen == ["", "2.1", "1"]
+    assert location.name() == ""
+
+
+def test_an_error_in_a_forward_pass_leaves_no_module_behind():
+    """Also where the user catches it."""
+
+    class Fails(nn.Module):
+        def forward(self, inputs):
+            raise ValueError("mine")
+
+    model = nn.Sequential(Fails())
+    location = Location(model)
+    with location.follow():
+        with pytest.raises(ValueError, match="mine"):
+            model(torch.ones(1))
+        assert location.name() == ""
+
+
+def test_hooks_are_gone_afterwards():
+    """Other models' forward passes are nobody's business then."""
+    before = dict(torch.nn.modules.module._global_forward_pre_hooks)
+    with Location(nn.Linear(1, 1)).follow():
+        assert len(torch.nn.modules.module._global_forward_pre_hooks) == len(before) + 1
+    assert dict(torch.nn.modules.module._global_forward_pre_hooks) == before
+
+
+def test_a_module_of_another_model_counts_as_the_one_that_calls_it():
+    """A loss with weights of its own has no name in the model."""
+    seen = []
+    stranger = Watched(lambda: seen.append(location.name()))
+
+    class Model(nn.Module):
+        def forward(self, inputs):
+            return stranger(inputs)
+
+    model = nn.Sequential(Model())
+    location = Location(model)
+    with location.follow():
+        model(torch.ones(2, 4))
+    assert seen == ["0", "0"]

@@ -1,4 +1,4 @@
-"""Which size a prediction is put to the test at, and what becomes of one that does not hold."""
+"""``prediction.retrace``: the size that is traced again, and what becomes of an estimate that does not hold there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def step_at(samples, byte_count):
 
 def check_padding(timeline, size):
     """What a step takes that pads its samples to 128, a MiB for each 128."""
-    known = list(timeline.traced) or [timeline.as_traced(n) for n in (2, 67)]
+    known = list(timeline.traced) or [timeline.at(n) for n in (2, 67)]
     return None if size <= 128 else combine([*known, step_at(size, -(-size // 128) * MIB)])
 
 
@@ -38,7 +38,7 @@ def judge_within(limit, bound=4096):
 def test_a_size_at_which_it_holds_is_proven_by_one_trace():
     """And the estimate stays the one that it was."""
     asked = []
-    proof = prove(Estimate(LINES, 0), (2, 3, 67), lambda _: 100, lambda _, size: asked.append(size))
+    proof = prove(Estimate(LINES, 0), lambda _: 100, lambda _, size: asked.append(size))
     assert (proof.proven_at, proof.doubt, asked) == (100, "", [100])
     assert proof.estimate.timeline is LINES
 
@@ -46,14 +46,14 @@ def test_a_size_at_which_it_holds_is_proven_by_one_trace():
 @pytest.mark.parametrize("size", [2, 3, 67])
 def test_a_size_that_was_traced_is_not_traced_again(size):
     """It is one of those that the timeline was made of."""
-    proof = prove(Estimate(LINES, 0), (2, 3, 67), lambda _: size, lambda *_: pytest.fail("traced"))
+    proof = prove(Estimate(LINES, 0), lambda _: size, lambda *_: pytest.fail("traced"))
     assert (proof.proven_at, proof.doubt) == (size, "")
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_one_sample_is_never_traced(size):
     """It is another program, so a trace of it would contradict what is said of several."""
-    proof = prove(Estimate(LINES, 0), (2, 3, 67), lambda _: size, lambda *_: pytest.fail("traced"))
+    proof = prove(Estimate(LINES, 0), lambda _: size, lambda *_: pytest.fail("traced"))
     assert proof.proven_at == 0
     assert "one sample is another program" in proof.doubt
 
@@ -62,7 +62,7 @@ def test_where_it_does_not_hold_the_answer_moves_and_is_traced_again():
     """Until it is one that was traced; no more than what fits there."""
     judge = judge_within(8 * MIB)
     assert judge(Estimate(LINES, 0)) == 4096
-    proof = prove(Estimate(LINES, 0), (2, 3, 67), judge, check_padding)
+    proof = prove(Estimate(LINES, 0), judge, check_padding)
     assert proof.estimate.timeline.interpolated
     assert 512 < proof.proven_at <= 1024
     assert proof.proven_at == judge(proof.estimate)
@@ -76,7 +76,7 @@ def test_an_answer_that_goes_on_moving_is_in_doubt():
         asked.append(size)
         return combine([step_at(1000 + len(asked), MIB)])
 
-    proof = prove(Estimate(LINES, 0), (2, 3, 67), lambda _: 500 - len(asked), check)
+    proof = prove(Estimate(LINES, 0), lambda _: 500 - len(asked), check)
     assert asked == [500, 499, 498]
     assert (proof.proven_at, proof.doubt) == (0, "after 3 more traces the answer had moved once more")
 
@@ -87,6 +87,6 @@ def test_a_size_that_cannot_be_traced_is_in_doubt():
     def check(*_):
         raise CannotPredict("it takes too long")
 
-    proof = prove(Estimate(LINES, 0), (2, 3, 67), lambda _: 100, check)
+    proof = prove(Estimate(LINES, 0), lambda _: 100, check)
     assert (proof.proven_at, proof.doubt) == (0, "it takes too long")
     assert proof.estimate.timeline is LINES

@@ -1,4 +1,4 @@
-"""``prediction.tracing.recurrent``: LSTM, GRU and RNN allocate as one call of cuDNN does."""
+"""``prediction.tracing.cudnn``: recurrent layers allocate as one call does, and convolutions work on copies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes
+from autobatch.prediction.tracing.cudnn import Recurrence, reserve_bytes, workspace_bytes, workspaces_of
 from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.step.workload import Workload
 
@@ -53,7 +55,7 @@ def _sizes(traced, *, phase, kind):
     ],
 )
 def test_recurrent_layers_are_traced_to_the_byte(kind, options, run):
-    """Two traces tell any other size exactly, and the results and states have the shapes that they have on the CPU."""
+    """Two traces determine any other size exactly; results and states have the shapes that they have on the CPU."""
     model = kind(WIDTH, HIDDEN, **options)
     shapes = []
 
@@ -73,11 +75,11 @@ def test_recurrent_layers_are_traced_to_the_byte(kind, options, run):
 
 
 @pytest.mark.apart
-def test_an_lstm_keeps_its_result_and_one_reserve_space():
+def test_an_lstm_saves_its_result_and_one_reserve_space():
     """After the forward pass: what it was given, the result, two states and what cuDNN keeps, and nothing a step."""
     traced = trace(Workload(nn.LSTM(WIDTH, HIDDEN), _step), _layout(), 7)
     activations = _sizes(traced, phase="forward", kind="activation")
-    call = Recurrence("lstm", STEPS, 7, HIDDEN, HIDDEN, 1, 1, drops=False, itemsize=4)
+    call = Recurrence("lstm", STEPS, 7, HIDDEN, HIDDEN, 1, 1, drops=False, dtype=torch.float32)
     assert activations.count(reserve_bytes(call)) == 4  # micro-batches
     assert reserve_bytes(call) == STEPS * 7 * HIDDEN * 5 * 4
     assert max(activations) == reserve_bytes(call)
@@ -109,7 +111,7 @@ def test_a_projection_makes_results_narrower():
     """Not the cells: those stay as wide as the layer."""
     model = nn.LSTM(WIDTH, HIDDEN, proj_size=4)
     traced = trace(Workload(model, _step), _layout(), 7)
-    call = Recurrence("lstm", STEPS, 7, HIDDEN, 4, 1, 1, drops=False, itemsize=4)
+    call = Recurrence("lstm", STEPS, 7, HIDDEN, 4, 1, 1, drops=False, dtype=torch.float32)
     assert reserve_bytes(call) in traced.sizes
     assert STEPS * 7 * 4 * 4 in traced.sizes
 
@@ -127,8 +129,8 @@ def test_a_layer_in_eval_mode_has_no_backward_pass():
 
 
 @pytest.mark.apart
-@pytest.mark.parametrize(("cell", "kept"), [(nn.GRUCell, 5), (nn.LSTMCell, 4)], ids=["GRU", "LSTM"])
-def test_a_single_cell_is_one_kernel(cell, kept):
+@pytest.mark.parametrize(("cell", "saved"), [(nn.GRUCell, 5), (nn.LSTMCell, 4)], ids=["GRU", "LSTM"])
+def test_a_single_cell_is_one_kernel(cell, saved):
     """It keeps its gates in one block."""
 
     def run(model, batch):
@@ -136,7 +138,7 @@ def test_a_single_cell_is_one_kernel(cell, kept):
         return (hidden[0] if isinstance(hidden, tuple) else hidden).mean()
 
     traced = trace(Workload(cell(WIDTH, HIDDEN), run), describe(torch.zeros(2, WIDTH)), 11)
-    assert _sizes(traced, phase="forward", kind="activation").count(11 * kept * HIDDEN * 4) >= 4
+    assert _sizes(traced, phase="forward", kind="activation").count(11 * saved * HIDDEN * 4) >= 4
 
 
 @given(
@@ -148,10 +150,66 @@ def test_a_single_cell_is_one_kernel(cell, kept):
 def test_both_spaces_grow_with_each_size(cell, counts, directions, drops):
     """Affine in the samples and the steps, never less with more of anything."""
     steps, samples, hidden, results, layers = counts
-    call = Recurrence(cell, steps, samples, hidden, results, layers, directions, drops=drops, itemsize=4)
+    call = Recurrence(cell, steps, samples, hidden, results, layers, directions, drops=drops, dtype=torch.float32)
     for rule in (reserve_bytes, workspace_bytes):
         assert rule(replace(call, samples=2 * samples)) == 2 * rule(call)
         assert rule(replace(call, steps=3 * steps)) == 3 * rule(call)
         assert rule(replace(call, hidden=hidden + 1)) > rule(call)
         assert rule(replace(call, layers=layers + 1)) >= rule(call)
-        assert rule(replace(call, itemsize=2)) * 2 == rule(call)
+        assert rule(replace(call, dtype=torch.float16)) * 2 == rule(call)
+
+
+class Workspaces(TorchDispatchMode):
+    """Notes what each operator would take."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.found[func.overloadpacket.__name__] = workspaces_of(func, args, result)
+        return result
+
+
+def _run(inputs, weight, **options):
+    with Workspaces() as operators:
+        F.conv2d(inputs.requires_grad_(), weight.requires_grad_(), **options).sum().backward()
+    return operators.found
+
+
+def _convolve(size=3, *, groups=1, memory_format=torch.contiguous_format, dtype=torch.float32):
+    inputs = torch.zeros(2, 4, 8, 8, dtype=dtype).to(memory_format=memory_format)
+    return _run(inputs, torch.zeros(8, 4 // groups, size, size, dtype=dtype), groups=groups, padding=size // 2)
+
+
+def test_a_wide_kernel_copies_its_input_and_its_output():
+    """Once forward; backward once for the input's gradient and once for the weight's."""
+    copies = 4 * (2 * 4 * 8 * 8 + 2 * 8 * 8 * 8)
+    found = _convolve()
+    assert found["convolution"] == [copies]
+    assert found["convolution_backward"] == [copies, copies]
+    assert _convolve(dtype=torch.float64)["convolution"] == [2 * copies]
+
+
+@pytest.mark.parametrize(
+    "options", [{"size": 1}, {"groups": 2}, {"memory_format": torch.channels_last}], ids=["1 x 1", "grouped", "last"]
+)
+def test_other_convolutions_copy_nothing(options):
+    """A product of matrices, a kernel of its own, and the layout that is wanted."""
+    found = _convolve(**options)
+    assert found["convolution"] == found["convolution_backward"] == []
+
+
+def test_an_input_that_needs_no_gradient_saves_one():
+    """The first layer's backward pass is of the weight alone."""
+    with Workspaces() as operators:
+        F.conv2d(torch.zeros(2, 4, 8, 8), torch.zeros(8, 4, 3, 3, requires_grad=True)).sum().backward()
+    assert len(operators.found["convolution_backward"]) == 1
+
+
+def test_other_operators_take_nothing():
+    """As far as is known."""
+    with Workspaces() as operators:
+        (torch.zeros(4, 4) @ torch.zeros(4, 4)).softmax(-1)
+    assert set(map(tuple, operators.found.values())) == {()}

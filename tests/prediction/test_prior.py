@@ -301,7 +301,7 @@ def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_trac
 
 
 def search_concave_memory(fitting, *, expects_no_more):
-    """Whether a search that was told of 66 samples finds the largest size, where memory grows with the square root."""
+    """Whether a search that expects 66 samples finds the largest size, where memory grows with the square root."""
 
     def reserve(size):
         return int(2**30 * (1 + size**0.5))

@@ -1,0 +1,186 @@
+"""Runs operators on fake tensors, and remembers the shapes that they return.
+
+Covers where an operator's arguments are, whether it only writes into them, and a memory for operators that neither
+write nor alias, and for views. Everything else goes to ``FakeTensorMode``, whose own memory is general and slow: GPT-2
+takes 4.7 s with it and 1.8 s with this one (torch 2.13, two traces), since a step runs the same operators in every
+layer and every micro-batch.
+"""
+
+# ruff: noqa: SLF001 - torch has no public names for what those who add devices need
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
+
+__all__ = ["Operators", "check_devices", "has_real", "is_on_device", "is_written_to", "only_writes", "tensors_in"]
+
+_Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
+
+_aten = torch.ops.aten
+_TAKES_HOSTS = (_aten.copy_.default, _aten.index_put_.default, _aten._index_put_impl_.default)
+_VIEWS = frozenset((
+    _aten.view.default, _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.expand.default,
+    _aten.unsqueeze.default, _aten.slice.Tensor, _aten.select.int, _aten.split.Tensor, _aten.detach.default,
+    _aten._unsafe_view.default, _aten.alias.default, _aten.split_with_sizes.default,
+))  # fmt: skip
+
+
+@cache
+def only_writes(func: Any) -> bool:
+    """Whether an operator does nothing but write into its first argument, or list of them: no memory comes or goes."""
+    name = func._schema.name.partition("::")[2]
+    return (
+        func.namespace == "aten"
+        and name.endswith("_")
+        and torch.Tag.inplace_view not in func.tags
+        and not name.startswith(("resize", "set_", "_amp"))
+        and len(func._schema.returns) <= 1
+    )
+
+
+def is_written_to(args: tuple[Any, ...]) -> bool:
+    """Whether the first argument, which is written to, is on the fake device."""
+    first = args[0] if args else None
+    tensors = first if isinstance(first, (list, tuple)) else (first,)
+    return all(map(is_on_device, tensors))
+
+
+def check_devices(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse what CUDA refuses: an operator that writes takes of the host single values, indices, and what it copies.
+
+    Raises:
+        RuntimeError: A tensor is the host's, in torch's own words.
+    """
+    if func in _TAKES_HOSTS:
+        return
+    for tensor in tensors_in(args):
+        if tensor.dim() and not is_on_device(tensor):
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and "
+                f"{tensor.device}!"
+            )
+
+
+def has_real(args: Any, kwargs: Any) -> bool:
+    """Whether a tensor is one with memory, which the step closes over."""
+    return any(not isinstance(tensor, FakeTensor) for tensor in tensors_in((args, *kwargs.values())))
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether a value is a fake tensor on the fake device."""
+    return isinstance(value, FakeTensor) and value.fake_device.type == DEVICE_TYPE
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """All tensors in arguments, also those in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+class Operators:
+    """One trace's operators with the shapes that they returned."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode, self._device = mode, torch.device(DEVICE)
+        self._known: dict[Any, tuple[type, list[_Spec]]] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As ``func(*args, **kwargs)``."""
+        kind = _kind_of(func)
+        key = None if kind == "other" else _key(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        if kind == "view":
+            with in_kernel_invocation_manager(self._mode):
+                viewed = func(*args, **kwargs)
+            return self._wrap(viewed) if isinstance(viewed, torch.Tensor) else [self._wrap(part) for part in viewed]
+        known = self._known.get(key)
+        if known is not None:
+            container, specs = known
+            made = [self._make(*spec) for spec in specs]
+            return made[0] if container is FakeTensor else container(made)
+        result = func(*args, **kwargs)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, *kwargs.values()))}
+        specs = _describe(result, given)
+        if specs:
+            self._known[key] = (type(result), specs)
+        return result
+
+    def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return self._wrap(meta)
+
+    def _wrap(self, meta: torch.Tensor) -> FakeTensor:
+        return FakeTensor(self._mode, meta, self._device)
+
+
+def _describe(result: Any, given: set[int]) -> list[_Spec]:
+    """Shapes, strides and dtypes; none where a result is no tensor of its own that fills its storage."""
+    parts = list(result) if isinstance(result, (tuple, list)) else [result]
+    specs: list[_Spec] = []
+    for part in parts:
+        if not is_on_device(part) or part.storage_offset():
+            return []
+        spec: _Spec = (tuple(part.shape), part.stride(), part.dtype)
+        if _bytes_of(*spec) != part.untyped_storage().nbytes():
+            return []
+        specs.append(spec)
+    storages = {part.untyped_storage()._cdata for part in parts}
+    return specs if len(storages) == len(parts) and not storages & given else []
+
+
+def _bytes_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
+    if 0 in shape:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))) * dtype.itemsize
+
+
+class _UnknownArgumentError(Exception):
+    """An argument does not determine the result's shape."""
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+    try:
+        return func, _keys(args), tuple((name, _key_of(value)) for name, value in kwargs.items())
+    except _UnknownArgumentError:
+        return None
+
+
+def _keys(values: Any) -> tuple[Any, ...]:
+    return tuple(map(_key_of, values))
+
+
+def _key_of(value: Any) -> Any:
+    if isinstance(value, FakeTensor):
+        if not is_on_device(value) or value.layout is not torch.strided:
+            raise _UnknownArgumentError
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return _keys(value)
+    raise _UnknownArgumentError
+
+
+@cache
+def _kind_of(func: Any) -> str:
+    schema, tags = func._schema, func.tags
+    if func.namespace != "aten" or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return "other"
+    if func in _VIEWS:
+        return "view"
+    aliases = func.is_view or any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns))
+    named = any("device" in argument.name for argument in schema.arguments)
+    return "other" if aliases or schema.is_mutable or named or not schema.returns else "fresh"
