@@ -1,11 +1,11 @@
-"""Says how a batch is read, where autobatch cannot see it: types of your own, and lists that are open to two readings.
+"""Declares how a batch is read, where autobatch cannot know it: types of your own, and lists that may be read two ways.
 
 Covers the public names. Does not cover how other batches are read (``autobatch.batch.layout_rules``).
 """
 
 from __future__ import annotations
 
-from autobatch.batch.marked_lists import Fields, Samples
+from autobatch.batch.list_rules import Fields, Samples
 from autobatch.batch.registry import register
 
 __all__ = ["Fields", "Samples", "register"]

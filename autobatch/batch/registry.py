@@ -1,10 +1,9 @@
-"""Looks up what a user registered about a batch type of their own: how to count its samples, and how to take some.
+"""Registers and looks up batch types of the user's own: how to count their samples, and how to take some.
 
 Covers registration, lookup by type (subclasses included), and checks of what the user's functions return. Does not
 cover lists, dicts, dataclasses and dense tensors, which need no registration (``tree``, ``layout_rules``).
 
-The registry is one for the process, as pytree's and einops' are. It is replaced, never changed in place, so that a
-thread that reads it sees the registry as it was before a registration or after it.
+The registry is one for the process, as pytree's and einops' are.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class BatchType:
         return found
 
 
-_registered: Mapping[type, BatchType] = {}
+_registered: Mapping[type, BatchType] = {}  # replaced, never changed in place: readers need no lock
 _lock = threading.Lock()
 
 
@@ -171,7 +170,7 @@ def register(
     for name, function in (("count", count), ("take", take), ("map", map)):
         if not callable(function) and not (name == "map" and function is None):
             raise InvalidArgument(f"register({type.__name__}, {name}=...) needs a function, not {name_type(function)}")
-    global _registered  # noqa: PLW0603 - replaced as a whole, so that readers need no lock
+    global _registered  # noqa: PLW0603 - see there
     with _lock:
         _registered = {**_registered, type: BatchType(type, count, take, map or _copy_with)}
 

@@ -1,7 +1,7 @@
-"""Compares the entries of a list: of one kind, of one structure, images of differing sizes, records with a label.
+"""Compares the entries of a list: one kind, one structure, images of differing sizes, records with a label.
 
-Covers what can be seen of entries by themselves. Does not cover what follows from it for how a list is read
-(``layout_rules``).
+Covers what the entries themselves show. Does not cover what follows from it for how a list is read (``list_rules``,
+``layout_rules``).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rows_beneath(node: Any) -> Iterator[int]:
 
 
 def tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Tensors in the attributes of an object of unknown type, and in what those hold, as far as is quickly seen."""
+    """Tensors in the attributes of an object of unknown type, and in what those hold, up to a depth and a width."""
     if isinstance(node, torch.Tensor):
         yield node
     elif depth and not isinstance(node, (type, torch.nn.Module)):

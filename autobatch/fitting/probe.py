@@ -29,7 +29,7 @@ from autobatch.records import MemoryUsage, Phase, Trial
 from autobatch.state.optimizer_state import count_state, is_making_state, make_state
 from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
-from autobatch.step.compilation import is_compiled
+from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation_state import Accumulated, Shortage

@@ -1,7 +1,7 @@
-"""What is run where the user gives no step: the model called on the batch, and a loss found in its output.
+"""Runs the model where no step is given: calls it on the batch and finds a loss in its output.
 
-Covers the three ways to call a model and the three places a loss is found. Does not cover losses against targets: a
-model that computes none gives the mean of its output, which uses the memory but teaches nothing.
+Covers the three ways to call a model and the three kinds of loss that are found. Does not cover losses against targets:
+a model that computes none gives the mean of its output, which uses the memory but teaches nothing.
 """
 
 from __future__ import annotations

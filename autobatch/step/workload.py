@@ -1,13 +1,12 @@
-"""The user's step: what is called, what it may return, and what a micro-batch counts for.
+"""Calls the user's step, and checks what goes into it: the model, the optimizer, and what a micro-batch counts for.
 
-Covers calling the step, ``(loss, aux)``, weights by ``weigh``, and what cannot be run exactly. Does not cover what a
-loss may be (``losses``) nor how the parts of a batch are added up (``accumulation``).
+Covers ``(loss, aux)``, weights by ``weigh``, and what cannot be run exactly. Does not cover what a loss may be
+(``losses``) nor how the parts of a batch are added up (``training.transaction``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,21 +16,21 @@ from torch import nn
 from autobatch._formatting import name_type, show_value
 from autobatch._objects import is_instance_with, takes_none
 from autobatch.batch.layout import map_tensors, tensors_of
-from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import LoopGuard
-from autobatch.step.losses import Term, read_number, read_terms
-from autobatch.step.outside import find_outside
+from autobatch.step.losses import Term, read_terms
+from autobatch.step.reachable import find_outside
+from autobatch.step.weights import Weigh, read_weights
 from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "warn_of_no_optimizer"]
 
 Step = Callable[[nn.Module, Any], Any]
-Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
 
 
 class StepOutput(NamedTuple):
-    """What one call of the step gave: the losses of its micro-batch, and whatever the user put beside them."""
+    """What one call of the step returned: the losses of its micro-batch, and whatever the user put beside them."""
 
     terms: tuple[Term, ...]
     aux: Any = None
@@ -64,7 +63,7 @@ class Workload:
     def parameters(self) -> list[nn.Parameter]:
         """The model's and the optimizer's parameters, each once, in the order of ``model.parameters()``."""
         # That call makes up each one's name as well, and this is asked in every step.
-        tables = (module._parameters for module in self.model.modules())  # noqa: SLF001 - no public twin without names
+        tables = (module._parameters for module in self.model.modules())  # noqa: SLF001 - not public, and the public method makes names
         found = {id(p): p for table in tables for p in table.values() if p is not None}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             found.update((id(parameter), parameter) for parameter in group["params"])
@@ -96,22 +95,14 @@ class Workload:
             yield from tensors_of(dict(state))  # nested in some, which keep lists of directions
 
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
-        """What the micro-batch counts for, by term: ``weigh`` of it, or its samples.
-
-        Returns:
-            One number under the name ``""``, which stands for every term, or those that ``weigh`` named.
+        """What the micro-batch counts for, by term: ``weigh`` of it, or its samples; ``""`` stands for every term.
 
         Raises:
             InvalidBatch: A weight is no number, negative or not finite.
         """
         if self.weigh is None:
             return {"": float(samples)}
-        returned = self.weigh(micro_batch)
-        if not isinstance(returned, Mapping):
-            return {"": _read_weight(returned, "", samples)}
-        if not returned:
-            raise InvalidBatch("weigh() returned an empty dict: it must name the step's terms, or return one number")
-        return {str(name): _read_weight(value, f" for {name!r}", samples) for name, value in returned.items()}
+        return read_weights(self.weigh(micro_batch), samples)
 
     def run(self, micro_batch: Any) -> StepOutput:
         """Call the user's step and check that a gradient can come from what it returned.
@@ -209,19 +200,6 @@ def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def _read_weight(value: Any, what: str, samples: int) -> float:
-    weight = read_number(value)
-    if weight is None:
-        raise InvalidBatch(
-            f"weigh() returned {type(value).__name__}{what}; it must return one number, or a dict of them by term"
-        )
-    if not math.isfinite(weight) or weight < 0:
-        raise InvalidBatch(
-            f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a finite number >= 0"
-        )
-    return weight
-
-
 def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
@@ -253,12 +231,12 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     if is_uninitialized(parameter):  # of a lazy module: it gets its shape in the first forward pass
         return
-    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public twin
+    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - not public
         raise InvalidArgument(
             f"parameter {name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
             f"micro-batch and cannot be undone; remove the hook"
         )
-    if parameter._backward_hooks:  # noqa: SLF001 - no public twin
+    if parameter._backward_hooks:  # noqa: SLF001 - not public
         raise InvalidArgument(
             f"parameter {name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
             f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
