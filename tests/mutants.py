@@ -533,8 +533,8 @@ MUTANTS = (
     Mutant(
         "a part of a registered type hands its gradient to the user's batch",
         BATCH + "layout.py",
-        "    return map_tensors(taken, as_leaf)\n",
-        "    return taken\n",
+        "        return map_tensors(taken, as_leaf)\n",
+        "        return taken\n",
         BATCH_TESTS,
     ),
     Mutant(

@@ -77,11 +77,7 @@ def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
 
 
 def check_values(batch: Any) -> None:
-    """Check a batch by its values, before any sample of it is run.
-
-    Raises:
-        InvalidBatch: A tensor has no values, or the ``take`` of a registered type does not use its indices.
-    """
+    """Raise InvalidBatch where a tensor has no values, or the ``take`` of a registered type ignores its indices."""
     for tensor in tensors_of(batch):
         refuse_meta(tensor)
     _check_takes(batch)

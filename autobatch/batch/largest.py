@@ -49,12 +49,7 @@ class _Source:
         return self.collate(entries[0]) if self.gives_batches else self.collate(list(entries))
 
     def described(self, entries: Sequence[Any]) -> Layout:
-        """The batch of these samples. As their number is known, its lists are read by it and not by their entries.
-
-        Raises:
-            InvalidBatch: It cannot be counted; or the collate function makes another number of samples, and a list
-                could be read in two ways.
-        """
+        """The batch of these samples, with its lists read by their known number where that is possible."""
         if self.gives_batches:
             return describe(self.collated(entries))
         # Made of one sample and of several: a list whose length does not follow their number holds fields.
@@ -77,8 +72,7 @@ class _Source:
 def is_source(batch: Any) -> bool:
     """Whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
 
-    A class of its own counts as a dataset if it fetches many samples at once as torch's loader asks
-    (``__getitems__``), which Hugging Face's ``datasets.Dataset`` does.
+    Other classes count as datasets if they have ``__getitems__``, as Hugging Face's ``datasets.Dataset`` does.
     """
     if find_type(batch) is not None or isinstance(batch, type):
         return False
@@ -88,11 +82,11 @@ def is_source(batch: Any) -> bool:
 def largest_samples(
     source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0
 ) -> tuple[Layout, str | None]:
-    """The largest samples of a dataset, collated together and described.
+    """The largest samples of a dataset, collated together, and a sentence where not all samples were looked at.
 
-    Of a map-style dataset samples spread evenly over it are looked at, the first and the last among them; of an
-    iterable one the first. A loader with ``batch_size=None`` gives whole batches: the one with most elements a sample
-    is taken as it is. Each sample is fetched once, so that one made at random is the one that was measured.
+    Of a map-style dataset samples spread evenly over it are looked at, of an iterable one the first. A loader with
+    ``batch_size=None`` gives whole batches: the one with most elements a sample is taken as it is. Each sample is
+    fetched once, so that one made at random is the one that was measured.
 
     Args:
         source: What ``is_source`` accepts. A ``Dataset`` alone is collated as torch does by default.
@@ -100,12 +94,8 @@ def largest_samples(
         scan_limit: No more samples (or whole batches) than this are looked at.
         time_limit: Seconds after which no further one is looked at.
 
-    Returns:
-        The batch, and a sentence where not all samples were looked at.
-
     Raises:
-        InvalidBatch: The dataset is empty or has no length. Errors of the dataset and of its collate function come out
-            as they were raised.
+        InvalidBatch: The dataset is empty or has no length. Its own errors come out as they were raised.
     """
     opened = _open(source)
     unit = "batches" if opened.gives_batches else "samples"
@@ -176,10 +166,7 @@ def _keys(opened: _Source) -> Sequence[Any]:
 
 
 def _spread(length: int, most: int) -> Iterator[int]:
-    """At most ``most`` different indices; any first part of them is spread evenly, the two ends come first.
-
-    Numbers with their bits reversed (van der Corput's sequence) halve the widest holes again and again.
-    """
+    """At most ``most`` different indices, the two ends first, any first part of them spread evenly (van der Corput)."""
     bits = max(1, (length - 1).bit_length())
     reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
     inside = (index for index in reversed_bits if 0 < index < length - 1)

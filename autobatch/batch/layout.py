@@ -18,13 +18,14 @@ import torch
 
 from autobatch.batch.layout_rules import read
 from autobatch.batch.list_rules import ROOT, ListReading
-from autobatch.batch.registry import BatchType, find_type
+from autobatch.batch.registry import find_type
 from autobatch.batch.structure import count_rows
 from autobatch.batch.tree import (
     as_leaf,
     count_bytes,
     count_elements,
     fields_of,
+    is_array,
     is_sequence,
     map_tensors,
     tensors_of,
@@ -108,17 +109,19 @@ class Layout:
         move: Callable[[torch.Tensor], torch.Tensor],
         home: torch.device,
     ) -> Any:
-        """Samples ``start`` to ``stop`` in containers of their own, each tensor a leaf on the device.
+        """Samples ``start`` to ``stop`` in new containers, each tensor a leaf on the device.
 
         Args:
             start: The first sample.
             stop: The one after the last.
             leaves: These samples as ``split_leaves`` gives them.
-            move: Moves a tensor to the device.
-            home: The device: what is there already need not be moved.
+            move: Moves a tensor to the device ``home``; not called for what is there already.
+            home: The device.
         """
         if self.spec is None:
-            return with_fresh_containers(map_tensors(self.take(start, stop), lambda t: _move_leaf(t, move)))
+            return with_fresh_containers(
+                map_tensors(self.take(start, stop), lambda tensor: _move_like(tensor, tensor.detach(), move))
+            )
         if self.home != home:
             leaves = [_move_like(leaf, part, move) for leaf, part in zip(self.leaves, leaves, strict=True)]
         return tuple(leaves) if self.spec.is_pair else self.spec.unflatten(leaves)
@@ -126,11 +129,9 @@ class Layout:
     def take(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop`` (exclusive), as views: nothing is copied. All samples are the batch itself.
 
-        Of a registered type they are what its ``take`` returns, which may be copies.
-
-        Raises:
-            InvalidArgument: The range is empty or reaches outside the batch.
-            InvalidBatch: A list can be read both as samples and as fields.
+        Of a registered type they are what its ``take`` returns, which may be copies. Raises InvalidArgument for an
+        empty range or one outside the batch, and, as ``spread`` and ``grow`` do, InvalidBatch where a list can be read
+        both as samples and as fields.
         """
         if not 0 <= start < stop <= self.count:
             raise InvalidArgument(f"samples {start} to {stop} of a batch of {self.count}: no such part")
@@ -141,11 +142,7 @@ class Layout:
     def spread(self, n: int) -> Layout:
         """``n`` samples, evenly from first to last, as new tensors: a batch may be sorted.
 
-        Beyond its count each sample comes several times in a row. So consecutive parts have different samples, which
-        those of ``grow`` need not have.
-
-        Raises:
-            InvalidBatch: A list can be read both as samples and as fields.
+        Beyond its count each sample comes several times in a row, so that consecutive parts have different samples.
         """
         rows = [index * self.count // n for index in range(n)]
         return Layout(self._replace(self.batch, ROOT, lambda part: _pick_entries(part, rows)), n, self.lists)
@@ -160,14 +157,10 @@ class Layout:
         Up to its own count tensors are views, beyond it new tensors of the same dtype, device and memory format. Either
         way each is a leaf that requires a gradient where the original does: none reaches the original. Samples in
         lists are repeated by reference.
-
-        Raises:
-            InvalidArgument: ``n`` is not positive.
-            InvalidBatch: A list can be read both as samples and as fields.
         """
         if n < 1:
             raise InvalidArgument(f"a batch cannot have {n} samples: at least 1")
-        return self._replace(self.batch, ROOT, lambda part: _repeat_entries(part, n))
+        return self._replace(self.batch, ROOT, lambda part: _repeat_entries(part, n, self.count))
 
     def _replace(self, node: Any, path: str, function: Callable[[Any], Any]) -> Any:
         """The same tree with ``function(part)`` for each part that has one entry a sample."""
@@ -213,10 +206,7 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
 
 
 def is_one_batch(batches: Any) -> bool:
-    """Whether this is one batch (a tensor, a mapping, a tuple of inputs and labels, an object of a registered type).
-
-    Several batches come in a list or from a loader.
-    """
+    """Whether this is one batch (such as a tensor, a mapping, a tuple of tensors), no list or loader of several."""
     if find_type(batches) is not None or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
         return True
     if isinstance(batches, tuple):
@@ -241,12 +231,8 @@ def _count_alike(leaves: Sequence[Any]) -> tuple[int, torch.device | None]:
 
 
 def _move_like(leaf: Any, part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return move(part).requires_grad_(leaf.requires_grad) if isinstance(part, torch.Tensor) else part
-
-
-def _move_leaf(tensor: torch.Tensor, move: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     # A leaf of its own: the step may ask for its gradient, and none is accumulated in the user's batch.
-    return move(tensor.detach()).requires_grad_(tensor.requires_grad)
+    return move(part).requires_grad_(leaf.requires_grad) if isinstance(part, torch.Tensor) else part
 
 
 def _take_entries(part: Any, start: int, stop: int) -> Any:
@@ -261,29 +247,20 @@ def _take_entries(part: Any, start: int, stop: int) -> Any:
 def _pick_entries(part: Any, rows: Sequence[int]) -> Any:
     registered = find_type(part)
     if registered is not None:
-        return _take_apart(registered, part, rows)
+        with torch.enable_grad():  # else whatever ``take`` computes requires none
+            taken = registered.take_samples(part, rows)
+        return map_tensors(taken, as_leaf)
     if isinstance(part, torch.Tensor):
         return part.detach()[rows].requires_grad_(part.requires_grad)
     return with_items(part, [part[row] for row in rows]) if is_sequence(part) else part[rows]
 
 
-def _repeat_entries(part: Any, n: int) -> Any:
-    registered = find_type(part)
-    if registered is not None:
-        count = registered.count_samples(part)
-        return _take_apart(registered, part, [index % count for index in range(n)])
-    if isinstance(part, torch.Tensor):
+def _repeat_entries(part: Any, n: int, count: int) -> Any:
+    if isinstance(part, torch.Tensor) and find_type(part) is None:
         return _repeat_rows(part.detach(), n).requires_grad_(part.requires_grad)
-    if is_sequence(part):
-        return with_items(part, [part[index % len(part)] for index in range(n)])
-    return part[:n] if n <= len(part) else part[[index % len(part) for index in range(n)]]
-
-
-def _take_apart(registered: BatchType, part: Any, rows: Sequence[int]) -> Any:
-    """Samples whose tensors are leaves, which require a gradient where the originals do."""
-    with torch.enable_grad():  # else whatever ``take`` computes requires none
-        taken = registered.take_samples(part, rows)
-    return map_tensors(taken, as_leaf)
+    if is_array(part) and n <= count:
+        return part[:n]
+    return _pick_entries(part, [index % count for index in range(n)])
 
 
 def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:

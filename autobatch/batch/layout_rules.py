@@ -160,7 +160,7 @@ def _decide(found: OpenList, count: int) -> ListReading:
 
 
 def _counted_by_texts(open_lists: Sequence[OpenList]) -> list[_Part]:
-    """What shows the number of samples where no tensor does."""
+    """Lists of texts or objects, which show the number of samples where no tensor does."""
     for kind in (str, object):
         found = [entry for entry in open_lists if all(_is_one(child, kind) for child in entry.entries)]
         if found:
@@ -209,7 +209,7 @@ def _explain_nothing(batch: Any) -> str:
 
 
 def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, ListReading]) -> None:
-    """An object of unknown type would be shared by all micro-batches, whole: no samples may be in it."""
+    """Refuse an object of unknown type with samples in it: each micro-batch would get it whole."""
     if count == 1 or lists.get(path) == "samples":
         return
     children = fields_of(node)

@@ -36,11 +36,7 @@ _DEPTH, _WIDTH = 3, 64
 
 
 def count_rows(leaf: Any) -> int | None:
-    """Rows of a tensor or array, samples of a registered type; ``None`` of anything else and of scalars.
-
-    Raises:
-        InvalidBatch: The ``count`` of a registered type returned no number.
-    """
+    """Rows of a tensor or array, samples of a registered type; ``None`` of anything else and of scalars."""
     registered = find_type(leaf)
     if registered is not None:
         return registered.count_samples(leaf)
@@ -123,7 +119,7 @@ def _has_fields(entry: Any) -> bool:
 
 
 def is_labelled(entry: Any) -> bool:
-    """Whether a number, a text or a scalar tensor stands beside something else, as in ``(image, label)``."""
+    """Whether a number, a text or a scalar tensor is beside something else, as in ``(image, label)``."""
     is_label = [isinstance(leaf, (str, *_NUMBERS)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves_of(entry)]
     return any(is_label) and not all(is_label)
 

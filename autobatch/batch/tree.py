@@ -90,10 +90,8 @@ def _is_named(node: Any) -> bool:
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
     """The same container with other values, in the order of ``fields_of``; itself where no value is another object.
 
-    Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had.
-
-    Raises:
-        InvalidBatch: A mapping of a foreign type cannot be made from a dict.
+    Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had. Raises
+    InvalidBatch where a mapping of a foreign type cannot be made from a dict.
     """
     if all(new is old for new, old in zip(values, _children_of(node) or [], strict=True)):
         return node

@@ -1,8 +1,8 @@
 """Compares the gradient of a few samples with that of their parts, in a deterministic step, by the code that trains.
 
 Covers the order of things: float32 first; where that says inexact, float64, and then the causes. Also what follows from
-errors and from memory that ends. Does not cover measuring (``measurement``), judging (``verdict``) nor telling causes
-apart (``diagnosis``).
+errors and from memory that ends. Does not cover measuring (``measurement``), judging (``verdict``) nor finding causes
+(``diagnosis``).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _log = logging.getLogger("autobatch")
 
 
 class NoMemoryError(Exception):
-    """Memory ended before a sample was run, so fewer of them do not help."""
+    """Memory ended before a sample was run, so fewer samples would not fit either."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,7 @@ class SplitComparison:
     exact_at: int = 0
 
     def run(self) -> Verdict:
-        """The verdict, with its seconds.
-
-        Raises:
-            AutobatchError: The step or ``weigh`` is used wrongly. Neither this nor the step's own error after trials.
-        """
+        """The verdict, with its seconds. Raises what the step raises where it is used wrongly, except after trials."""
         started = time.perf_counter()
         for parameter in self.workload.parameters():
             parameter.grad = None
@@ -126,9 +122,7 @@ class SplitComparison:
     def compare(self, samples: int, partitions: Sequence[Sizes] = ()) -> Verdict:
         """The verdict on these partitions of so many samples, or on those that are usually tried.
 
-        Raises:
-            DoesNotFit: Memory ended; or ``torch.OutOfMemoryError``. Whatever else the step or ``weigh`` raises comes
-                out too.
+        Raises DoesNotFit or ``torch.OutOfMemoryError`` if memory ends; errors of the step or ``weigh`` come out too.
         """
         with self._make_deterministic(torch.float32) as random:
             measured = self._measure(self._widened(samples, torch.float32), random)

@@ -41,10 +41,7 @@ _COUPLED = (
 def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: int = 0) -> tuple[str, ...]:
     """Every cause that was found, in the order in which they were taken out of the way; at least one.
 
-    Args:
-        measured: The samples, measured with ``diagnoses``.
-        partitions: At least one of them is inexact.
-        exact_at: Fewer samples of the same batch, whose split is exact; 0 where that is not known.
+    Some partition is inexact; ``exact_at`` fewer samples of the same batch split exactly (0 where that is not known).
     """
     with fixed_statistics(measured) as (names, fixed):
         causes: tuple[str, ...] = (blame_batch_norms(names),) if names else ()

@@ -49,8 +49,7 @@ class FullSize:
     def extend(self, comparison: SplitComparison, verdict: Verdict) -> Verdict:
         """The verdict of a few samples together with that of many, or as it is where it was not exact.
 
-        Raises:
-            AutobatchError: The step or ``weigh`` is used wrongly, which only many samples show. Not after trials.
+        Raises AutobatchError, except after trials, where the step is used wrongly, which only many samples show.
         """
         if not verdict.exact:
             return verdict
@@ -106,11 +105,7 @@ def _try(comparison: SplitComparison, sizes: Sizes) -> tuple[Verdict | None, str
 def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:
     """How many samples to compare at once, the best choice first and then what to try where memory ends.
 
-    Args:
-        target: Samples of the step.
-        size: Samples of a micro-batch, which have run.
-        most: Samples that should fit at once, at least ``size``.
-        compared: Samples that were compared before; fewer than these show nothing new.
+    ``compared`` samples were compared before; fewer than these show nothing new. The rest as in ``FullSize``.
     """
     wholes, fewer = [min(target, most)], min(size, target)
     while fewer > compared:
@@ -132,10 +127,7 @@ def divide_at_full_size(target: int, size: int, whole: int, smallest: int) -> Si
 
 
 def halvings(samples: int, smallest: int) -> Sizes:
-    """A half, a quarter, an eighth and so on: a dependence on the size shows between any two of them.
-
-    One partition shows it for all sizes at the cost of one pass. Empty where there are no two parts.
-    """
+    """A half, a quarter, an eighth and so on, to see a dependence on any size in one pass; empty without two parts."""
     rest = samples
     sizes: list[int] = []
     while rest >= 2 * smallest and (rest > _SMALLEST_HALVED or not sizes):

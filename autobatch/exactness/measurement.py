@@ -81,11 +81,7 @@ class Measurement:
     _values: dict[Sizes, torch.Tensor] = field(default_factory=dict)
 
     def whole(self) -> Gradients:
-        """The gradient of all samples at once; no gradients where nothing counts.
-
-        Raises:
-            DoesNotFit: Memory ended, here and in all methods that follow.
-        """
+        """The gradient of all samples at once. Where memory ends this and all methods that follow raise DoesNotFit."""
         if self._whole is None:
             self._whole = self._run([(0, self.layout.count)])
         return self._whole
@@ -97,7 +93,7 @@ class Measurement:
         return self._scales
 
     def judge_against(self, before: Sequence[float]) -> None:
-        """From here on judge differences also relative to what each parameter had in an earlier measurement."""
+        """Judge differences from here on also relative to an earlier measurement; see ``Scales.before``."""
         self.before = before
         self._scales = replace(self.scales(), before=before)
 

@@ -59,7 +59,7 @@ def find_partitions(measured: Measurement) -> list[Sizes]:
 
 
 def find_obstacle(measured: Measurement) -> str | None:
-    """Why the whole gradient cannot be compared with."""
+    """Why nothing can be compared with the whole gradient."""
     samples, norm = measured.layout.count, total(measured.scales().sizes)
     if norm == 0:
         return f"{samples} samples of the batch count for nothing: no gradient to compare"
@@ -94,7 +94,7 @@ def judge(measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
 
 
 def _find_error(measured: Measurement, partitions: Sequence[Sizes]) -> float:
-    """The worst partition's; if several rows a sample are drawn, in the order of them in which that is smaller."""
+    """The error of the worst partition; if several rows a sample are drawn, with the order of rows that fits better."""
     error = max(measured.errors(partitions))
     if error > TOLERANCE and measured.random.flattened:
         measured.random.samples_last = True
@@ -107,7 +107,7 @@ def _find_error(measured: Measurement, partitions: Sequence[Sizes]) -> float:
 
 
 def reference_norms(measured: Measurement, partitions: Sequence[Sizes]) -> dict[Sizes, list[float]]:
-    """Of each partition, the worst first: each parameter's gradient, or its difference where that is larger."""
+    """By partition, the worst first: the norm of each parameter's gradient, or its difference where that is larger."""
     apart = {sizes: measured.differences(sizes) for sizes in partitions}
     return {
         sizes: [
@@ -121,11 +121,8 @@ def reference_norms(measured: Measurement, partitions: Sequence[Sizes]) -> dict[
 def confirm_exact(verdict: Verdict, before: Mapping[Sizes, Sequence[float]], measured: Measurement) -> Verdict | None:
     """An exact verdict, where with less rounding no difference is left of those that float32 showed.
 
-    Args:
-        verdict: That of float32.
-        before: The ``reference_norms`` of float32. Differences are judged relative to them too: a gradient of nearly 0
-            is nearly all rounding.
-        measured: The same samples in float64.
+    Differences are judged relative to the ``reference_norms`` of float32 too: a gradient of nearly 0 is nearly all
+    rounding.
     """
     errors = []
     for sizes, scale in before.items():

@@ -47,7 +47,7 @@ class LoopGuard:
     """
 
     def __init__(self) -> None:
-        """Nothing is known before the first ``find``."""
+        """Begin without knowing what to refuse: ``find`` looks for that."""
         self._refusals: list[_Refusal] | None = None
         self.is_active = False
         self.refused: list[str] = []
@@ -56,11 +56,11 @@ class LoopGuard:
 
     @property
     def is_new(self) -> bool:
-        """Whether the step has not been looked through."""
+        """Whether ``find`` has not been called."""
         return self._refusals is None
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Look for what may not be stepped.
+        """Find the optimizers and schedulers that the step may not step.
 
         Args:
             step: The user's, in whose reach optimizers and schedulers are looked for.
@@ -74,7 +74,7 @@ class LoopGuard:
         self._refusals += [_refuse_zero_grad(owner, self.zeroed) for owner in optimizers if _clears_gradients(owner)]
 
     def __enter__(self) -> None:
-        """From here on refuse."""
+        """Begin to refuse."""
         self.is_active = True
         self.refused.clear()
         self.zeroed.clear()
@@ -83,7 +83,7 @@ class LoopGuard:
             table[key] = refuse
 
     def __exit__(self, *error: object) -> None:
-        """Let all be as it was."""
+        """Stop refusing."""
         self.is_active = False
         for (table, key, _), earlier in zip(self._refusals or (), self._earlier, strict=False):
             if earlier is _MISSING:
@@ -107,14 +107,14 @@ def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refus
 
     for parameter in parameters:
         if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-            before = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - no public twin
+            before = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - not public
             if before is None:
                 stack.callback(_drop_empty_hooks, parameter)
             stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)
 
 
 def _drop_empty_hooks(parameter: torch.Tensor) -> None:
-    if not parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public twin; those of the step's own stay
+    if not parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - not public; those of the step's own stay
         setattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: B010 - typed as a dict, and None at first
 
 
@@ -142,7 +142,7 @@ def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:
 
 
 def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
-    """Do nothing instead, and note it: a backward pass that follows says better what is wrong.
+    """Record the call and do nothing: a backward pass that follows gives a better message.
 
     Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
     """

@@ -28,10 +28,7 @@ _LIBRARIES = ("torch", "functools", "contextlib")  # whose globals lead to nothi
 def walk(root: Any, parts: Callable[[Any], Iterator[Any]], most: int = _MOST_REACHED) -> Iterator[Any]:
     """Every object that can be reached, once each, the nearest first, ``root`` included.
 
-    Args:
-        root: Where to begin.
-        parts: What an object leads to.
-        most: After so many objects it ends.
+    ``parts`` gives what an object leads to; after ``most`` objects it ends.
     """
     waiting, seen = deque([root]), {id(root): root}
     while waiting:
@@ -89,12 +86,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module | torch.Tensor]:
-    """Modules, the outermost only, and tensors in none of them that the step reaches outside the model; nearest first.
-
-    Args:
-        step: ``step(model, micro_batch)``.
-        model: Its submodules, parameters and buffers are not part of the answer.
-    """
+    """Modules (the outermost) and tensors that a step reaches and that are no part of the model; the nearest first."""
     owned = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     reached = (value for value in walk(step, _lead_outside) if id(value) not in owned)
     return [value for value in reached if isinstance(value, nn.Module | torch.Tensor)]

@@ -22,8 +22,7 @@ Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tenso
 def read_weights(returned: Any, samples: int) -> dict[str, float]:
     """What ``weigh`` of a micro-batch of so many samples returned, by term; ``""`` stands for every term.
 
-    Raises:
-        InvalidBatch: A weight is no number, negative or not finite.
+    Raises InvalidBatch where a weight is no number, negative or not finite.
     """
     if not isinstance(returned, Mapping):
         return {"": _read_weight(returned, "", samples)}
@@ -46,11 +45,7 @@ def _read_weight(value: Any, what: str, samples: int) -> float:
 
 
 def read_count(value: Any, argument: str) -> float:
-    """A count as a Python number: finite, and 0 or more.
-
-    Raises:
-        InvalidStep: It is something else; ``argument`` says where it was given.
-    """
+    """A count as a Python number, finite and 0 or more; else raises InvalidStep, where ``argument`` names it."""
     count = _read_number(value)
     if count is None:
         raise InvalidStep(f"{argument} is {type(value).__name__}; it must be one number")

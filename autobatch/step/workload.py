@@ -48,7 +48,7 @@ class Workload:
     _was_called: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run, or not exactly.
+        """Check what is given.
 
         Raises:
             InvalidArgument: A part is of the wrong kind; the optimizer needs a closure; a parameter is updated inside
@@ -122,7 +122,7 @@ class Workload:
         return StepOutput(terms, aux if aux is None else map_tensors(aux, torch.Tensor.detach))
 
     def call_step(self, micro_batch: Any) -> Any:
-        """Whatever the user's step returns.
+        """What the user's step returns.
 
         Raises:
             InvalidStep: The step called ``backward``, or ``step()`` of an optimizer or a scheduler.
@@ -147,18 +147,18 @@ class Workload:
         return returned
 
     def guard(self) -> LoopGuard:
-        """A context around several calls of the step, which enter none of their own then."""
+        """A context for several calls of the step, which else enter one each."""
         if self._guard.is_new:
             self._guard.find(self.step, self.optimizer, self.parameters())
         return self._guard
 
     def check_leaves(self, loss: torch.Tensor) -> None:
-        """See ``check_leaves``, of the parameters of both."""
+        """``check_leaves`` with the parameters of the model and the optimizer."""
         check_leaves(loss, self.parameters())
 
 
 def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse what would get a gradient that nobody clears, adds up in float32, or takes back for a retry.
+    """Refuse a loss that trains a parameter of neither the model nor the optimizer: a retry could not undo that.
 
     Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
 
@@ -180,7 +180,7 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
 
 
 def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:
-    """One sentence where the optimizer's memory is not counted, as there is none."""
+    """A warning where no optimizer was given, so that its memory is not counted."""
     missing = (
         "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the parameters"
     )

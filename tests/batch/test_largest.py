@@ -112,7 +112,7 @@ def test_scan_limit_is_kept_and_said() -> None:
 
 
 def test_of_equal_samples_the_first_are_taken() -> None:
-    """Where sizes tie, what was looked at first is kept, in that order."""
+    """Where sizes tie, what was looked at first stays, in that order."""
     stream = Stream([torch.full((2,), index) for index in range(9)])
     assert indices(largest_samples(DataLoader(stream, collate_fn=pad), 3)[0].batch) == [0, 1, 2]
 

@@ -1,4 +1,4 @@
-"""Nests: every container comes apart and back together in its own type, and the user's objects are not written to."""
+"""Trees: every container is flattened and rebuilt in its own type, and the user's objects are not written to."""
 
 from __future__ import annotations
 
