@@ -27,9 +27,9 @@ _MOST_SAMPLES = 64
 """How many of a dataset's largest samples are taken: enough for a mixture, few enough that all are large."""
 
 _LENGTHS = (
-    *("max_position_embeddings", "n_positions", "n_ctx", "block_size", "context_length"),
-    *("max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length"),
-)
+    "max_position_embeddings", "n_positions", "n_ctx", "block_size", "context_length",
+    "max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length",
+)  # fmt: skip
 """What models call the most tokens they take: Hugging Face, GPT-2, nanoGPT, and the usual names in papers' code."""
 
 _LONGEST = 8192

@@ -38,17 +38,15 @@ _LAYERS_WITH_RATES: dict[type[nn.Module], str] = {
     nn.MultiheadAttention: "dropout",
     nn.modules.dropout._DropoutNd: "p",  # noqa: SLF001 - the base of all dropout layers has no public name
 }
+_PLAIN_DROPOUTS: tuple[Callable[..., Any], ...] = (
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
+    torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_,
+)  # fmt: skip
 _DROPOUTS: dict[Callable[..., Any], tuple[str, int]] = {
+    **dict.fromkeys(_PLAIN_DROPOUTS, ("p", 1)),
     F.multi_head_attention_forward: ("dropout_p", 10),  # its own calls no longer pass the function mode
     F.scaled_dot_product_attention: ("dropout_p", 4),
-    **dict.fromkeys(
-        (
-            *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
-            *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout),
-            *(torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_),
-        ),
-        ("p", 1),
-    ),
 }
 """Where each function takes its rate: the name, and the position in a call without names."""
 _CASTS = {
@@ -56,12 +54,10 @@ _CASTS = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.float: torch.float32,
 }
-_FACTORIES = frozenset(
-    (
-        *(torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty),
-        *(torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn),
-    )
-)
+_FACTORIES = frozenset((
+    torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty,
+    torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn,
+))  # fmt: skip
 """Functions that make tensors of torch's default dtype when no dtype is given."""
 
 
