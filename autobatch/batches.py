@@ -1,4 +1,4 @@
-"""Declares how a batch is read, where autobatch cannot know it: types of your own, and lists that may be read two ways.
+"""Defines how a batch is read where autobatch cannot see it: types of your own, and lists with two possible meanings.
 
 Covers the public names. Does not cover how other batches are read (``autobatch.batch.layout_rules``).
 """

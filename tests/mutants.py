@@ -577,14 +577,14 @@ MUTANTS = (
         f"{EXACTNESS}gradients.py",
         "        return max(self.sizes[index], self.floor(index), before) or apart\n",
         "        return max(*self.sizes, self.floor(index), before) or apart\n",
-        ("tests/exactness/test_parameter_scales.py",),
+        ("tests/exactness/test_rounding.py",),
     ),
     Mutant(
         "rounding is no excuse",
         f"{EXACTNESS}gradients.py",
         "return _NOISES / TOLERANCE * self.noise[index] if self.noise else 0.0",
         "return 0.0",
-        ("tests/exactness/test_parameter_scales.py",),
+        ("tests/exactness/test_rounding.py",),
     ),
     Mutant(
         "all samples draw alike",
