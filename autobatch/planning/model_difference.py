@@ -1,6 +1,6 @@
 """Names what differs between the model that a plan was made for and the one that it is used with.
 
-Covers sentences for people. Does not cover how a model is recognised (``step.model_info``).
+Covers sentences for people. Does not cover how a model is recognised (``step.model_identity``).
 """
 
 from __future__ import annotations
