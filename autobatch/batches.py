@@ -5,7 +5,7 @@ Covers the public names. Does not cover how other batches are read (``autobatch.
 
 from __future__ import annotations
 
-from autobatch.batch.marked_lists import Fields, Samples
+from autobatch.batch.list_rules import Fields, Samples
 from autobatch.batch.registry import register
 
 __all__ = ["Fields", "Samples", "register"]

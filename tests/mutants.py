@@ -184,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         "the whole target is compared in parts that no plan runs",
-        EXACTNESS + "divisions.py",
+        EXACTNESS + "full_size.py",
         "return balance(target, size, smallest) if whole == target > size else halvings(whole, smallest)",
         "return halvings(whole, smallest)",
         FULL_SIZE_TESTS,
@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "memory that ends among many samples ends the check",
         EXACTNESS + "full_size.py",
-        '            if is_oom(error, handled=handled):\n                return None, ""\n',
-        "            if is_oom(error, handled=handled):\n                raise\n",
+        '        if is_oom(error, handled=handled):\n            return None, ""\n',
+        "        if is_oom(error, handled=handled):\n            raise\n",
         FULL_SIZE_TESTS,
     ),
     Mutant(
@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant(
         "a module that the step has made stays for the next comparison",
         EXACTNESS + "compare_split.py",
-        "            measured.checkpoint.restore()  #",
+        "            measured.rewind_point.restore()  #",
         "            pass  #",
         VERIFICATION_TESTS,
     ),
@@ -667,8 +667,8 @@ MUTANTS = (
     Mutant(
         "a part of a registered type hands its gradient to the user's batch",
         BATCH + "layout.py",
-        "    return map_tensors(taken, as_leaf)\n",
-        "    return taken\n",
+        "        return map_tensors(taken, as_leaf)\n",
+        "        return taken\n",
         BATCH_TESTS,
     ),
     Mutant(
@@ -708,14 +708,14 @@ MUTANTS = (
     ),
     Mutant(
         "one norm over all parameters judges a split",
-        f"{EXACTNESS}rounding.py",
+        f"{EXACTNESS}gradients.py",
         "        return max(self.sizes[index], self.floor(index), before) or apart\n",
         "        return max(*self.sizes, self.floor(index), before) or apart\n",
         ("tests/exactness/test_rounding.py",),
     ),
     Mutant(
         "rounding is no excuse",
-        f"{EXACTNESS}rounding.py",
+        f"{EXACTNESS}gradients.py",
         "return _NOISES / TOLERANCE * self.noise[index] if self.noise else 0.0",
         "return 0.0",
         ("tests/exactness/test_rounding.py",),
@@ -725,21 +725,21 @@ MUTANTS = (
         f"{EXACTNESS}sample_numbers.py",
         '        if kind != "alike":\n',
         "        if False:\n",
-        ("tests/exactness/test_draws.py",),
+        ("tests/exactness/test_per_sample_random.py",),
     ),
     Mutant(
         "a part draws as if it were the first",
         f"{EXACTNESS}sample_numbers.py",
         "return numbers.narrow(dim, self._start * rows, size)",
         "return numbers.narrow(dim, 0, size)",
-        ("tests/exactness/test_draws.py",),
+        ("tests/exactness/test_per_sample_random.py",),
     ),
     Mutant(
         "a recomputation draws anew",
         f"{EXACTNESS}sample_numbers.py",
         "        known = self._replays.get(token)\n",
         "        known = None\n",
-        ("tests/exactness/test_draws.py",),
+        ("tests/exactness/test_per_sample_random.py",),
     ),
     Mutant(
         "the samples of a list are counted by the first one's place",
@@ -753,14 +753,14 @@ MUTANTS = (
         "autobatch/fitting/fit.py",
         "return (*known, str(verdict)) if verdict.unchecked else known",
         "return known",
-        ("tests/exactness/test_check.py",),
+        ("tests/exactness/test_check_in_fit.py",),
     ),
     Mutant(
         "what could not be checked does not raise",
         "autobatch/fitting/fit.py",
         "    if strict and splits:\n",
         "    if strict and known:\n",
-        ("tests/exactness/test_check.py",),
+        ("tests/exactness/test_check_in_fit.py",),
     ),
     Mutant(
         "the first count that is near is advised",
@@ -785,7 +785,7 @@ MUTANTS = (
     ),
     Mutant(
         "an optimizer inside a wrapper may be stepped",
-        LOOP_GUARD,
+        "autobatch/step/reachable.py",
         "    yield from vars(value).values()\n",
         "    yield from ()\n",
         LOOP_GUARD_TESTS,
@@ -973,7 +973,7 @@ MUTANTS = (
     Mutant(
         "a check leaves a teacher as its last run had it",
         EXACTNESS + "measurement.py",
-        "            self.checkpoint.restore_outside()\n",
+        "            self.rewind_point.restore_outside()\n",
         "",
         ("tests/step/test_outside_tensors.py",),
     ),

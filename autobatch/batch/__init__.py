@@ -1,1 +1,1 @@
-"""Batches: counted, cut, grown and found, whatever containers their tensors are in."""
+"""Counts, cuts, grows and finds batches, whatever containers their tensors are in."""

@@ -1,32 +1,52 @@
 """Finds the example batch that every trial is made from: given, drawn from a dataset, or inferred from the model.
 
-Covers the choice between the three and what has to be said about it. Does not cover how samples are compared
-(``largest``) nor what can be seen of a model's input (``inference``).
+From a model are read Lightning's ``example_input_array``, timm's ``pretrained_cfg`` and a first layer that fixes the
+whole shape; not Hugging Face's ``dummy_inputs``, as a few tokens would give an absurd plan. Where the shape stays open
+the error says what to pass. Does not cover how samples of a dataset are compared (``largest``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from autobatch.batch.inference import infer_example
+from autobatch._wrappers import unwrap_model
 from autobatch.batch.largest import is_source, largest_samples
-from autobatch.batch.layout import Layout, describe, tensors_of
+from autobatch.batch.layout import Layout, describe, map_tensors, tensors_of
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidBatch, NeedsBatch
 
-__all__ = ["Example", "check_values", "find_example", "refuse_meta"]
+__all__ = ["Example", "check_values", "find_example", "infer_example", "refuse_meta"]
 
 _MOST_SAMPLES = 64
-"""How many of a dataset's largest samples are taken: enough for a mixture, few enough that it stays the large end."""
+"""How many of a dataset's largest samples are taken: enough for a mixture, few enough that all are large."""
+
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "block_size", "context_length",
+    "max_seq_len", "max_seq_length", "max_sequence_length", "seq_len", "seq_length",
+)  # fmt: skip
+"""What models call the most tokens they take: Hugging Face, GPT-2, nanoGPT, and the usual names in papers' code."""
+
+_LONGEST = 8192
+"""Tokens beyond which a length is what positions allow (Llama: 131072), not what anybody trains with."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_OVER_MORE_THAN_FEATURES = (*_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
+
+_CONVOLVED = {
+    1: ("length", (1000,)),
+    2: ("height and width", (224, 224)),
+    3: ("depth, height and width", (16, 112, 112)),
+}
+"""By the number of dimensions: what a convolution leaves open, and sizes of the usual order to start from."""
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A batch, and what the user should know about where it came from."""
 
     layout: Layout
@@ -38,11 +58,11 @@ def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
 
     Args:
         model: Asked for its input where no batch is given.
-        batch: Any nest, a Dataset or a DataLoader, or ``None``.
+        batch: Any tree of tensors, a Dataset or a DataLoader, or ``None``.
         most: No more samples than this are of use.
 
     Raises:
-        NeedsBatch: None is given and the model does not tell.
+        NeedsBatch: No batch is given and the model does not show its input.
         InvalidBatch: The batch cannot be counted.
     """
     if batch is None:
@@ -52,23 +72,19 @@ def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
         return Example(describe(infer_example(model)), (warning,))
     if not is_source(batch):
         return Example(describe(batch))
-    largest = largest_samples(batch, min(most, _MOST_SAMPLES))
-    return Example(largest.layout, () if largest.note is None else (largest.note,))
+    layout, note = largest_samples(batch, min(most, _MOST_SAMPLES))
+    return Example(layout, () if note is None else (note,))
 
 
 def check_values(batch: Any) -> None:
-    """What can be seen of a batch only by its values, before any sample of it is run.
-
-    Raises:
-        InvalidBatch: A tensor has none, or the ``take`` of a registered type does not use its indices.
-    """
+    """Raise InvalidBatch where a tensor has no values, or the ``take`` of a registered type ignores its indices."""
     for tensor in tensors_of(batch):
         refuse_meta(tensor)
     _check_takes(batch)
 
 
 def refuse_meta(tensor: torch.Tensor) -> None:
-    """Raises InvalidBatch where a tensor of a batch is on the meta device."""
+    """Raise InvalidBatch where a tensor of a batch is on the meta device."""
     if tensor.is_meta:
         raise InvalidBatch(
             f"a tensor of shape {tuple(tensor.shape)} in the batch is on the meta device and has no values to run: "
@@ -82,3 +98,149 @@ def _check_takes(node: Any) -> None:
         registered.check_take(node)
     for _, child in fields_of(node) or ():
         _check_takes(child)
+
+
+def infer_example(model: nn.Module) -> Any:
+    """A batch of one sample on the model's device, its floats in the model's dtype.
+
+    Args:
+        model: Wrapped in ``DistributedDataParallel`` or ``torch.compile`` or not.
+
+    Returns:
+        The first sample of ``example_input_array`` (a tensor, or a tuple or dict of arguments); or zeros of
+        ``(1, *input_size)`` (timm); or zeros of ``(1, in_features)`` (a first layer ``Linear``); or token numbers of
+        ``(1, length)``, int64 (a first layer ``Embedding`` where the model or its config has a length).
+
+    Raises:
+        NeedsBatch: The model has none of them; the message says which layer leaves what open.
+    """
+    inner = unwrap_model(model)
+    example = getattr(inner, "example_input_array", None)
+    if example is None:
+        example = _image_of(inner)
+    if example is None:
+        example = _input_of_first_layer(inner)
+    try:
+        one = describe(example).grow(1)
+    except InvalidBatch as error:
+        raise NeedsBatch(f"{_name(inner)}.example_input_array is no batch ({error}): pass batch=") from error
+    return map_tensors(one, lambda tensor: _move(tensor, inner))
+
+
+def _move(tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    device = next((held.device for held in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    dtype = next(floats, torch.get_default_dtype()) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(device, dtype).requires_grad_(tensor.requires_grad)
+
+
+def _image_of(model: nn.Module) -> torch.Tensor | None:
+    """The image that a timm model was made for; what it was built with goes before what it was pretrained with."""
+    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    size = _lookup(config, "input_size")
+    if not isinstance(size, tuple | list) or len(size) != 3:
+        return None
+    channels, height, width = size
+    convolution = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
+    # A multiple is not another number of channels but pixels moved into them, as TResNet's stem does.
+    if convolution is not None and convolution.in_channels % channels != 0:
+        channels = convolution.in_channels
+    built = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    height, width = built if isinstance(built, tuple) and len(built) == 2 else (height, width)
+    return torch.zeros(1, channels, height, width)
+
+
+def _input_of_first_layer(model: nn.Module) -> torch.Tensor:
+    found = next(((name, layer) for name, layer in model.named_modules() if _takes_input(layer)), None)
+    if found is None:
+        raise NeedsBatch(f"{_name(model)} has no layer with parameters that shows its input: pass an example as batch=")
+    name, layer = found
+    required = _required_arguments(model)
+    if len(required) > 1:
+        raise NeedsBatch(f"{_name(model)}.forward needs {', '.join(required)}: pass an example of them as batch=")
+    if isinstance(layer, nn.Embedding):
+        return _tokens(model, name, layer)
+    vectors_only = not any(isinstance(module, _OVER_MORE_THAN_FEATURES) for module in model.modules())
+    if isinstance(layer, nn.Linear) and layer.in_features > 0 and vectors_only:
+        return torch.zeros(1, layer.in_features)
+    raise _stays_open(model, name, layer)
+
+
+def _takes_input(layer: nn.Module) -> bool:
+    """Whether it is a layer; one of torch's own is, even where parametrizations made children of its parameters."""
+    if isinstance(layer, (nn.Linear, *_OVER_MORE_THAN_FEATURES)):
+        return True
+    return next(layer.children(), None) is None and next(layer.parameters(recurse=False), None) is not None
+
+
+def _required_arguments(model: nn.Module) -> list[str]:
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):  # a scripted forward shows no signature
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in variadic]
+
+
+def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
+    """Token numbers of the greatest length, each in the vocabulary."""
+    config = getattr(model, "config", None)
+    if _lookup(config, "is_encoder_decoder"):
+        raise NeedsBatch(f"{_name(model)} is an encoder and a decoder: pass the input of both as batch=")
+    lengths = (_lookup(source, length) for source in (config, model) for length in _LENGTHS)
+    length = next((value for value in lengths if isinstance(value, int) and value > 0), None)
+    if length is None:
+        raise _stays_open(model, name, layer)
+    length -= _reserved_positions(model, layer, length)
+    if length > _LONGEST:
+        raise NeedsBatch(
+            f"{_name(model)} allows {length} tokens, more than most train with: pass the length you use as "
+            f"batch=torch.zeros(1, 2048, dtype=torch.long)"
+        )
+    return (torch.arange(length) % layer.num_embeddings).unsqueeze(0)
+
+
+def _reserved_positions(model: nn.Module, tokens: nn.Embedding, length: int) -> int:
+    """Positions that no token may have: RoBERTa counts from behind its padding index (514 positions, 512 tokens)."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Embedding) and layer is not tokens and layer.num_embeddings == length:
+            return 0 if layer.padding_idx is None else layer.padding_idx + 1
+    return 0
+
+
+def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
+    kind = type(layer).__name__
+    shown = f"{name} ({kind})" if name else kind
+    return NeedsBatch(f"{_name(model)}'s first layer, {shown}, {_what_stays_open(layer)}")
+
+
+def _what_stays_open(layer: nn.Module) -> str:
+    """What the layer fixes, what it leaves open, and a batch to paste and adapt."""
+    if isinstance(layer, _CONVOLUTIONS):
+        size, usual = _CONVOLVED[len(layer.kernel_size)]
+        shape = ", ".join(map(str, (1, layer.in_channels, *usual)))
+        return f"takes {layer.in_channels} channels and leaves {size} open: pass yours as batch=torch.zeros({shape})"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return "leaves the number of tokens open: pass yours as batch=torch.zeros(1, 512, dtype=torch.long)"
+    features = _features_of(layer)
+    if not features:
+        return "does not show the input's shape: pass an example as batch="
+    turned = "" if getattr(layer, "batch_first", True) else " (samples first: let step transpose, batch_first is False)"
+    open_ = f"takes {features} features and leaves the number of steps open"
+    return f"{open_}: pass yours as batch=torch.zeros(1, 100, {features}){turned}"
+
+
+def _features_of(layer: nn.Module) -> int:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features
+    if isinstance(layer, nn.RNNBase):
+        return layer.input_size
+    return layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else 0
+
+
+def _lookup(source: Any, name: str) -> Any:
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__

@@ -1,11 +1,9 @@
 """Finds the largest samples of a dataset and collates them into the batch that a plan must survive.
 
 Covers torch's ``Dataset`` and ``DataLoader``, map-style and iterable, and datasets that follow torch's protocol without
-its base class. Does not cover batches (``layout``). No worker process is started: samples are made here, one by one.
-
-A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``; where that ties,
-the characters of its strings. The largest are then collated together, so that a collate function that pads gives the
-widest batch it can.
+its base class. A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``;
+where that ties, the characters of its strings. The largest are then collated together, so that a collate function that
+pads gives the widest batch it can. No worker process is started. Does not cover batches (``layout``).
 """
 
 from __future__ import annotations
@@ -15,33 +13,21 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
-from autobatch.batch.layout import Layout, count_elements, count_samples, describe
+from autobatch.batch.layout import Layout, count_elements, describe
 from autobatch.batch.list_rules import ListReading
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import leaves_of
 from autobatch.errors import InvalidBatch
 
-__all__ = ["LargestSamples", "is_source", "largest_samples"]
+__all__ = ["is_source", "largest_samples"]
 
 
 _OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
 """Where two batches of one loader are read differently, the later of these holds."""
-
-
-class LargestSamples(NamedTuple):
-    """A batch, described, and what has to be said about where it came from, if anything."""
-
-    layout: Layout
-    note: str | None
-
-    @property
-    def batch(self) -> Any:
-        """What the loader's collate function made of the samples."""
-        return self.layout.batch
 
 
 @dataclass(frozen=True)
@@ -63,12 +49,7 @@ class _Source:
         return self.collate(entries[0]) if self.gives_batches else self.collate(list(entries))
 
     def described(self, entries: Sequence[Any]) -> Layout:
-        """The batch of these samples. As their number is known, its lists are read by it and not by their entries.
-
-        Raises:
-            InvalidBatch: It cannot be counted; or the collate function makes another number of samples, and a list
-                could be read in two ways.
-        """
+        """The batch of these samples, with its lists read by their known number where that is possible."""
         if self.gives_batches:
             return describe(self.collated(entries))
         # Made of one sample and of several: a list whose length does not follow their number holds fields.
@@ -84,23 +65,14 @@ class _Source:
     def size(self, entry: Any) -> tuple[float, int]:
         """What entries are ranked by: tensor elements (of a whole batch, a sample), then characters."""
         batch = self.collated([entry])
-        samples = count_samples(batch) if self.gives_batches else 1
+        samples = describe(batch).count if self.gives_batches else 1
         return count_elements(batch) / samples, sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
-
-
-class _Ranked(NamedTuple):
-    """The largest entries, largest first; how many were looked at; whether time ran out before all were."""
-
-    largest: list[Any]
-    seen: int
-    out_of_time: bool
 
 
 def is_source(batch: Any) -> bool:
     """Whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
 
-    A class of its own counts as a dataset if it fetches many samples at once as torch's loader asks
-    (``__getitems__``), which Hugging Face's ``datasets.Dataset`` does.
+    Other classes count as datasets if they have ``__getitems__``, as Hugging Face's ``datasets.Dataset`` does.
     """
     if find_type(batch) is not None or isinstance(batch, type):
         return False
@@ -109,12 +81,12 @@ def is_source(batch: Any) -> bool:
 
 def largest_samples(
     source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0
-) -> LargestSamples:
-    """The largest samples of a dataset, collated together.
+) -> tuple[Layout, str | None]:
+    """The largest samples of a dataset, collated together, and a sentence where not all samples were looked at.
 
-    Of a map-style dataset samples spread evenly over it are looked at, the first and the last among them; of an
-    iterable one the first. A loader with ``batch_size=None`` gives whole batches: the one with most elements a sample
-    is taken as it is. Each sample is fetched once, so that one made at random is the one that was measured.
+    Of a map-style dataset samples spread evenly over it are looked at, of an iterable one the first. A loader with
+    ``batch_size=None`` gives whole batches: the one with most elements a sample is taken as it is. Each sample is
+    fetched once, so that one made at random is the one that was measured.
 
     Args:
         source: What ``is_source`` accepts. A ``Dataset`` alone is collated as torch does by default.
@@ -122,22 +94,26 @@ def largest_samples(
         scan_limit: No more samples (or whole batches) than this are looked at.
         time_limit: Seconds after which no further one is looked at.
 
-    Returns:
-        The batch, and a note where not all samples were looked at.
-
     Raises:
-        InvalidBatch: The dataset is empty or has no length. Errors of the dataset and of its collate function come out
-            as they were raised.
+        InvalidBatch: The dataset is empty or has no length. Its own errors come out as they were raised.
     """
     opened = _open(source)
+    unit = "batches" if opened.gives_batches else "samples"
     if opened.streams:
-        return _largest_of_stream(opened, count, scan_limit, time_limit)
+        stream = iter(opened.dataset)
+        try:
+            largest, seen, stopped = _rank(opened, itertools.islice(stream, scan_limit), count, time_limit)
+        finally:
+            close = getattr(stream, "close", None)
+            if close is not None:
+                close()
+        note = f"the largest was looked for among the first {seen} {unit} of a stream"
+        return opened.described(largest), note if stopped or seen == scan_limit else None
     keys = _keys(opened)
     chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
-    ranked = _rank(opened, chosen, count, time_limit)
-    unit = "batches" if opened.gives_batches else "samples"
-    note = f"the largest was looked for among {ranked.seen} of the dataset's {len(keys)} {unit}"
-    return LargestSamples(opened.described(ranked.largest), note if ranked.seen < len(keys) else None)
+    largest, seen, _ = _rank(opened, chosen, count, time_limit)
+    note = f"the largest was looked for among {seen} of the dataset's {len(keys)} {unit}"
+    return opened.described(largest), note if seen < len(keys) else None
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
@@ -155,36 +131,23 @@ def _open(source: Any) -> _Source:
     return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
 
 
-def _largest_of_stream(opened: _Source, count: int, scan_limit: int, time_limit: float) -> LargestSamples:
-    stream = iter(opened.dataset)
-    try:
-        ranked = _rank(opened, itertools.islice(stream, scan_limit), count, time_limit)
-    finally:
-        close = getattr(stream, "close", None)
-        if close is not None:
-            close()
-    unit = "batches" if opened.gives_batches else "samples"
-    note = f"the largest was looked for among the first {ranked.seen} {unit} of a stream"
-    stopped = ranked.seen == scan_limit or ranked.out_of_time
-    return LargestSamples(opened.described(ranked.largest), note if stopped else None)
-
-
-def _rank(opened: _Source, entries: Iterable[Any], count: int, time_limit: float) -> _Ranked:
+def _rank(opened: _Source, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], int, bool]:
+    """The largest entries, largest first; how many were looked at; whether time ran out before all were."""
     deadline = time.monotonic() + time_limit
     wanted = 1 if opened.gives_batches else count
-    kept: list[tuple[tuple[float, int], int, Any]] = []
+    largest: list[tuple[tuple[float, int], int, Any]] = []
     seen, out_of_time = 0, False
     for seen, entry in enumerate(entries, start=1):
-        # Of equal ones the earlier is kept; the number before the entry also keeps entries from being compared.
-        heapq.heappush(kept, (opened.size(entry), -seen, entry))
-        if len(kept) > wanted:
-            heapq.heappop(kept)
+        # Of equal ones the earlier stays; the number before the entry also avoids that entries are compared.
+        heapq.heappush(largest, (opened.size(entry), -seen, entry))
+        if len(largest) > wanted:
+            heapq.heappop(largest)
         out_of_time = time.monotonic() > deadline
         if out_of_time:
             break
-    if not kept:
+    if not largest:
         raise InvalidBatch(f"{type(opened.dataset).__name__} gave no samples: pass a dataset that does, or a batch")
-    return _Ranked([entry for *_, entry in sorted(kept, reverse=True)], seen, out_of_time)
+    return [entry for *_, entry in sorted(largest, reverse=True)], seen, out_of_time
 
 
 def _keys(opened: _Source) -> Sequence[Any]:
@@ -203,10 +166,7 @@ def _keys(opened: _Source) -> Sequence[Any]:
 
 
 def _spread(length: int, most: int) -> Iterator[int]:
-    """At most ``most`` different indices; any first part of them is spread evenly, the two ends come first.
-
-    Numbers with their bits reversed (van der Corput's sequence) halve the widest holes again and again.
-    """
+    """At most ``most`` different indices, the two ends first, any first part of them spread evenly (van der Corput)."""
     bits = max(1, (length - 1).bit_length())
     reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
     inside = (index for index in reversed_bits if 0 < index < length - 1)

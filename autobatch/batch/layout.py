@@ -1,8 +1,7 @@
-"""Counts, divides and grows a batch along its samples.
+"""Counts, cuts and grows a batch along its samples.
 
-Covers ``Layout``, the one description from which counting, splitting and growing all follow. Does not cover how a batch
-is read (``layout_rules``), containers (``tree``), types of the user's own (``registry``), or when a micro-batch goes to
-a device.
+Covers ``Layout``, the one description from which all three follow. Does not cover how a batch is read
+(``layout_rules``), containers (``tree``), types of the user's own (``registry``), or when a micro-batch is moved.
 
 A part of a batch may read differently from the whole: two tags beside eight samples are shared, beside two samples they
 are split. So do not count micro-batches, their sizes are known; or describe them ``like`` the whole.
@@ -12,20 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress, repeat
+from itertools import compress, repeat
 from typing import Any
 
 import torch
 
 from autobatch.batch.layout_rules import read
 from autobatch.batch.list_rules import ROOT, ListReading
-from autobatch.batch.registry import BatchType, find_type
+from autobatch.batch.registry import find_type
 from autobatch.batch.structure import count_rows
 from autobatch.batch.tree import (
     as_leaf,
     count_bytes,
     count_elements,
     fields_of,
+    is_array,
     is_sequence,
     map_tensors,
     tensors_of,
@@ -40,12 +40,9 @@ __all__ = [
     "Layout",
     "count_bytes",
     "count_elements",
-    "count_samples",
     "describe",
-    "grow",
     "is_one_batch",
     "map_tensors",
-    "split",
     "tensors_of",
 ]
 
@@ -58,9 +55,9 @@ class Layout:
         batch: The batch it describes.
         count: How many samples it has.
         lists: What each list holds, by path.
-        spec: How it is built, where it is built of plain containers; a batch of the same spec is described at once.
-        leaves: What is at the leaves of the spec, in order.
-        home: The device on which all tensors of the spec are, if it is one, and none of them requires a gradient.
+        spec: Its containers, where they are plain ones; a later batch of the same spec is described in a few calls.
+        leaves: The leaves of the spec, in order.
+        home: The one device of all tensors of the spec; ``None`` if they are on several or one requires a gradient.
     """
 
     batch: Any
@@ -82,7 +79,7 @@ class Layout:
         return count_elements(self.batch) if self.spec is None else sum(map(torch.numel, self.tensors()))
 
     def without_batch(self) -> Layout:
-        """How batches of this kind are read, without holding this one."""
+        """How batches of this kind are read, without a reference to this one."""
         return Layout(None, 0, self.lists, self.spec)
 
     def split_leaves(self, start: int, sizes: Sequence[int]) -> Iterable[Sequence[Any]]:
@@ -109,32 +106,32 @@ class Layout:
         start: int,
         stop: int,
         leaves: Sequence[Any],
-        place: Callable[[torch.Tensor], torch.Tensor],
+        move: Callable[[torch.Tensor], torch.Tensor],
         home: torch.device,
     ) -> Any:
-        """Samples ``start`` to ``stop`` in containers of their own, each tensor a leaf on the device.
+        """Samples ``start`` to ``stop`` in new containers, each tensor a leaf on the device.
 
         Args:
             start: The first sample.
             stop: The one after the last.
             leaves: These samples as ``split_leaves`` gives them.
-            place: Brings a tensor to the device.
-            home: The device: what is there already need not be brought.
+            move: Moves a tensor to the device ``home``; not called for what is there already.
+            home: The device.
         """
         if self.spec is None:
-            return with_fresh_containers(map_tensors(self.take(start, stop), lambda t: _place_leaf(t, place)))
+            return with_fresh_containers(
+                map_tensors(self.take(start, stop), lambda tensor: _move_like(tensor, tensor.detach(), move))
+            )
         if self.home != home:
-            leaves = [_place_like(leaf, part, place) for leaf, part in zip(self.leaves, leaves, strict=True)]
+            leaves = [_move_like(leaf, part, move) for leaf, part in zip(self.leaves, leaves, strict=True)]
         return tuple(leaves) if self.spec.is_pair else self.spec.unflatten(leaves)
 
     def take(self, start: int, stop: int) -> Any:
-        """Samples ``start`` to ``stop`` (exclusive), as views: no tensor or array is copied. All are the batch itself.
+        """Samples ``start`` to ``stop`` (exclusive), as views: nothing is copied. All samples are the batch itself.
 
-        Of a registered type they are what its ``take`` returns, which may be copies.
-
-        Raises:
-            InvalidArgument: The range is empty or reaches outside the batch.
-            InvalidBatch: A list can be read both as samples and as fields.
+        Of a registered type they are what its ``take`` returns, which may be copies. Raises InvalidArgument for an
+        empty range or one outside the batch, and, as ``spread`` and ``grow`` do, InvalidBatch where a list can be read
+        both as samples and as fields.
         """
         if not 0 <= start < stop <= self.count:
             raise InvalidArgument(f"samples {start} to {stop} of a batch of {self.count}: no such part")
@@ -143,23 +140,9 @@ class Layout:
         return self._replace(self.batch, ROOT, lambda part: _take_entries(part, start, stop))
 
     def spread(self, n: int) -> Layout:
-        """``n`` of its samples, evenly from first to last, as new tensors: a batch may be sorted.
+        """``n`` samples, evenly from first to last, as new tensors: a batch may be sorted.
 
-        Raises:
-            InvalidArgument: There are not so many.
-            InvalidBatch: A list can be read both as samples and as fields.
-        """
-        if not 1 <= n <= self.count:
-            raise InvalidArgument(f"{n} samples of a batch of {self.count}: no such part")
-        return self.stretched(n)
-
-    def stretched(self, n: int) -> Layout:
-        """As ``spread``, for any ``n``: beyond its count each sample comes several times in a row.
-
-        So consecutive parts have different samples, which those of ``grow`` need not have.
-
-        Raises:
-            InvalidBatch: A list can be read both as samples and as fields.
+        Beyond its count each sample comes several times in a row, so that consecutive parts have different samples.
         """
         rows = [index * self.count // n for index in range(n)]
         return Layout(self._replace(self.batch, ROOT, lambda part: _pick_entries(part, rows)), n, self.lists)
@@ -168,34 +151,19 @@ class Layout:
         """The layout of ``grow(n)``, with its lists read as here."""
         return Layout(self.grow(n), n, self.lists)
 
-    def split(self, sizes: Sequence[int]) -> list[Any]:
-        """Consecutive parts of these sizes, as views.
-
-        Raises:
-            InvalidArgument: A size is not positive, or they do not sum to the number of samples.
-            InvalidBatch: A list can be read both as samples and as fields.
-        """
-        if sum(sizes) != self.count or min(sizes) < 1:
-            raise InvalidArgument(f"sizes {tuple(sizes)} do not divide a batch of {self.count}: positive, of that sum")
-        return [self.take(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-
     def grow(self, n: int) -> Any:
         """A batch of ``n`` samples: sample ``i`` is this batch's sample ``i`` modulo its count.
 
         Up to its own count tensors are views, beyond it new tensors of the same dtype, device and memory format. Either
         way each is a leaf that requires a gradient where the original does: none reaches the original. Samples in
         lists are repeated by reference.
-
-        Raises:
-            InvalidArgument: ``n`` is not positive.
-            InvalidBatch: A list can be read both as samples and as fields.
         """
         if n < 1:
             raise InvalidArgument(f"a batch cannot have {n} samples: at least 1")
-        return self._replace(self.batch, ROOT, lambda part: _repeat_entries(part, n))
+        return self._replace(self.batch, ROOT, lambda part: _repeat_entries(part, n, self.count))
 
     def _replace(self, node: Any, path: str, function: Callable[[Any], Any]) -> Any:
-        """The same nest with ``function(part)`` for each part that has one entry a sample."""
+        """The same tree with ``function(part)`` for each part that has one entry a sample."""
         reading = self.lists.get(path)
         if reading == "unclear":
             raise InvalidBatch(
@@ -212,10 +180,10 @@ class Layout:
 
 
 def describe(batch: Any, like: Layout | None = None, samples: int | None = None) -> Layout:
-    """How this batch divides into samples, by the rules at the head of ``autobatch.batch.layout_rules``.
+    """How this batch divides into samples, by the rules at the top of ``autobatch.batch.layout_rules``.
 
     Args:
-        batch: Any nest of mappings, lists, tuples, dataclasses, tensors, NumPy arrays and objects of registered types.
+        batch: Any tree of mappings, lists, tuples, dataclasses, tensors, NumPy arrays and objects of registered types.
         like: The layout of an earlier batch of the same kind: its lists are read as they were there, also where this
             batch alone could be read otherwise.
         samples: How many samples the batch was made of, where that is known.
@@ -237,31 +205,13 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
     return Layout(batch, count, lists, spec, leaves, _count_alike(leaves)[1])
 
 
-def count_samples(batch: Any) -> int:
-    """How many samples a batch has; raises InvalidBatch as ``describe`` does."""
-    return describe(batch).count
-
-
 def is_one_batch(batches: Any) -> bool:
-    """Whether this, where several batches are asked for, is one: a tensor, a mapping, a tuple of inputs and labels.
-
-    So is an object of a registered type. Several come in a list or from a loader.
-    """
+    """Whether this is one batch (such as a tensor, a mapping, a tuple of tensors), no list or loader of several."""
     if find_type(batches) is not None or isinstance(batches, str | bytes) or not isinstance(batches, Iterable):
         return True
     if isinstance(batches, tuple):
         return bool(batches) and all(isinstance(part, torch.Tensor) for part in batches)
     return isinstance(batches, torch.Tensor | Mapping)
-
-
-def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Consecutive parts of these sizes, which sum to the number of samples, as views; see ``Layout.split``."""
-    return describe(batch).split(sizes)
-
-
-def grow(batch: Any, n: int) -> Any:
-    """A batch of ``n`` samples by repeating this one's in order; see ``Layout.grow``."""
-    return describe(batch).grow(n)
 
 
 def _count_alike(leaves: Sequence[Any]) -> tuple[int, torch.device | None]:
@@ -280,13 +230,9 @@ def _count_alike(leaves: Sequence[Any]) -> tuple[int, torch.device | None]:
     return count, homes.pop() if len(homes) == 1 else None
 
 
-def _place_like(leaf: Any, part: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    return place(part).requires_grad_(leaf.requires_grad) if isinstance(part, torch.Tensor) else part
-
-
-def _place_leaf(tensor: torch.Tensor, place: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    # A leaf of its own: the step may ask for its gradient, and none is added up in the user's batch.
-    return place(tensor.detach()).requires_grad_(tensor.requires_grad)
+def _move_like(leaf: Any, part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    # A leaf of its own: the step may ask for its gradient, and none is accumulated in the user's batch.
+    return move(part).requires_grad_(leaf.requires_grad) if isinstance(part, torch.Tensor) else part
 
 
 def _take_entries(part: Any, start: int, stop: int) -> Any:
@@ -301,29 +247,20 @@ def _take_entries(part: Any, start: int, stop: int) -> Any:
 def _pick_entries(part: Any, rows: Sequence[int]) -> Any:
     registered = find_type(part)
     if registered is not None:
-        return _take_apart(registered, part, rows)
+        with torch.enable_grad():  # else whatever ``take`` computes requires none
+            taken = registered.take_samples(part, rows)
+        return map_tensors(taken, as_leaf)
     if isinstance(part, torch.Tensor):
         return part.detach()[rows].requires_grad_(part.requires_grad)
     return with_items(part, [part[row] for row in rows]) if is_sequence(part) else part[rows]
 
 
-def _repeat_entries(part: Any, n: int) -> Any:
-    registered = find_type(part)
-    if registered is not None:
-        count = registered.count_samples(part)
-        return _take_apart(registered, part, [index % count for index in range(n)])
-    if isinstance(part, torch.Tensor):
+def _repeat_entries(part: Any, n: int, count: int) -> Any:
+    if isinstance(part, torch.Tensor) and find_type(part) is None:
         return _repeat_rows(part.detach(), n).requires_grad_(part.requires_grad)
-    if is_sequence(part):
-        return with_items(part, [part[index % len(part)] for index in range(n)])
-    return part[:n] if n <= len(part) else part[[index % len(part) for index in range(n)]]
-
-
-def _take_apart(registered: BatchType, part: Any, rows: Sequence[int]) -> Any:
-    """Samples whose tensors are leaves, which require a gradient where those that they were taken from do."""
-    with torch.enable_grad():  # else whatever ``take`` computes requires none
-        taken = registered.take_samples(part, rows)
-    return map_tensors(taken, as_leaf)
+    if is_array(part) and n <= count:
+        return part[:n]
+    return _pick_entries(part, [index % count for index in range(n)])
 
 
 def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Decides which parts of a batch have one entry a sample, or says what to pass where the batch does not show it.
+"""Decides which parts of a batch have one entry a sample, or raises with what to pass where the batch does not show it.
 
 Does not cover containers (``tree``), how a list without a tensor beside it is judged (``list_rules``), nor what is then
 done with the parts (``layout``).
@@ -33,8 +33,16 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch._formatting import name_type, show_value, with_article
-from autobatch.batch.list_rules import ROOT, ListReading, OpenList, find_only_count, judge, refuse_to_guess
-from autobatch.batch.marked_lists import Fields, Samples
+from autobatch.batch.list_rules import (
+    ROOT,
+    Fields,
+    ListReading,
+    OpenList,
+    Samples,
+    find_only_count,
+    judge,
+    refuse_to_guess,
+)
 from autobatch.batch.registry import find_type
 from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
 from autobatch.batch.tree import fields_of, is_sequence, leaves_of
@@ -58,7 +66,7 @@ def read(
     """The number of samples, and what each list holds, by path.
 
     Args:
-        batch: Any nest.
+        batch: Any tree.
         earlier: Lists that are already decided, by path.
         samples: How many samples the batch was made of, where whoever made it knows; a tensor's rows outweigh it.
 
@@ -73,7 +81,7 @@ def read(
 
 
 def _count(batch: Any, lists: dict[str, ListReading], samples: int | None) -> int:
-    """How many samples there are, by what is certain, else by the lists; readings found on the way are added."""
+    """The number of samples, by what is certain, else by the lists; how a list is read is added to ``lists``."""
     while True:
         found = list(_survey(batch, ROOT, lists))
         certain = [part for part in found if isinstance(part, _Part)]
@@ -152,7 +160,7 @@ def _decide(found: OpenList, count: int) -> ListReading:
 
 
 def _counted_by_texts(open_lists: Sequence[OpenList]) -> list[_Part]:
-    """What shows the number of samples where no tensor does."""
+    """Lists of texts or objects, which show the number of samples where no tensor does."""
     for kind in (str, object):
         found = [entry for entry in open_lists if all(_is_one(child, kind) for child in entry.entries)]
         if found:
@@ -201,7 +209,7 @@ def _explain_nothing(batch: Any) -> str:
 
 
 def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, ListReading]) -> None:
-    """An object of unknown type would be shared by all micro-batches, whole: no samples may be in it."""
+    """Refuse an object of unknown type with samples in it: each micro-batch would get it whole."""
     if count == 1 or lists.get(path) == "samples":
         return
     children = fields_of(node)

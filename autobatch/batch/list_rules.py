@@ -1,7 +1,7 @@
-"""Judges a list of alike entries by the entries alone: samples, fields, or an error that says what to pass.
+"""Decides whether the entries of a list are samples or fields, by the entries alone or by a mark of the user's.
 
-Covers lists in batches without a tensor outside them that shows the number of samples. Does not cover lists beside such
-tensors, nor lists that were marked or read before (``layout_rules``).
+Covers lists of alike entries in batches without a tensor outside them that shows the number of samples. Does not cover
+lists beside such tensors, nor lists that were read in an earlier batch (``layout_rules``).
 
 The entries of a list are its samples where they are containers of one structure: the same container types, keys, dtypes
 and numbers of dimensions. That they were meant as fields cannot always be seen; but fields read as samples end in an
@@ -35,7 +35,7 @@ another list beside it leaves only one number of samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from autobatch._formatting import name_type
@@ -51,9 +51,9 @@ from autobatch.batch.structure import (
     shapes_of,
 )
 from autobatch.batch.tree import fields_of, is_sequence
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument, InvalidBatch
 
-__all__ = ["ROOT", "ListReading", "OpenList", "find_only_count", "judge", "refuse_to_guess"]
+__all__ = ["ROOT", "Fields", "ListReading", "OpenList", "Samples", "find_only_count", "judge", "refuse_to_guess"]
 
 ROOT = "batch"
 
@@ -63,8 +63,29 @@ _FEW = 4
 ListReading = Literal["samples", "fields", "unclear"]
 
 
+class _Marked(list[Any]):
+    def __init__(self, entries: Iterable[Any] = (), /) -> None:
+        """Refuse a text or a mapping, which would be taken apart, and what is no list."""
+        if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
+            name = type(self).__name__
+            raise InvalidArgument(f"autobatch.batches.{name}() takes a list of entries, not {name_type(entries)}")
+        super().__init__(entries)
+
+
+class Samples(_Marked):
+    """A list in a batch with one entry for each sample.
+
+    It is a ``list`` in every other way: ``step`` is called with one, and a collate function may return one. A plan
+    holds how its example batch was read (``plan.batch_lists``), so batches of later steps need no mark.
+    """
+
+
+class Fields(_Marked):
+    """A list in a batch whose entries are fields, such as inputs and targets: each holds all samples."""
+
+
 class OpenList(NamedTuple):
-    """A list of alike entries: by itself it does not show whether they are fields or samples."""
+    """A list of alike entries, which may be fields or samples."""
 
     path: str
     entries: Sequence[Any]
@@ -76,7 +97,7 @@ class OpenList(NamedTuple):
 
 
 def judge(found: OpenList) -> ListReading | None:
-    """How the list is read; ``"unclear"`` where both ways are open, ``None`` where it has no tensor to go by."""
+    """How the list is read; ``"unclear"`` where it may be either, ``None`` where it holds no tensor."""
     entries = [entry for entry in found.entries if entry is not None]
     rows = {*rows_beneath(entries)}
     if not rows:
@@ -89,7 +110,7 @@ def judge(found: OpenList) -> ListReading | None:
 
 
 def find_only_count(lists: Sequence[OpenList]) -> int | None:
-    """The one number of samples that several lists beside each other allow; ``None`` where there is no such number.
+    """The only number of samples that several lists beside each other allow; ``None`` where several or none are.
 
     Images of one size and their masks: three rows in each of the ones, eight in each of the others, two of both.
     """
@@ -104,11 +125,7 @@ def find_only_count(lists: Sequence[OpenList]) -> int | None:
 
 
 def refuse_to_guess(unclear: Sequence[OpenList]) -> None:
-    """Say what to pass for the first list that can be read in two ways.
-
-    Raises:
-        InvalidBatch: There is one.
-    """
+    """Raise InvalidBatch with what to pass for the first of these lists, if any."""
     for path, entries in unclear:
         rows = sorted({*rows_beneath(entries)})
         inside = f", with tensors of {', '.join(map(str, rows[:3]))} rows," if rows else ""

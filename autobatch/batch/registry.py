@@ -1,10 +1,9 @@
-"""Looks up what a user registered about a batch type of their own: how to count its samples, and how to take some.
+"""Registers and looks up batch types of the user's own: how to count their samples, and how to take some.
 
 Covers registration, lookup by type (subclasses included), and checks of what the user's functions return. Does not
 cover lists, dicts, dataclasses and dense tensors, which need no registration (``tree``, ``layout_rules``).
 
-The registry is one for the process, as pytree's and einops' are. It is replaced, never changed in place, so that a
-thread that reads it sees the registry as it was before a registration or after it.
+The registry is one for the process, as pytree's and einops' are.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ class BatchType:
     map: Callable[[Any, OnTensor], Any]
 
     def count_samples(self, batch: Any) -> int:
-        """How many samples the user's ``count`` finds.
-
-        Raises:
-            InvalidBatch: It returned something else than an int of at least 0.
-        """
+        """How many samples the user's ``count`` finds; raises InvalidBatch where that is no int of at least 0."""
         returned = self.count(batch)
         try:
             number = -1 if isinstance(returned, bool) else operator.index(returned)
@@ -59,11 +54,7 @@ class BatchType:
         return number
 
     def take_samples(self, batch: Any, indices: Sequence[int]) -> Any:
-        """The samples at these indices, which may repeat, as a batch of the registered type.
-
-        Raises:
-            InvalidBatch: The user's ``take`` returned another type, or another number of samples.
-        """
+        """The samples at these indices, which may repeat; raises InvalidBatch for another type or number of samples."""
         part = self.take(batch, list(indices))
         if not isinstance(part, self.type):
             raise InvalidBatch(
@@ -79,11 +70,7 @@ class BatchType:
         return part
 
     def check_take(self, batch: Any) -> None:
-        """Whether ``take`` uses its indices, where the batch shows that its first and last sample differ.
-
-        Raises:
-            InvalidBatch: They come in the same order for ``[0, last]`` and ``[last, 0]``.
-        """
+        """Raise InvalidBatch where ``take`` ignores its indices, if the batch shows that its samples differ."""
         count = self.count_samples(batch)
         rows = [tensor for tensor in self.tensors(batch) if _is_dense(tensor) and tensor.shape[:1] == (count,)]
         if all(torch.equal(tensor[0], tensor[-1]) for tensor in rows):
@@ -100,8 +87,7 @@ class BatchType:
         """The same batch with ``function(tensor)`` for each tensor; the given one is not changed.
 
         Raises:
-            InvalidBatch: The user's ``map`` returned another type, or changed the batch in place; or the batch cannot
-                be copied and has no ``map``.
+            InvalidBatch: ``map`` returned another type, or changed the batch in place; or, by default, copying failed.
         """
         changed: list[bool] = []
 
@@ -132,7 +118,7 @@ class BatchType:
         return found
 
 
-_registered: Mapping[type, BatchType] = {}
+_registered: Mapping[type, BatchType] = {}  # replaced, never changed in place: readers need no lock
 _lock = threading.Lock()
 
 
@@ -171,7 +157,7 @@ def register(
     for name, function in (("count", count), ("take", take), ("map", map)):
         if not callable(function) and not (name == "map" and function is None):
             raise InvalidArgument(f"register({type.__name__}, {name}=...) needs a function, not {name_type(function)}")
-    global _registered  # noqa: PLW0603 - replaced as a whole, so that readers need no lock
+    global _registered  # noqa: PLW0603 - see there
     with _lock:
         _registered = {**_registered, type: BatchType(type, count, take, map or _copy_with)}
 

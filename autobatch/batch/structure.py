@@ -1,7 +1,7 @@
-"""Compares the entries of a list: of one kind, of one structure, images of differing sizes, records with a label.
+"""Compares the entries of a list: one kind, one structure, images of differing sizes, records with a label.
 
-Covers what can be seen of entries by themselves. Does not cover what follows from it for how a list is read
-(``layout_rules``).
+Covers what the entries themselves show. Does not cover what follows from it for how a list is read (``list_rules``,
+``layout_rules``).
 """
 
 from __future__ import annotations
@@ -36,11 +36,7 @@ _DEPTH, _WIDTH = 3, 64
 
 
 def count_rows(leaf: Any) -> int | None:
-    """Rows of a tensor or array, samples of a registered type; ``None`` of anything else and of scalars.
-
-    Raises:
-        InvalidBatch: The ``count`` of a registered type returned no number.
-    """
+    """Rows of a tensor or array, samples of a registered type; ``None`` of anything else and of scalars."""
     registered = find_type(leaf)
     if registered is not None:
         return registered.count_samples(leaf)
@@ -59,7 +55,7 @@ def rows_beneath(node: Any) -> Iterator[int]:
 
 
 def tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
-    """Tensors in the attributes of an object of unknown type, and in what those hold, as far as is quickly seen."""
+    """Tensors in the attributes of an object of unknown type, and in what those hold, up to a depth and a width."""
     if isinstance(node, torch.Tensor):
         yield node
     elif depth and not isinstance(node, (type, torch.nn.Module)):
@@ -123,7 +119,7 @@ def _has_fields(entry: Any) -> bool:
 
 
 def is_labelled(entry: Any) -> bool:
-    """Whether a number, a text or a scalar tensor stands beside something else, as in ``(image, label)``."""
+    """Whether a number, a text or a scalar tensor is beside something else, as in ``(image, label)``."""
     is_label = [isinstance(leaf, (str, *_NUMBERS)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves_of(entry)]
     return any(is_label) and not all(is_label)
 

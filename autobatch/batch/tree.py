@@ -1,8 +1,8 @@
-"""Takes a batch apart and puts it together again: mappings, lists, tuples, dataclasses, each in its own type.
+"""Flattens and rebuilds a batch: a tree of mappings, lists, tuples and dataclasses, each in its own type.
 
-Covers containers and the tensors in them, those of registered types too (``registry``). Does not cover what a sample is
-or how a batch is divided (``layout``). Nothing here copies a tensor, and a container of which a function leaves
-everything unchanged comes back as the very same object; but a registered type comes back as its ``map`` returns it.
+Covers containers and the tensors in them, those of registered types too (``registry``). No tensor is copied, and a
+container in which nothing changes comes back as the same object; a registered type comes back as its ``map`` returns
+it. Does not cover what a sample is or how a batch is cut (``layout``).
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def is_array(value: Any) -> bool:
 
 
 def is_sequence(value: Any) -> bool:
-    """Whether it is a list or a tuple without named fields: what may hold one entry a sample."""
+    """Whether it is a list or a tuple without named fields, which may hold one entry a sample."""
     return isinstance(value, list | tuple) and not isinstance(value, _WHOLE) and not hasattr(value, "_fields")
 
 
 def fields_of(node: Any) -> list[tuple[str, Any]] | None:
-    """What a container holds, each with how it is reached (``'["x"]'``, ``"[0]"``, ``".x"``); ``None`` for a leaf."""
+    """What a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``); ``None`` for a leaf."""
     children = _children_of(node)
-    return None if children is None else list(zip(_ways_into(node), children, strict=True))
+    return None if children is None else list(zip(_suffixes_of(node), children, strict=True))
 
 
 def _children_of(node: Any) -> list[Any] | None:
-    """The same without the ways, which take as long as all else where keys are spelt."""
+    """The same without the suffixes, whose formatting takes as long as everything else."""
     if isinstance(node, torch.Tensor):  # first, since most are, and each question that follows takes a microsecond
         return None
     if find_type(node) is not None:
@@ -75,9 +75,9 @@ def _children_of(node: Any) -> list[Any] | None:
     return None
 
 
-def _ways_into(node: Any) -> list[str]:
+def _suffixes_of(node: Any) -> list[str]:
     if isinstance(node, Mapping):
-        return [f"[{_spell_key(key)}]" for key in node]
+        return [f"[{json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)}]" for key in node]
     if is_sequence(node):
         return [f"[{index}]" for index in range(len(node))]
     return [f".{name}" for name in (node._fields if _is_named(node) else _assigned(node))]
@@ -90,10 +90,8 @@ def _is_named(node: Any) -> bool:
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
     """The same container with other values, in the order of ``fields_of``; itself where no value is another object.
 
-    Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had.
-
-    Raises:
-        InvalidBatch: A mapping of a foreign type cannot be made from a dict.
+    Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had. Raises
+    InvalidBatch where a mapping of a foreign type cannot be made from a dict.
     """
     if all(new is old for new, old in zip(values, _children_of(node) or [], strict=True)):
         return node
@@ -137,12 +135,12 @@ def holds_registered(node: Any) -> bool:
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of the nest, in order, also scalars and those inside per-sample lists; NumPy arrays are none."""
+    """Every tensor of the tree, in order, also scalars and those inside per-sample lists; no NumPy arrays."""
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor))
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest with ``function(tensor)`` for each tensor; NumPy arrays and all else stay as they are."""
+    """The same tree with ``function(tensor)`` for each tensor; NumPy arrays and all else stay as they are."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     registered = find_type(batch)
@@ -158,7 +156,7 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_fresh_containers(node: Any) -> Any:
-    """The same nest in containers of its own, so that whoever pops or adds an entry does not do it to the original."""
+    """The same tree in new containers, so that popping or adding an entry does not change the original."""
     held = _children_of(node)
     if held is None:
         return node
@@ -183,10 +181,6 @@ def count_bytes(batch: Any) -> int:
 
 def _arrays_of(batch: Any) -> Iterator[Any]:
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
-
-
-def _spell_key(key: Any) -> str:
-    return json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)
 
 
 def _assigned(node: Any) -> list[str]:

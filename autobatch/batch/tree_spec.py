@@ -17,7 +17,7 @@ _VALUES = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 
 class TreeSpec:
-    """The containers of a batch and what is at their leaves, without the values.
+    """The containers of a batch of plain leaves, without the leaves.
 
     Attributes:
         is_pair: Whether it is a tuple of leaves, as inputs and labels are.
@@ -26,7 +26,7 @@ class TreeSpec:
     __slots__ = ("_children", "_keys", "_type", "is_pair")
 
     def __init__(self, batch: Any) -> None:
-        """Look at a batch.
+        """Read the containers of a batch.
 
         Raises:
             TypeError: A part of it is neither a plain container nor a dense tensor, a number or a string.
@@ -51,7 +51,7 @@ class TreeSpec:
         """Append the leaves of a batch in order.
 
         Returns:
-            Whether the batch is built like this; else ``leaves`` is of no use.
+            Whether the batch has these containers; else ``leaves`` is incomplete.
         """
         if type(batch) is not self._type or len(batch) != len(self._children):
             return False

@@ -1,1 +1,1 @@
-"""Is splitting a step exact, and if not, why: one small batch, whole against divided in several ways."""
+"""Checks whether splitting a step is exact, and finds why not: one small batch, whole against split in several ways."""

@@ -1,11 +1,8 @@
-"""A step held still: deterministic, each sample by itself, in float32 or wider.
+"""Makes a step deterministic: no dropout, the same random numbers for each sample, float32 or wider throughout.
 
 Covers dropout, random numbers, autocast, TF32, parameters and casts in half precision, and compiled code: whatever
-makes the same samples give another gradient only because they were divided otherwise. Does not cover state that
-moves with each forward pass (``measurement`` puts it back) nor kernels of other packages that draw or round.
-
-It takes memory: a model in half precision stands there in float32 as well, as do its activations. Some of it is of the
-whole process (``torch.autocast``, TF32), so one thread at a time holds its step still.
+makes the same samples give another gradient only because they were split otherwise. Does not cover state that changes
+with each forward pass (``measurement`` restores it) nor kernels of other packages that draw random numbers or round.
 """
 
 from __future__ import annotations
@@ -20,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from autobatch.exactness.per_sample_random import SampleDraws
-from autobatch.exactness.sample_numbers import Numbering
+from autobatch.exactness.per_sample_random import PerSampleRandom
+from autobatch.exactness.sample_numbers import SampleNumbers
 
-__all__ = ["still", "widen"]
+__all__ = ["deterministic", "widen"]
 
-_LOCK = threading.RLock()
+_LOCK = threading.RLock()  # ``torch.autocast`` and TF32 are settings of the whole process
 _FLOAT32 = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _FLOAT64 = {
     torch.float16: torch.float64,
@@ -34,29 +31,21 @@ _FLOAT64 = {
     torch.complex64: torch.complex128,
 }
 _WIDER = {torch.float32: _FLOAT32, torch.float64: _FLOAT64}
-# These hand their rate to a fused kernel (cuDNN's recurrent layers) or past the function mode below; and what a
+# These pass their rate to a fused kernel (cuDNN's recurrent layers) or around the function mode below; and what a
 # checkpoint recomputes in the backward pass, it recomputes without that mode.
 _LAYERS_WITH_RATES: dict[type[nn.Module], str] = {
     nn.RNNBase: "dropout",
     nn.MultiheadAttention: "dropout",
     nn.modules.dropout._DropoutNd: "p",  # noqa: SLF001 - the base of all dropout layers has no public name
 }
+_PLAIN_DROPOUTS: tuple[Callable[..., Any], ...] = (
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+    torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout,
+    torch.dropout_, torch.feature_dropout_, torch.alpha_dropout_, torch.feature_alpha_dropout_,
+)  # fmt: skip
 _DROPOUTS: dict[Callable[..., Any], tuple[str, int]] = {
-    F.dropout: ("p", 1),
-    F.dropout1d: ("p", 1),
-    F.dropout2d: ("p", 1),
-    F.dropout3d: ("p", 1),
-    F.alpha_dropout: ("p", 1),
-    F.feature_alpha_dropout: ("p", 1),
-    torch.dropout: ("p", 1),
-    torch.feature_dropout: ("p", 1),
-    torch.alpha_dropout: ("p", 1),
-    torch.feature_alpha_dropout: ("p", 1),
-    torch.dropout_: ("p", 1),
-    torch.feature_dropout_: ("p", 1),
-    torch.alpha_dropout_: ("p", 1),
-    torch.feature_alpha_dropout_: ("p", 1),
-    F.multi_head_attention_forward: ("dropout_p", 10),  # what it calls itself no longer passes the function mode
+    **dict.fromkeys(_PLAIN_DROPOUTS, ("p", 1)),
+    F.multi_head_attention_forward: ("dropout_p", 10),  # its own calls no longer pass the function mode
     F.scaled_dot_product_attention: ("dropout_p", 4),
 }
 """Where each function takes its rate: the name, and the position in a call without names."""
@@ -65,60 +54,51 @@ _CASTS = {
     torch.Tensor.bfloat16: torch.bfloat16,
     torch.Tensor.float: torch.float32,
 }
-_FACTORIES = frozenset(
-    {
-        torch.tensor,
-        torch.zeros,
-        torch.ones,
-        torch.full,
-        torch.empty,
-        torch.eye,
-        torch.arange,
-        torch.linspace,
-        torch.rand,
-        torch.randn,
-    }
-)
-"""What makes tensors of torch's default dtype, and knows of no other tensor to go by."""
+_FACTORIES = frozenset((
+    torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty,
+    torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn,
+))  # fmt: skip
+"""Functions that make tensors of torch's default dtype when no dtype is given."""
 
 
 @contextmanager
-def still(
+def deterministic(
     model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32
-) -> Iterator[Numbering]:
-    """Hold every forward and backward pass inside the block still; afterwards all is as it was.
+) -> Iterator[SampleNumbers]:
+    """Make every forward and backward pass inside the block deterministic; afterwards all is as it was.
 
-    No ``.grad`` may stand on a parameter in half precision: it would have another dtype than its parameter then.
+    It takes memory: a model in half precision is there in ``dtype`` as well, as are its activations. No parameter in
+    half precision may have a ``.grad``: its dtype would be another than the parameter's. One thread at a time.
 
     Args:
-        model: Its layers' rates, and its buffers.
+        model: Its layers' dropout rates and its buffers are changed.
         parameters: The parameters that take part.
         dtype: ``torch.float32`` or ``torch.float64``: what is narrower is that wide inside.
 
     Yields:
-        What numbers the draws, which has to know the samples of each forward pass.
+        The random numbers, which need to know the samples of each forward pass.
 
     Raises:
-        torch.OutOfMemoryError: There is no room for the wider parameters; all is as it was.
+        torch.OutOfMemoryError: The wider parameters do not fit; all is as it was.
     """
     wider = _WIDER[dtype]
     with ExitStack() as stack:
         stack.enter_context(_LOCK)
         stack.enter_context(_no_autocast())
         for owner, name, value in _settings():
-            stack.enter_context(_hold(owner, name, value))
+            stack.enter_context(_set(owner, name, value))
         stack.enter_context(_full_matmul_precision())
         for module in model.modules():
             for layer, rate in _LAYERS_WITH_RATES.items():
                 if isinstance(module, layer):
-                    stack.enter_context(_hold(module, rate, 0.0))
+                    stack.enter_context(_set(module, rate, 0.0))
         for tensor in (*parameters, *model.buffers()):
             if tensor.dtype in wider:
-                stack.enter_context(_hold(tensor, "data", tensor.data.to(wider[tensor.dtype])))
-        numbering = Numbering()
-        stack.enter_context(SampleDraws(numbering))
+                stack.enter_context(_set(tensor, "data", tensor.data.to(wider[tensor.dtype])))
+        random = SampleNumbers()
+        stack.enter_context(PerSampleRandom(random))
         stack.enter_context(_NoDropoutNorCasts(wider))
-        yield numbering
+        yield random
 
 
 def widen(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -128,7 +108,7 @@ def widen(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 class _NoDropoutNorCasts(TorchFunctionMode):
-    """Calls dropout with a rate of 0, and takes every request for a narrower dtype as one for the wider."""
+    """Calls dropout with a rate of 0, and widens every request for a narrower dtype."""
 
     def __init__(self, wider: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
@@ -164,7 +144,7 @@ class _NoDropoutNorCasts(TorchFunctionMode):
 
 
 @contextmanager
-def _hold(owner: Any, name: str, value: Any) -> Iterator[None]:
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -175,14 +155,14 @@ def _hold(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Autocast that is on, and any that the step switches on itself, as an object, a decorator, or when recomputing."""
+    """Disable autocast that is on, and any that the step enters itself, as an object, a decorator, or recomputing."""
     enter: Callable[[Any], Any] = torch.autocast.__enter__
 
     def enter_disabled(autocast: Any) -> Any:
-        if not SampleDraws.is_active():  # another thread's
+        if not PerSampleRandom.is_active():  # another thread's
             return enter(autocast)
         # Only while it enters: the object may be the user's, to be used again.
-        with _hold(autocast, "_enabled", False):
+        with _set(autocast, "_enabled", False):
             return enter(autocast)
 
     with ExitStack() as stack:
@@ -190,7 +170,7 @@ def _no_autocast() -> Iterator[None]:
         for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
             if torch.amp.is_autocast_available(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_hold(torch.autocast, "__enter__", enter_disabled))
+        stack.enter_context(_set(torch.autocast, "__enter__", enter_disabled))
         yield
 
 
@@ -210,7 +190,7 @@ def _full_matmul_precision() -> Iterator[None]:
 
 
 def _settings() -> Iterator[tuple[Any, str, Any]]:
-    """Where torch keeps what precision a float32 operation may have: an attribute each, and its value for full."""
+    """The precision settings of float32 operations: their owner, their name, and the value for full precision."""
     backends: Any = torch.backends
     if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
         yield backends.cuda.matmul, "allow_tf32", False

@@ -1,8 +1,8 @@
-"""Why a split is not exact: each cause is tried on the measured gradients, and named where it explains them.
+"""Names why a split is not exact: each cause is tried on the measured gradients, and named where it explains them.
 
-Covers BatchNorm, state that moves with every forward pass, random numbers that mix samples, sums read as means, terms
-counted once a micro-batch, means over something else than is counted, and generators that cannot be held still. Does
-not cover telling apart the other ways in which samples of one micro-batch can depend on each other.
+Covers BatchNorm, state that changes with every forward pass, random numbers that mix samples, sums read as means, terms
+counted once a micro-batch, means over something else than is counted, and generators that cannot be controlled. Does
+not tell apart the other ways in which samples of one micro-batch can depend on each other.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autobatch.exactness.divisions import Sizes, ranges_of
+from autobatch.exactness.gradients import TOLERANCE
 from autobatch.exactness.loss_weights import NO_MEAN, explain_weighing, is_explained_by, is_near
-from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.rounding import TOLERANCE
+from autobatch.exactness.measurement import Measurement, Sizes, ranges_of
 from autobatch.exactness.sample_numbers import Order
 from autobatch.state.random_state import HostRandomState
-from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms
+from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
 
-__all__ = ["find_causes", "find_unruly_generators", "fixed_statistics"]
+__all__ = ["find_causes", "find_uncontrolled_generators", "fixed_statistics"]
 
 _ORDERS: tuple[Order, ...] = ("alike", "rising", "falling")
 
@@ -42,32 +41,21 @@ _COUPLED = (
 def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: int = 0) -> tuple[str, ...]:
     """Every cause that was found, in the order in which they were taken out of the way; at least one.
 
-    Args:
-        measured: What is known of the whole and its divisions, with their numbers.
-        partitions: Divisions, of which at least one is inexact.
-        exact_at: Fewer samples of the same batch, whose split is exact; 0 where that is not known.
+    Some partition is inexact; ``exact_at`` fewer samples of the same batch split exactly (0 where that is not known).
     """
-    causes = _find_all(measured, partitions)
+    with fixed_statistics(measured) as (names, fixed):
+        causes: tuple[str, ...] = (blame_batch_norms(names),) if names else ()
+        if not names or max(fixed.errors(partitions)) > TOLERANCE:
+            causes += _find_further_causes(fixed, partitions)
     if not exact_at or causes[-1] not in (_COUPLED, NO_MEAN):
         return causes
-    return (*causes[:-1], _blame_size(exact_at, measured.layout.count))
-
-
-def _blame_size(few: int, many: int) -> str:
-    return (
-        f"splitting {few} samples is exact and splitting {many} is not, so the step depends on how many samples its "
-        f"micro-batch has (the k hardest of them, a least number, a quantile, a branch on the size), which no weighing "
-        f"makes exact: choose within fixed groups of samples, or choose the target so that a micro-batch is the unit "
-        f"you want"
+    depends_on_size = (
+        f"splitting {exact_at} samples is exact and splitting {measured.layout.count} is not, so the step depends on "
+        f"how many samples its micro-batch has (the k hardest of them, a least number, a quantile, a branch on the "
+        f"size), which no weighing makes exact: choose within fixed groups of samples, or choose the target so that a "
+        f"micro-batch is the unit you want"
     )
-
-
-def _find_all(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
-    with fixed_statistics(measured) as (names, fixed):
-        causes = (blame_batch_norms(names),) if names else ()
-        if names and max(fixed.errors(partitions)) <= TOLERANCE:
-            return causes
-        return causes + _find_further_causes(fixed, partitions)
+    return (*causes[:-1], depends_on_size)
 
 
 def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
@@ -75,8 +63,8 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> 
     names, measured = _renew_where_it_matters(measured, partitions)
     if names:
         moving = (
-            f"state that moves with every forward pass ({_show(names)}; such as spectral_norm's) is another for each "
-            f"micro-batch: it moves once a micro-batch, not once a step"
+            f"state that moves with every forward pass ({show_names(names)}; such as spectral_norm's) is another for "
+            f"each micro-batch: it moves once a micro-batch, not once a step"
         )
         causes = (moving,)
         if max(measured.errors(partitions)) <= TOLERANCE:
@@ -86,7 +74,7 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> 
         return (*causes, unsteady)
     if _is_shuffled(measured, partitions):
         return (*causes, _SHUFFLED)
-    _settle(measured, partitions)
+    _measure_parts_alone(measured, partitions)
     explain: Callable[[Measurement, Sequence[Sizes]], str | None]
     for explain in (_explain_sum, _explain_term_per_step, explain_weighing):
         explanation = explain(measured, partitions)
@@ -95,16 +83,16 @@ def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> 
     return (*causes, _COUPLED)
 
 
-def _settle(measured: Measurement, partitions: Sequence[Sizes]) -> None:
-    """Run each part by itself: one may show draws to be of another kind, which makes all void that was run before."""
+def _measure_parts_alone(measured: Measurement, partitions: Sequence[Sizes]) -> None:
+    """Run each part by itself: if one shows draws to be of another kind, all that was measured before is void."""
     for sizes in partitions:
         for start, stop in ranges_of(sizes):
             measured.alone(start, stop)
 
 
-def find_unruly_generators(measured: Measurement) -> str | None:
-    """What the step draws from that cannot be held still: beside such noise no other cause can be told."""
-    measured.checkpoint.restore()
+def find_uncontrolled_generators(measured: Measurement) -> str | None:
+    """Which generators outside torch the step draws from: beside such noise no other cause can be found."""
+    measured.rewind_point.restore()
     before = HostRandomState.capture()
     measured.repeat_error()
     now = HostRandomState.capture()
@@ -113,14 +101,14 @@ def find_unruly_generators(measured: Measurement) -> str | None:
         moved.append("numpy.random")
     if not moved:
         return None
-    return f"the step draws from {' and '.join(moved)}, which cannot be held still: that alone may be the difference"
+    return f"the step draws from {' and '.join(moved)}, which cannot be controlled: that alone may be the difference"
 
 
 @contextmanager
 def fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measurement]]:
     """Names of the BatchNorm layers in train mode, and a measurement with their statistics fixed for the block.
 
-    Without such layers it is the measurement itself, else that one has to be released: two would take memory twice.
+    Without such layers it is the measurement itself; else that one is released, so that memory is not taken twice.
     """
     model = measured.workload.model
     names = batch_norms_in_train_mode(model)
@@ -128,7 +116,7 @@ def fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measure
         yield names, measured
         return
     measured.release()
-    measured.checkpoint.restore()
+    measured.rewind_point.restore()
     layers = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     before = [(layer, layer.training, layer.running_mean, layer.running_var) for layer in layers]
     try:
@@ -149,16 +137,16 @@ def _use_fixed_statistics(module: _BatchNorm) -> None:
 
 
 def _renew_where_it_matters(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[list[str], Measurement]:
-    """Names of modules with state that moves, and a measurement without its moving, if that gives other gradients."""
+    """Names of modules with state that changes, and a measurement that restores it, if that gives other gradients."""
     names = _moved_modules(measured)
     if not names:
         return [], measured
-    divided = [measured.numbers(sizes) for sizes in partitions]
+    divided = [measured.values(sizes) for sizes in partitions]
     measured.release()
     renewed = measured.renewed()
     moves = any(
-        not is_near(renewed.numbers(sizes), numbers, scale=numbers, tolerance=TOLERANCE)
-        for sizes, numbers in zip(partitions, divided, strict=True)
+        not is_near(renewed.values(sizes), values, scale=values, tolerance=TOLERANCE)
+        for sizes, values in zip(partitions, divided, strict=True)
     )
     return (names, renewed) if moves else ([], measured)
 
@@ -166,7 +154,7 @@ def _renew_where_it_matters(measured: Measurement, partitions: Sequence[Sizes]) 
 def _moved_modules(measured: Measurement) -> list[str]:
     model = measured.workload.model
     measured.repeat_error()
-    moved = {id(module) for module in measured.checkpoint.find_moved()}
+    moved = {id(module) for module in measured.rewind_point.find_moved()}
     names = [name.partition(".parametrizations")[0] for name, module in model.named_modules() if id(module) in moved]
     return [*dict.fromkeys(name.removeprefix("parametrizations") or type(model).__name__ for name in names)]
 
@@ -182,8 +170,8 @@ def _explain_sum(measured: Measurement, partitions: Sequence[Sizes]) -> str | No
 
 def _explain_term_per_step(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
     """A term that is added in each of K micro-batches is K - 1 times too much."""
-    whole = measured.whole_numbers()
-    extra = [(measured.numbers(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
+    whole = measured.whole_values()
+    extra = [(measured.values(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
     if len(extra) < 2 or not all(is_near(one, extra[0], scale=extra[0]) for one in extra[1:]):
         return None
     return (
@@ -193,17 +181,13 @@ def _explain_term_per_step(measured: Measurement, partitions: Sequence[Sizes]) -
 
 
 def _is_shuffled(measured: Measurement, partitions: Sequence[Sizes]) -> bool:
-    """Whether the difference is gone where draws are all alike, or in an order that leaves samples where they are."""
-    return measured.draws.draws and any(_is_exact_in(order, measured, partitions) for order in _ORDERS)
+    """Whether the difference is gone with random numbers that are all alike, or that leave samples in order."""
+    return measured.random.is_used and any(_is_exact_in(order, measured, partitions) for order in _ORDERS)
 
 
 def _is_exact_in(order: Order, measured: Measurement, partitions: Sequence[Sizes]) -> bool:
-    measured.draws.ordered = order
+    measured.random.ordered = order
     try:
         return max(measured.anew().errors(partitions)) <= TOLERANCE
     finally:
-        measured.draws.ordered = ""
-
-
-def _show(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        measured.random.ordered = ""

@@ -1,7 +1,7 @@
-"""Finds what a loss is a mean over: weights of the parts with which their own gradients add up to the whole one.
+"""Finds what a loss is a mean over: weights with which the gradients of the parts add up to that of the whole.
 
-Covers samples, counts that the batch shows (``units``), of which the best one is advised and never what was passed, and
-whether any weights would do. Does not cover other causes (``diagnosis``).
+Covers samples, counts that the batch shows, of which the best one is advised and never what was passed, and whether any
+weights would do. Does not cover other causes (``diagnosis``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from itertools import pairwise
 
 import torch
 
-from autobatch.exactness.divisions import Sizes, ranges_of
-from autobatch.exactness.measurement import Measurement
-from autobatch.exactness.rounding import relate
+from autobatch.exactness.gradients import relate
+from autobatch.exactness.measurement import Measurement, Sizes, ranges_of
 from autobatch.exactness.units import Unit, units_of
 
 __all__ = ["NO_MEAN", "explain_weighing", "is_explained_by", "is_near"]
@@ -34,17 +33,22 @@ _BETTER = 10.0
 _NO_ERROR = 1e-6
 """Candidates that are nearer than this are equally good, and the commonest of them is named."""
 
+_Weigh = Callable[[int, int], float]
+"""What samples ``start`` to ``stop`` count for."""
+
 
 def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
     """One sentence where the loss is a mean over something else than is counted, with what to pass or return."""
-    passed = _error_as_passed(measured, partitions)
-    if _error_of(measured, partitions, lambda start, stop: float(stop - start)) <= _most(passed):
+    whole = measured.whole_values()
+    passed = max(_relative(measured.values(sizes), whole) for sizes in partitions)
+    most = min(_EXPLAINS, passed / _BETTER)
+    if _error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
         return (
             "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
             "or state the number of samples as its count"
         )
     best = _find_best_unit(measured, partitions)
-    if best is not None and best[1] <= _most(passed):
+    if best is not None and best[1] <= most:
         return _advise(measured, best[0], passed, best[1])
     return _explain_weights(measured, partitions)
 
@@ -52,14 +56,11 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str 
 def _advise(measured: Measurement, unit: Unit, passed: float, reached: float) -> str:
     counted = "what it states as its count" if measured.states_counts else _counted(measured)
     state = f"state {unit.code} as its count" if measured.states_counts else f"pass weigh=lambda batch: {unit.code}"
+    left = f"below {_NO_ERROR:.0e}" if reached < _NO_ERROR else f"of {reached:.1e}"
     return (
         f"the loss is a mean over {unit.code}, not over {counted}: {state} (that leaves a relative error "
-        f"{_bound(reached)} instead of {passed:.1e})"
+        f"{left} instead of {passed:.1e})"
     )
-
-
-def _bound(error: float) -> str:
-    return f"below {_NO_ERROR:.0e}" if error < _NO_ERROR else f"of {error:.1e}"
 
 
 def _counted(measured: Measurement) -> str:
@@ -67,48 +68,40 @@ def _counted(measured: Measurement) -> str:
 
 
 def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[Unit, float] | None:
-    """The candidate that leaves the least error, and that error; the first of those that leave as good as none."""
+    """The candidate that leaves the least error, and that error; the first of those that leave almost none."""
     best: tuple[Unit, float] | None = None
     for unit in units_of(measured.layout):
-        error = _error_of(measured, partitions, _counter(unit, measured))
+        error = _error_of(measured, partitions, _weigh_by(unit, measured))
         if best is None or error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):
             best = unit, error
     return best
 
 
-def _most(passed: float) -> float:
-    """The most that an explanation may leave of what there was."""
-    return min(_EXPLAINS, passed / _BETTER)
-
-
-def _error_as_passed(measured: Measurement, partitions: Sequence[Sizes]) -> float:
-    whole = measured.whole_numbers()
-    return max(_relative(measured.numbers(sizes), whole) for sizes in partitions)
-
-
-def _counter(unit: Unit, measured: Measurement) -> Callable[[int, int], float]:
+def _weigh_by(unit: Unit, measured: Measurement) -> _Weigh:
     return lambda start, stop: unit.count(measured.part(start, stop).batch)
 
 
 def is_explained_by(
-    measured: Measurement, partitions: Iterable[Sizes], weigh: Callable[[int, int], float], *, normalise: bool = True
+    measured: Measurement, partitions: Iterable[Sizes], weigh: _Weigh, *, normalise: bool = True
 ) -> bool:
-    """Whether the whole is the sum of its parts' own gradients with these weights, in every division."""
+    """Whether the whole is the sum of its parts' own gradients with these weights, in every partition."""
     return _error_of(measured, partitions, weigh, normalise=normalise) <= _EXPLAINS
 
 
-def _error_of(
-    measured: Measurement, partitions: Iterable[Sizes], weigh: Callable[[int, int], float], *, normalise: bool = True
-) -> float:
-    """How far the sum of the parts' own gradients with these weights is from the whole, in the worst division."""
-    whole, worst = measured.whole_numbers(), 0.0
+def _error_of(measured: Measurement, partitions: Iterable[Sizes], weigh: _Weigh, *, normalise: bool = True) -> float:
+    """How far the sum of the parts' own gradients with these weights is from the whole, in the worst partition."""
+    whole, worst = measured.whole_values(), 0.0
     for sizes in partitions:
         weights = [weigh(start, stop) for start, stop in ranges_of(sizes)]
         divisor = sum(weights) if normalise else 1.0
         parts = [measured.alone(start, stop) for start, stop in ranges_of(sizes)]
-        # 0 x nan is nan: a part without anything to count has no gradient to go by
-        shares = [p * (w / divisor) for p, w in zip(parts, weights, strict=True) if p is not None and w > 0]
-        worst = max(worst, _relative(torch.stack(shares).sum(0), whole) if shares else math.inf)
+        # 0 x nan is nan: a part without anything to count has no gradient
+        terms = [
+            part * (weight / divisor)
+            for part, weight in zip(parts, weights, strict=True)
+            if part is not None and weight > 0
+        ]
+        worst = max(worst, _relative(torch.stack(terms).sum(0), whole) if terms else math.inf)
     return worst
 
 
@@ -130,13 +123,8 @@ def _explain_weights(measured: Measurement, partitions: Sequence[Sizes]) -> str 
     return NO_MEAN
 
 
-def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
-    """Those whose sum of parts is nearest to the whole; ``None`` where it is not near, or they are not unique."""
-    return _solve([measured.alone(start, stop) for start, stop in ranges_of(sizes)], measured.whole_numbers())
-
-
 def _are_of_samples(partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
-    """Whether weights are positive, sum to 1, and give a range of samples the same in every division."""
+    """Whether weights are positive, sum to 1, and give a range of samples the same in every partition."""
     reached = {0: 0.0}
     for sizes, found in zip(partitions, weights, strict=True):
         if abs(sum(found) - 1) > _EXPLAINS or min(found) < -_EXPLAINS:
@@ -169,24 +157,23 @@ def _depend_on_losses(measured: Measurement, partitions: Sequence[Sizes], weight
 
 @torch.no_grad()
 def _flip(parameters: Iterable[torch.Tensor]) -> None:
-    """Give each parameter its own numbers in the reverse order: other ones of the same scale, and undone by itself."""
+    """Reverse each parameter's values: other values of the same scale, restored by reversing them again."""
     for parameter in parameters:
         parameter.data.copy_(parameter.data.reshape(-1).flip(0).view(parameter.shape))
 
 
-def _solve(parts: Sequence[torch.Tensor | None], whole: torch.Tensor) -> list[float] | None:
-    usable = [index for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())]
-    columns = [part for index in usable if (part := parts[index]) is not None]
+def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
+    """Weights whose sum of parts is nearest to the whole; ``None`` where it is not near, or they are not unique."""
+    parts, whole = [measured.alone(start, stop) for start, stop in ranges_of(sizes)], measured.whole_values()
+    columns = {index: part for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())}
     if not columns:
         return None
-    matrix = torch.stack(columns, 1)
+    matrix = torch.stack([*columns.values()], 1)
     found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")
     if int(found.rank) < len(columns) or not is_near((matrix @ found.solution).squeeze(1), whole, scale=whole):
         return None
-    weights = [0.0] * len(parts)
-    for index, weight in zip(usable, found.solution.squeeze(1).tolist(), strict=True):
-        weights[index] = weight
-    return weights
+    solved = dict(zip(columns, found.solution.squeeze(1).tolist(), strict=True))
+    return [solved.get(index, 0.0) for index in range(len(parts))]
 
 
 def is_near(found: torch.Tensor, expected: torch.Tensor, *, scale: torch.Tensor, tolerance: float = _EXPLAINS) -> bool:

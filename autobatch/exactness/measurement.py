@@ -1,13 +1,14 @@
-"""Gradients of the same few samples, whole and in parts, each from the code that trains.
+"""Measures the gradient of the same few samples, whole and in parts, each by the code that trains.
 
-Covers runs that all begin from the same buffers and generators, and their comparison. Does not cover why two gradients
-differ (``diagnosis``) nor what makes a step repeatable (``stillness``).
+Covers runs that all begin with the same buffers and generators, and their comparison. Does not cover why two gradients
+differ (``diagnosis``) nor what makes a step repeatable (``determinism``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -15,132 +16,135 @@ import torch
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.batch.tree import as_leaf, map_tensors
 from autobatch.errors import DoesNotFit
-from autobatch.exactness.divisions import Sizes, ranges_of
-from autobatch.exactness.gradients import Gradients, distances, norms, take_gradients, total
-from autobatch.exactness.rounding import TOLERANCE, Scales, bound_noise
-from autobatch.exactness.sample_numbers import Numbering
+from autobatch.exactness.gradients import (
+    TOLERANCE,
+    Gradients,
+    Scales,
+    bound_noise,
+    distances,
+    norms,
+    sample_values,
+    take_gradients,
+)
+from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
-from autobatch.step.losses import Mean, Sum
+from autobatch.step.losses import states_counts
 from autobatch.step.workload import Step, Workload
 from autobatch.training.accumulation_state import Shortage
 from autobatch.training.transaction import Accumulation
 
-__all__ = ["Measurement"]
+__all__ = ["Measurement", "Sizes", "ranges_of"]
+
+Sizes = tuple[int, ...]
+"""A partition: how many samples each of its parts has."""
 
 _FACTOR = 1.1
-"""No power of two, so that every number of the backward pass is rounded otherwise."""
+"""Not a power of two, so that every number of the backward pass is rounded differently."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Division:
-    """What is kept of the gradient of one division."""
-
-    apart: list[float]
-    numbers: torch.Tensor | None
+def ranges_of(sizes: Sizes) -> list[tuple[int, int]]:
+    """Where each part begins and ends."""
+    return [*pairwise([0, *accumulate(sizes)])]
 
 
 @dataclass(eq=False)
 class Measurement:
-    """Runs of one still workload on the same samples, each from the same state. Only the whole gradient is kept whole.
+    """Runs of one deterministic workload on the same samples; gradients of parts are reduced to a few numbers.
 
     Attributes:
         workload: What is run; its gradients are overwritten.
-        device: Where.
-        layout: The samples.
-        checkpoint: Buffers and generators at the start of each run.
-        outside: What modules held that the step can reach outside the model, such as a teacher.
-        draws: Has to know which samples are run.
-        before: What there was of each parameter's gradient in a measurement with more rounding.
-        diagnoses: Whether numbers of each division are kept, to be looked at.
-        renews: Whether both are put back before each part of a run too, not only before the run.
+        rewind_point: Buffers and generators at the start of each run.
+        outside: What modules that the step can reach outside the model held, such as a teacher.
+        random: Draws the step's random numbers, by sample.
+        before: See ``Scales.before``.
+        diagnoses: Whether values of each partition's gradient are stored for ``values``.
+        renews: Whether the model is rewound before each part of a run too, not only before the run.
         states_counts: Whether the step said itself what a loss was divided by.
     """
 
     workload: Workload
     device: Device
     layout: Layout
-    checkpoint: RewindPoint
+    rewind_point: RewindPoint
     outside: ModuleState
-    draws: Numbering
-    before: tuple[float, ...] = ()
+    random: SampleNumbers
+    before: Sequence[float] = ()
     diagnoses: bool = False
     renews: bool = False
     states_counts: bool = False
     _whole: Gradients | None = None
     _scales: Scales | None = None
     _alone: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
-    _divisions: dict[Sizes, _Division] = field(default_factory=dict)
+    _differences: dict[Sizes, list[float]] = field(default_factory=dict)
+    _values: dict[Sizes, torch.Tensor] = field(default_factory=dict)
 
     def whole(self) -> Gradients:
-        """All samples at once; no gradients where nothing counts.
-
-        Raises:
-            DoesNotFit: Memory ended, here and in all that follow.
-        """
+        """The gradient of all samples at once. Where memory ends this and all methods that follow raise DoesNotFit."""
         if self._whole is None:
             self._whole = self._run([(0, self.layout.count)])
         return self._whole
 
     def scales(self) -> Scales:
-        """On what scale each parameter is judged; without its noise as long as nobody has asked for that."""
+        """The scale on which each parameter is judged; without its noise until that was needed."""
         if self._scales is None:
             self._scales = Scales(norms(self.whole()), before=self.before)
         return self._scales
 
-    def size(self) -> float:
-        """The Euclidean norm of the whole gradient."""
-        return total(self.scales().sizes)
-
     def judge_against(self, before: Sequence[float]) -> None:
-        """From here on a difference counts where it is one of what each parameter had before, too."""
-        self.before = tuple(before)
-        self._scales = replace(self.scales(), before=self.before)
+        """Judge differences from here on also relative to an earlier measurement; see ``Scales.before``."""
+        self.before = before
+        self._scales = replace(self.scales(), before=before)
 
     def release(self) -> None:
-        """Keep the whole gradient no longer; where it is asked for it is run anew."""
+        """Free the whole gradient; it is measured again when it is needed."""
         self._whole = None
 
+    def differences(self, sizes: Sizes) -> list[float]:
+        """How far this partition's gradient is from the whole one, parameter by parameter."""
+        while sizes not in self._differences:
+            whole = self.whole()
+            found = self._run(ranges_of(sizes))
+            if not self._forget_if_learned():
+                if self.diagnoses:
+                    self._values[sizes] = self._sample(found)
+                self._differences[sizes] = distances(found, whole)
+        return self._differences[sizes]
+
     def error(self, sizes: Sizes) -> float:
-        """The relative error of the parameter that is worst, of consecutive parts accumulated as training would.
+        """The relative error of the worst parameter, of consecutive parts accumulated as training would.
 
         More than ``TOLERANCE`` only where it is more than the parameter's rounding noise as well.
         """
-        return self._judge(self.apart(sizes))
+        return self._judge(self.differences(sizes))
 
     def errors(self, partitions: Sequence[Sizes]) -> list[float]:
-        """The relative error of each division against the whole."""
+        """The relative error of each partition."""
         for sizes in partitions:
-            self._divide(sizes)
-        return [self.error(sizes) for sizes in partitions]  # once more what a later division has made void
-
-    def apart(self, sizes: Sizes) -> list[float]:
-        """How far this division's gradient is from the whole's, parameter by parameter."""
-        return self._divide(sizes).apart
+            self.differences(sizes)
+        return [self.error(sizes) for sizes in partitions]  # measures again what a later partition has made void
 
     def repeat_error(self) -> float:
-        """The relative error of all samples at once, run anew."""
+        """The relative error of all samples at once, run again."""
         return self._judge(distances(self._run([(0, self.layout.count)]), self.whole()))
 
-    def numbers(self, sizes: Sizes) -> torch.Tensor:
-        """Numbers of one division's gradient, each on the scale of its parameter."""
-        numbers = self._divide(sizes).numbers
-        assert numbers is not None  # noqa: S101 - only a diagnosis asks
-        return numbers
+    def values(self, sizes: Sizes) -> torch.Tensor:
+        """Values of one partition's gradient, as ``sample_values`` picks them; needs ``diagnoses``."""
+        self.differences(sizes)
+        return self._values[sizes]
 
-    def whole_numbers(self) -> torch.Tensor:
-        """Numbers of the whole gradient."""
-        return self._numbers(self.whole())
+    def whole_values(self) -> torch.Tensor:
+        """Values of the whole gradient."""
+        return self._sample(self.whole())
 
     def alone(self, start: int, stop: int) -> torch.Tensor | None:
-        """Numbers of one part's own gradient, as if it were the whole batch; ``None`` where it counts for nothing."""
+        """Values of one part's gradient, as if it were the whole batch; ``None`` where it counts for nothing."""
         while (start, stop) not in self._alone:
-            self.whole()  # first: a part's draws are rows of the whole's
-            counts = self._counts(self.part(start, stop))
-            found = self._run([(start, stop)]) if counts else None
-            if not self._forget_if_learnt():
-                self._alone[start, stop] = None if found is None else self._numbers(found)
+            self.whole()  # first: a part's random numbers are rows of the whole's
+            found = self._run([(start, stop)]) if self._counts(self.part(start, stop)) else None
+            if not self._forget_if_learned():
+                self._alone[start, stop] = None if found is None else self._sample(found)
         return self._alone[start, stop]
 
     def part(self, start: int, stop: int) -> Layout:
@@ -150,34 +154,29 @@ class Measurement:
         return Layout(batch, stop - start, self.layout.lists)
 
     def renewed(self) -> Measurement:
-        """The same with buffers put back before every part."""
-        return replace(self, renews=True, _whole=None, _scales=None, _alone={}, _divisions={})
+        """The same with buffers restored before every part."""
+        return replace(self._empty(), renews=True)
 
     def anew(self) -> Measurement:
-        """The same, to be measured again because something in the model or of the draws was changed."""
-        checkpoint = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        return replace(self, checkpoint=checkpoint, _whole=None, _scales=None, _alone={}, _divisions={})
+        """The same, measured again because something in the model or in its random numbers was changed."""
+        return replace(
+            self._empty(), rewind_point=RewindPoint([*self.workload.model.modules()], self.device.torch_device)
+        )
 
     def forget_parts(self) -> None:
-        """Measure all divisions again."""
-        self._alone, self._divisions = {}, {}
+        """Measure all partitions again."""
+        self._alone, self._differences, self._values = {}, {}, {}
 
-    def _divide(self, sizes: Sizes) -> _Division:
-        while sizes not in self._divisions:
-            whole = self.whole()
-            found = self._run(ranges_of(sizes))
-            if not self._forget_if_learnt():
-                numbers = self._numbers(found) if self.diagnoses else None
-                self._divisions[sizes] = _Division(distances(found, whole), numbers)
-        return self._divisions[sizes]
+    def _empty(self) -> Measurement:
+        return replace(self, _whole=None, _scales=None, _alone={}, _differences={}, _values={})
 
-    def _forget_if_learnt(self) -> bool:
-        """A part may show draws to be of another kind than they looked in the whole: then all is measured again."""
-        learnt = self.draws.take_learnt()
-        if learnt:
+    def _forget_if_learned(self) -> bool:
+        """A part may show that random numbers are used otherwise than the whole did: then all is measured again."""
+        learned = self.random.take_learned()
+        if learned:
             self._whole, self._scales = None, None
             self.forget_parts()
-        return learnt
+        return learned
 
     def _judge(self, apart: list[float]) -> float:
         worst = max(self.scales().judge(apart), default=0.0)
@@ -187,26 +186,26 @@ class Measurement:
         return max(self.scales().judge(apart))
 
     def _measure_noise(self) -> None:
-        """The same loss times something and the gradient divided by it: all that differs is rounding.
+        """Multiply the loss by a factor and divide the gradient by it: all that differs is rounding.
 
-        Another order of the samples would do as well, but what couples samples may depend on their order, and must not
-        pass for noise.
+        Another order of the samples would do as well, but a step that couples samples may depend on their order, and
+        that must not pass for noise.
         """
         scales = self.scales()
         if scales.noise:
             return
         found = self._run([(0, self.layout.count)], _FACTOR)
-        for tensor in found.tensors:
+        for tensor in found:
             if tensor is not None:
                 tensor.div_(_FACTOR)
         self._scales = replace(scales, noise=bound_noise(distances(found, self.whole()), scales.sizes))
 
-    def _numbers(self, found: Gradients) -> torch.Tensor:
+    def _sample(self, found: Gradients) -> torch.Tensor:
         self._measure_noise()
-        return found.numbers(self.whole(), self.scales().divisors())
+        return sample_values(found, self.whole(), self.scales().divisors())
 
     def _run(self, ranges: Sequence[tuple[int, int]], factor: float = 1.0) -> Gradients:
-        self.checkpoint.restore()
+        self.rewind_point.restore()
         parameters = self.workload.parameters()  # only now: what the last run has made is gone
         for parameter in parameters:
             parameter.grad = None
@@ -217,42 +216,34 @@ class Measurement:
         scale = None if factor == 1 else lambda loss: loss * factor
         state = StepState(self.workload.model, self.device.torch_device, records=False)
         accumulation = Accumulation(workload, self.device, _end, scale, known_state=state, owns_batches=True)
-        recorder = self.checkpoint.record(tensors_of(self.layout.batch))
+        recorder = self.rewind_point.record(tensors_of(self.layout.batch))
         try:
             with recorder:
                 done = accumulation.run(parts, self.layout.count)
-            self.draws.end()
+            self.random.end()
         finally:
             recorder.stop()
-            # After each run, as another checkpoint may follow, or nothing. The model stays: a diagnosis looks at it.
-            self.checkpoint.restore_outside()
+            # After each run, as another rewind point may follow, or none. The model stays: a diagnosis looks at it.
+            self.rewind_point.restore_outside()
             self.outside.put_back()
-        if done is None:
-            return Gradients((None,) * len(parameters))
-        return take_gradients(parameters)
+        return [None] * len(parameters) if done is None else take_gradients(parameters)
 
     def _counts(self, part: Layout) -> bool:
         return any(weight > 0 for weight in self.workload.weights_of(part.batch, part.count).values())
 
     def _make_step(self, ranges: Iterator[tuple[int, int]]) -> Step:
-        """The user's step, that begins as all others do, with the numbers that its samples draw."""
+        """The user's step, with the same state at its start and the random numbers of its samples."""
         step = self.workload.step
 
-        def begin(model: Any, batch: Any) -> Any:
+        def run(model: Any, batch: Any) -> Any:
             if self.renews:
-                self.checkpoint.restore()
-            self.draws.begin(*next(ranges), self.layout.count)
+                self.rewind_point.restore()
+            self.random.begin(*next(ranges), self.layout.count)
             returned = step(model, batch)
-            self.states_counts = self.states_counts or _states_counts(returned)
+            self.states_counts = self.states_counts or states_counts(returned)
             return returned
 
-        return begin
-
-
-def _states_counts(returned: Any) -> bool:
-    loss = returned[0] if isinstance(returned, tuple) and returned else returned
-    terms = loss.values() if isinstance(loss, Mapping) else (loss,)
-    return any(isinstance(term, Mean | Sum) for term in terms)
+        return run
 
 
 def _end(shortage: Shortage) -> NoReturn:

@@ -1,10 +1,9 @@
-"""Draws random numbers as ``Numbering`` says: the same for a sample in the whole batch and in any part of it.
+"""Makes each sample draw the same random numbers in the whole batch as in any part of it.
 
 Covers the operators of torch that draw (torch 2.13: those tagged ``nondeterministic_seeded``, plus ``randperm``), each
-made of uniform numbers. So noise, masks and sampled steps of a diffusion cannot tell one division from another, while
-what mixes samples with each other (a permutation, ``rand(n).argsort()``, sampled negatives) does. Dropout keeps all:
-it mixes nothing. Does not cover kernels of other packages, nor Python's and NumPy's generators; who uses this looks
-whether those moved.
+computed from the uniform numbers of ``sample_numbers``. So noise, masks and sampled steps of a diffusion are the same
+in every partition, while what mixes samples with each other (a permutation, ``rand(n).argsort()``, sampled negatives)
+is not. Dropout drops nothing. Does not cover kernels of other packages, nor Python's and NumPy's generators.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from autobatch.exactness.sample_numbers import Numbering
+from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
-__all__ = ["SampleDraws"]
+__all__ = ["PerSampleRandom"]
 
 _Arguments = dict[str, Any]
-_Draw = Callable[[_Arguments, Numbering], Any]
+_Draw = Callable[[_Arguments, SampleNumbers], Any]
 _Values = Callable[[_Arguments, torch.Tensor], torch.Tensor]
 _OPTIONS = ("dtype", "layout", "device", "pin_memory", "memory_format")
 _INTEGERS = 100  # of a draw without an upper end: every integer dtype holds them
 
 
-class SampleDraws(DispatchMode):
-    """While active, in forward and backward, operators that draw take their numbers from a numbering."""
+class PerSampleRandom(DispatchMode):
+    """Makes operators that draw take their numbers from ``SampleNumbers``, in forward and backward passes."""
 
-    def __init__(self, numbering: Numbering) -> None:
+    def __init__(self, random: SampleNumbers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._numbering = numbering
+        self._random = random
 
     def __torch_dispatch__(
         self,
@@ -43,22 +42,22 @@ class SampleDraws(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operator, or what stands in for it."""
-        schema = func._schema  # noqa: SLF001 - no public twin
+        schema = func._schema  # noqa: SLF001 - not public
         draw = _DRAWS.get(schema.name)
         if draw is None:
             return func(*args, **(kwargs or {}))
         given = _read_arguments(schema.arguments, args, kwargs or {})
-        result, out = draw(given, self._numbering), given.get("out")
+        result, out = draw(given, self._random), given.get("out")
         return result if out is None else out.resize_(result.shape).copy_(result)
 
     @staticmethod
     def is_active() -> bool:
         """Whether in this thread; torch's threads for backward passes take it over from the one that waits for them."""
-        return any(isinstance(mode, SampleDraws) for mode in _get_current_dispatch_mode_stack())
+        return any(isinstance(mode, PerSampleRandom) for mode in _get_current_dispatch_mode_stack())
 
 
 def _read_arguments(schema: Any, args: tuple[Any, ...], kwargs: _Arguments) -> _Arguments:
-    """All by name. What equals its default is not handed over: ``bernoulli_(0.5)`` comes without its 0.5."""
+    """All by name. The dispatcher passes no value that equals its default: ``bernoulli_(0.5)`` comes without 0.5."""
     given = {
         argument.name: argument.default_value
         for argument in schema
@@ -71,28 +70,24 @@ def _options(given: _Arguments) -> _Arguments:
     return {name: given[name] for name in _OPTIONS if given.get(name) is not None}
 
 
-def _in_place(values: _Values) -> _Draw:
-    def draw(given: _Arguments, numbering: Numbering) -> torch.Tensor:
-        tensor: torch.Tensor = given["self"]
-        return tensor.copy_(values(given, numbering.uniform(tensor.shape, tensor.device)))
+def _fill(make: Callable[[_Arguments], torch.Tensor], values: _Values) -> _Draw:
+    def draw(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
+        result = make(given)
+        return result.copy_(values(given, random.uniform(result.shape, result.device)))
 
     return draw
+
+
+def _in_place(values: _Values) -> _Draw:
+    return _fill(lambda given: given["self"], values)
 
 
 def _new(values: _Values, dtype: torch.dtype | None = None) -> _Draw:
-    def draw(given: _Arguments, numbering: Numbering) -> torch.Tensor:
-        result = torch.empty(given["size"], **{"dtype": dtype, **_options(given)})
-        return result.copy_(values(given, numbering.uniform(result.shape, result.device)))
-
-    return draw
+    return _fill(lambda given: torch.empty(given["size"], **{"dtype": dtype, **_options(given)}), values)
 
 
 def _new_like(values: _Values) -> _Draw:
-    def draw(given: _Arguments, numbering: Numbering) -> torch.Tensor:
-        result = torch.empty_like(given["self"], **_options(given))
-        return result.copy_(values(given, numbering.uniform(result.shape, result.device)))
-
-    return draw
+    return _fill(lambda given: torch.empty_like(given["self"], **_options(given)), values)
 
 
 def _between(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
@@ -101,7 +96,7 @@ def _between(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _heads(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
-    """Half of them heads at least, if any can be: a mask of zeros hides from the comparison what lies behind it."""
+    """At least half of them are heads, if any can be: a mask of zeros would hide what lies behind it."""
     chance = torch.as_tensor(given.get("p", given["self"]), dtype=uniform.dtype, device=uniform.device)
     heads: torch.Tensor = (uniform < chance.clamp_min(0.5)) & (chance > 0)
     return heads
@@ -121,71 +116,71 @@ def _deviate(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
     return deviates
 
 
-def _normal(given: _Arguments, numbering: Numbering) -> Any:
+def _normal(given: _Arguments, random: SampleNumbers) -> Any:
     named = (given.get("mean"), given.get("std"))
     tensors: list[torch.Tensor] = [value for value in named if isinstance(value, torch.Tensor)]
     if not tensors:
-        return _new(_deviate)(given, numbering)
+        return _new(_deviate)(given, random)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
-    return _deviate(given, numbering.uniform(shape, tensors[0].device)).to(tensors[0].dtype)
+    return _deviate(given, random.uniform(shape, tensors[0].device)).to(tensors[0].dtype)
 
 
-def _permutation(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+def _permutation(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
     result = torch.arange(given["n"], **_options(given))
-    if numbering.ordered == "alike":
+    if random.ordered == "alike":
         return result
-    uniform = numbering.uniform(result.shape, result.device)
+    uniform = random.uniform(result.shape, result.device)
     # From behind: where all numbers are alike, the order still changes.
     return result.flip(0)[uniform.flip(0).argsort(stable=True)]
 
 
-def _categories(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+def _categories(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
     weights: torch.Tensor = given["self"]
     count = given["num_samples"]
     if given.get("replacement", False):
         chances = weights.double().cumsum(-1)
-        uniform = numbering.uniform((*weights.shape[:-1], count), weights.device)
+        uniform = random.uniform((*weights.shape[:-1], count), weights.device)
         return torch.searchsorted(chances / chances[..., -1:], uniform, right=True).clamp(max=weights.shape[-1] - 1)
     # The largest of log(weight) + Gumbel noise are a sample without replacement.
-    noise = -(-(1 - numbering.uniform(weights.shape, weights.device)).log()).log()
+    noise = -(-(1 - random.uniform(weights.shape, weights.device)).log()).log()
     return (weights.log() + noise).topk(count).indices
 
 
-def _counted(mean: torch.Tensor, variance: torch.Tensor, numbering: Numbering) -> torch.Tensor:
-    uniform = numbering.uniform(mean.shape, mean.device)
+def _counts_near(mean: torch.Tensor, variance: torch.Tensor, random: SampleNumbers) -> torch.Tensor:
+    uniform = random.uniform(mean.shape, mean.device)
     counts: torch.Tensor = mean + variance.sqrt() * torch.special.ndtri(uniform)
     return counts.round().clamp_min(0).to(mean.dtype)
 
 
-def _binomial(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+def _binomial(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
     mean = given["count"] * given["prob"]
-    return torch.minimum(_counted(mean, mean * (1 - given["prob"]), numbering), given["count"])
+    return torch.minimum(_counts_near(mean, mean * (1 - given["prob"]), random), given["count"])
 
 
-def _gamma(given: _Arguments, numbering: Numbering) -> torch.Tensor:
-    """Positive, about its mean, and another for each sample: more is not needed to tell samples apart."""
+def _gamma(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
+    """Not a gamma distribution: positive, near its mean, and different for each sample, which is all that is needed."""
     shape: torch.Tensor = given["self"]
-    numbers: torch.Tensor = shape * (0.5 + numbering.uniform(shape.shape, shape.device))
+    numbers: torch.Tensor = shape * (0.5 + random.uniform(shape.shape, shape.device))
     return numbers.to(shape.dtype)
 
 
-def _dirichlet(given: _Arguments, numbering: Numbering) -> torch.Tensor:
-    parts = _gamma(given, numbering)
+def _dirichlet(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
+    parts = _gamma(given, random)
     return parts / parts.sum(dim=-1, keepdim=True)
 
 
-def _dropout(given: _Arguments, _: Numbering) -> tuple[torch.Tensor, torch.Tensor]:
-    """All kept. The factor stays: the backward operator applies it too, from what autograd has remembered."""
+def _dropout(given: _Arguments, _: SampleNumbers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drop nothing. The factor stays: the backward operator applies it too, from what autograd has saved."""
     inputs, chance, training = given["input"], given["p"], given.get("train") is not False
     factor = 1.0 if not training else 0.0 if chance == 1 else 1 / (1 - chance)
     return inputs * factor, torch.ones_like(inputs, dtype=torch.bool)
 
 
-def _fused_dropout(given: _Arguments, _: Numbering) -> tuple[torch.Tensor, torch.Tensor]:
+def _fused_dropout(given: _Arguments, _: SampleNumbers) -> tuple[torch.Tensor, torch.Tensor]:
     return given["self"] / given["p"], torch.ones_like(given["self"], dtype=torch.uint8)
 
 
-def _rrelu(given: _Arguments, _: Numbering) -> torch.Tensor:
+def _rrelu(given: _Arguments, _: SampleNumbers) -> torch.Tensor:
     inputs, slope = given["self"], (given.get("lower", 1 / 8) + given.get("upper", 1 / 3)) / 2
     slopes = torch.where(inputs <= 0, slope, 1.0)
     given["noise"].copy_(slopes)  # what the backward operator multiplies by
@@ -193,9 +188,9 @@ def _rrelu(given: _Arguments, _: Numbering) -> torch.Tensor:
     return result
 
 
-def _rrelu_in_place(given: _Arguments, numbering: Numbering) -> torch.Tensor:
+def _rrelu_in_place(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
     tensor: torch.Tensor = given["self"]
-    return tensor.copy_(_rrelu(given, numbering))
+    return tensor.copy_(_rrelu(given, random))
 
 
 _DRAWS: dict[str, _Draw] = {
@@ -221,7 +216,7 @@ _DRAWS: dict[str, _Draw] = {
         lambda given, uniform: (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1)
     ),
     "aten::multinomial": _categories,
-    "aten::poisson": lambda given, numbering: _counted(given["self"], given["self"], numbering),
+    "aten::poisson": lambda given, random: _counts_near(given["self"], given["self"], random),
     "aten::binomial": _binomial,
     "aten::_standard_gamma": _gamma,
     "aten::_sample_dirichlet": _dirichlet,

@@ -1,12 +1,11 @@
-"""Gives each sample the same random numbers in the whole batch and in every part of it, and others than its neighbours.
+"""Generates uniform random numbers that are the same for a sample in the whole batch and in every part of it.
 
-A draw is known by where in the code it is made and how often it was made there. What the whole batch draws there is
-written down; a part gets the rows of its own samples out of it, as the shapes show: the dimension that has grown with
-the number of samples holds them. Where a step draws in a loop over its samples, it is the number of calls that grows.
-
-Covers draws of one row a sample, of several rows a sample (tokens, heads), of one number in each turn of a loop over
-samples, and draws that are the same for all. Where neither shapes nor calls show which samples a draw is for, all its
-numbers are alike, and what it shuffles is not seen. Does not cover how numbers become a distribution (``draws``).
+A draw is identified by where in the code it is made and how often it was made there. The shapes that the whole batch
+draws are recorded; a part gets the rows of its own samples: the dimension that has grown with the number of samples
+holds them. Where a step draws in a loop over its samples, the number of calls grows instead. Covers draws of one row or
+several rows a sample (tokens, heads), of one number in each turn of such a loop, and draws that are shared by all
+samples. Where neither shapes nor calls show which samples a draw is for, all its numbers are equal, so what it shuffles
+is not found. Does not cover how numbers become a distribution (``per_sample_random``).
 """
 
 from __future__ import annotations
@@ -14,18 +13,19 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
 
-__all__ = ["Numbering", "Order"]
+__all__ = ["Order", "SampleNumbers"]
 
 _ALIKE = 0.31
-"""The one number of draws that are alike: half a deviation below the mean of a normal distribution, where a learned
-scale still has a gradient, and below 1/2, where a coin shows heads."""
+"""The number that is drawn where all are alike: half a deviation below the mean of a normal distribution, where a
+learned scale still has a gradient, and below 1/2, where a coin shows heads."""
 
 _NEAREST = 1e-6
-"""How near to 0 and 1 a number comes: the logarithm of either is infinite."""
+"""How close to 0 and 1 a number may be: the logarithm of either is infinite."""
 
 Order = Literal["", "alike", "rising", "falling"]
 _Kind = Literal["once", "per sample", "alike"]
@@ -33,18 +33,19 @@ _Shape = tuple[int, ...]
 _Site = tuple[int, ...]
 
 
-class Numbering:
-    """The draws of one step on one batch, whole and in parts.
+class SampleNumbers:
+    """The random numbers of one step on one batch, whole and in parts.
 
     Attributes:
         samples: Of the whole batch; 0 before it has run.
-        ordered: How draws are made that change no order, to see whether one explains a difference; ``""`` as usual.
-        samples_last: Whether rows of several a sample are read as (rows, samples) instead of (samples, rows).
+        ordered: Replaces random numbers by ones that keep samples in order, to see whether shuffling explains a
+            difference; ``""`` for random ones.
+        samples_last: Whether several rows a sample are in the order (rows, samples) instead of (samples, rows).
         flattened: Whether any draw has several rows a sample.
     """
 
     def __init__(self) -> None:
-        """Nothing has been drawn."""
+        """Begin with nothing drawn."""
         self.samples = 0
         self.ordered: Order = ""
         self.samples_last = False
@@ -56,24 +57,24 @@ class Numbering:
         self._replays: dict[int, tuple[_Site, int]] = {}
         self._outer: frozenset[int] = frozenset()
         self._failed: set[_Site] = set()
-        self._learnt = False
+        self._learned = False
 
     @property
-    def draws(self) -> bool:
+    def is_used(self) -> bool:
         """Whether the step has drawn anything."""
         return bool(self._whole)
 
     def begin(self, start: int, stop: int, samples: int) -> None:
-        """What is drawn from here on is for samples ``start`` to ``stop`` of so many. Called from inside the step."""
+        """Draw for samples ``start`` to ``stop`` of so many from here on; called from inside the step."""
         self.end()
         self._start, self._stop, self.samples = start, stop, samples
-        # Frames from here outwards are the same for the forward and the backward pass, and tell nothing.
-        self._outer = frozenset(_outer_frames())
+        # Frames from here outwards are the same for all draws, so they do not identify one.
+        self._outer = frozenset(id(frame) for frame in _frames())
         if self._is_whole():
             self._whole = {}
 
     def end(self) -> None:
-        """The piece is done: whether it drew as often as the whole did shows which draws are made in a loop."""
+        """End the part: whether it drew as often as the whole did shows which draws are made in a loop."""
         if self._stop and not self._is_whole():
             for site, calls in self._calls.items():
                 self._compare_calls(site, calls)
@@ -82,13 +83,13 @@ class Numbering:
         self._failed.clear()
         self._stop = 0
 
-    def take_learnt(self) -> bool:
-        """Whether a draw has turned out to be of another kind, so that what was measured before is void; once."""
-        learnt, self._learnt = self._learnt, False
-        return learnt
+    def take_learned(self) -> bool:
+        """Whether a draw has turned out to be of another kind, so that earlier measurements are void; once."""
+        learned, self._learned = self._learned, False
+        return learned
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Numbers in (0, 1) for the draw that is being made; float64, but float32 on MPS, which knows no float64."""
+        """Numbers in (0, 1) for the draw that is being made; float64, but float32 on MPS, which has no float64."""
         numbers = self._numbers(tuple(int(size) for size in shape))
         return numbers.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
@@ -108,17 +109,18 @@ class Numbering:
         return torch.full(shape, _ALIKE, dtype=torch.float64)
 
     def _identify(self) -> tuple[_Site, int]:
-        """Which draw this is. A checkpoint's recomputation, which finds the generator as it was, makes the same one."""
+        """Which draw this is. Activation checkpointing restores the generator, so it makes the same one again."""
         token = int(torch.randint(2**62, ()))
         known = self._replays.get(token)
         if known is None:
-            site = tuple(_site(self._outer))
+            inner = takewhile(lambda frame: id(frame) not in self._outer, _frames())
+            site = tuple(part for frame in inner for part in (id(frame.f_code), frame.f_lasti))
             known = self._replays[token] = (site, self._calls[site])
             self._calls[site] += 1
         return known
 
     def _cut(self, site: _Site, order: int, shape: _Shape) -> torch.Tensor | None:
-        """This piece's part of what the whole draws there; ``None`` where it cannot be told."""
+        """This part's rows of what the whole draws there; ``None`` where the shapes do not show them."""
         if not self._stop or self._is_whole():
             return _random(shape, self._seed(site, order))
         shapes = self._whole.get(site, [])
@@ -155,15 +157,15 @@ class Numbering:
 
     def _learn(self, site: _Site, kind: _Kind) -> None:
         self._kinds[site] = kind
-        self._learnt = True
+        self._learned = True
 
     def _is_whole(self) -> bool:
         return self._stop - self._start == self.samples
 
     def _seed(self, site: _Site, order: int) -> int:
-        # By the order of places, not by their addresses: a second process, and float64, shall see the same numbers.
-        places = self._whole if site in self._whole else {**self._whole, site: []}
-        return [*places].index(site) * 1_000_003 + order
+        # By the order of sites, not by their addresses: a second process, and float64, get the same numbers.
+        sites = self._whole if site in self._whole else {**self._whole, site: []}
+        return [*sites].index(site) * 1_000_003 + order
 
 
 def _in_order(shape: _Shape, order: Order) -> torch.Tensor:
@@ -179,25 +181,16 @@ def _random(shape: _Shape, seed: int) -> torch.Tensor:
     numbers = torch.rand(shape, generator=generator, dtype=torch.float64)
     if len(shape) and shape[0] > 1 and numbers.numel():
         first = numbers.reshape(shape[0], -1)[:2, 0]
-        if bool(first[0] < first[1]):  # never in order: a shuffle of two samples shall be one
+        if bool(first[0] < first[1]):  # never in order: two samples must be shuffled too
             numbers = 1 - numbers
     return numbers.clamp(_NEAREST, 1 - _NEAREST)
 
 
-def _outer_frames() -> list[int]:
+def _frames() -> list[Any]:
+    """The running frames, from the caller's caller outwards."""
     frame: Any = sys._getframe(2)  # noqa: SLF001 - documented for its use
     found = []
     while frame is not None:
-        found.append(id(frame))
-        frame = frame.f_back
-    return found
-
-
-def _site(outer: frozenset[int]) -> list[int]:
-    """Where in the code we are: the functions that are running and how far each has come, up to those of ours."""
-    frame: Any = sys._getframe(2)  # noqa: SLF001 - documented for its use
-    found = []
-    while frame is not None and id(frame) not in outer:
-        found += [id(frame.f_code), frame.f_lasti]
+        found.append(frame)
         frame = frame.f_back
     return found

@@ -1,4 +1,4 @@
-"""What a mean may be over, other than samples: tokens, valid labels, masks, as a batch shows them.
+"""Lists what a mean may be over, other than samples: tokens, valid labels, masks, as a batch shows them.
 
 Covers counts of the batch's own tensors that a loss is commonly divided by, also of those in lists of samples (boxes
 and labels of each image). Does not cover what only the loss knows, such as class weights.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,42 +23,18 @@ _FILLERS = (-100, 0, -1, 1)
 
 @dataclass(frozen=True)
 class Unit:
-    """Something a batch has a number of.
-
-    Attributes:
-        code: How it is counted, as Python with ``batch`` in it.
-        count: The number in one micro-batch.
-    """
+    """Something a batch has a number of: how it is counted, as Python with ``batch`` in it, and the counting itself."""
 
     code: str
     count: Callable[[Any], float]
 
 
-def units_of(layout: Layout) -> Iterator[Unit]:
-    """Everything in this batch that a mean may be over, the most common first."""
-    found = [*_sources(layout)]
-    for source in found:
-        if source.is_of_samples:
-            yield source.unit("len({})", len)
-    integers = [source for source in found if not _is_mask(source.joined) and not source.joined.is_floating_point()]
-    for filler in _FILLERS:
-        for source in integers:
-            for cut in source.cuts():
-                yield source.unit(f"({{}}{cut} != {filler}).sum()", _unequal(cut, filler))
-    for source in found:
-        tensor = source.joined
-        if _is_mask(tensor) or (source.ndim == 1 and bool((tensor >= 0).all())):
-            for cut in source.cuts():
-                yield source.unit(f"{{}}{cut}.sum()", _summed(cut))
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A tensor of a batch, or the tensors that all samples of a list have in the same place.
+class _Source(NamedTuple):
+    """A tensor of a batch, or the tensors that all samples of a list have under the same path.
 
     Attributes:
         path: How it is reached from ``batch``; of a list of samples, how the list is.
-        within: How a tensor is reached from its ``item`` of a list of samples; ``None`` where there is no list.
+        within: How a tensor is reached from its ``item`` of a list of samples; ``None`` for a tensor of the batch.
         joined: All its values, to be looked at.
         ndim: Dimensions of the tensor, or of each sample's.
     """
@@ -69,24 +45,52 @@ class _Source:
     ndim: int
 
     @property
-    def is_of_samples(self) -> bool:
-        return self.within is not None
+    def is_mask(self) -> bool:
+        return self.joined.dtype == torch.bool or bool(((self.joined == 0) | (self.joined == 1)).all())
 
     def cuts(self) -> tuple[str, ...]:
-        # A language model's labels are its inputs, one place on: the first of each row is no label.
-        return ("", "[:, 1:]") if self.ndim >= 2 and not self.is_of_samples else ("",)
+        # A language model's labels are its inputs, shifted by one: the first of each row is no label.
+        return ("", "[:, 1:]") if self.ndim >= 2 and self.within is None else ("",)
 
     def unit(self, code: str, count: Callable[[torch.Tensor], float]) -> Unit:
         if self.within is None:
             return Unit(code.format(self.path), lambda batch: float(count(_tensors("batch", batch)[self.path])))
         within, path = self.within, self.path
-        term = code.format(f"item{within}")
         return Unit(
-            f"sum({term} for item in {path})",
+            f"sum({code.format(f'item{within}')} for item in {path})",
             lambda batch: float(
                 sum(float(count(_tensors("item", item)[f"item{within}"])) for item in _at(batch, path))
             ),
         )
+
+
+def units_of(layout: Layout) -> Iterator[Unit]:
+    """Everything in this batch that a mean may be over, the most common first."""
+    found = [*_sources(layout)]
+    for source in found:
+        if source.within is not None:
+            yield source.unit("len({})", len)
+    integers = [source for source in found if not source.is_mask and not source.joined.is_floating_point()]
+    for filler in _FILLERS:
+        for source in integers:
+            for cut in source.cuts():
+                yield source.unit(f"({{}}{cut} != {filler}).sum()", _count_unequal(cut, filler))
+    for source in found:
+        if source.is_mask or (source.ndim == 1 and bool((source.joined >= 0).all())):
+            for cut in source.cuts():
+                yield source.unit(f"{{}}{cut}.sum()", _sum(cut))
+
+
+def _count_unequal(cut: str, filler: int) -> Callable[[torch.Tensor], float]:
+    return lambda tensor: float((_cut(tensor, cut) != filler).sum())
+
+
+def _sum(cut: str) -> Callable[[torch.Tensor], float]:
+    return lambda tensor: float(_cut(tensor, cut).double().sum())
+
+
+def _cut(tensor: torch.Tensor, cut: str) -> torch.Tensor:
+    return tensor[:, 1:] if cut else tensor
 
 
 def _sources(layout: Layout) -> Iterator[_Source]:
@@ -120,19 +124,3 @@ def _at(batch: Any, path: str) -> Any:
             return node
         waiting += [(reached + suffix, child) for suffix, child in fields_of(node) or ()]
     return ()
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
-
-
-def _unequal(cut: str, filler: int) -> Callable[[torch.Tensor], float]:
-    return lambda tensor: float((_cut(tensor, cut) != filler).sum())
-
-
-def _summed(cut: str) -> Callable[[torch.Tensor], float]:
-    return lambda tensor: float(_cut(tensor, cut).double().sum())
-
-
-def _cut(tensor: torch.Tensor, cut: str) -> torch.Tensor:
-    return tensor[:, 1:] if cut else tensor

@@ -1,8 +1,7 @@
-"""``verify``: is splitting this step exact, and if not, why?
+"""Asks whether splitting a step is exact, and if not, why: ``verify`` for users, ``check_split`` for ``fit``.
 
-Covers the two ways to ask: a user's, and that of ``fit`` after its trials. Does not cover how it is found out
-(``check``), nor a count that is consistent but not the intended one: class weights with samples as their count split
-exactly.
+Does not cover how that is found out (``compare_split``), nor a count that is consistent but not the intended one: class
+weights with samples as their count split exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
-from autobatch.exactness.compare_split import Check
+from autobatch.exactness.compare_split import SplitComparison
 from autobatch.exactness.full_size import FullSize
 from autobatch.memory.allowance import find_allowance
 from autobatch.memory.device import Device
@@ -29,7 +28,7 @@ from autobatch.step.workload import Step, Weigh, Workload
 __all__ = ["check_split", "verify"]
 
 _MOST_SAMPLES = 16
-"""Enough for four quarters of four, which is what telling the causes apart takes; few enough to be quick."""
+"""Enough for four quarters of four, which are needed to tell the causes apart; few enough to be quick."""
 
 _MOST_AT_ONCE = 4096
 """Samples of a user's batch that are compared at once: two training steps of more take longer than anybody expects."""
@@ -45,11 +44,11 @@ def verify(
 ) -> Verdict:
     """Whether splitting a step into micro-batches gives the whole batch's gradient; if not, why.
 
-    At most 16 samples are run whole and in several divisions, in float32 or wider, with dropout and random draws held
-    still. Where that is exact, all of the batch is run whole and in one division: at most 4096 samples, and fewer where
-    memory ends, which ``not_compared`` says. Exactness is checked with each module in the mode, train or eval, in which
-    you left it, here and in ``fit`` (whose sizes are tried in train mode): a BatchNorm layer in eval mode splits
-    exactly. Afterwards everything is bit for bit as before.
+    At most 16 samples are run whole and in several partitions, in float32 or wider, without dropout and with the same
+    random numbers for each sample. Where that is exact, all of the batch is run whole and in one partition: at most
+    4096 samples, and fewer where memory ends, which ``not_compared`` says. Exactness is checked with each module in the
+    mode, train or eval, in which you left it, here and in ``fit`` (whose sizes are tried in train mode): a BatchNorm
+    layer in eval mode splits exactly. Afterwards everything is bit for bit as before.
 
     Args:
         model: The model, on its device, in the mode in which it is trained.
@@ -71,27 +70,26 @@ def verify(
     layout = find_example(model, batch, _MOST_AT_ONCE).layout
     check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
-    check = Check(workload, layout, memory, _MOST_SAMPLES)
+    comparison = SplitComparison(workload, layout, memory, _MOST_SAMPLES)
     at_once = min(layout.count, _MOST_AT_ONCE)
     with (
         one_at_a_time(),
         TrainingState(model, None, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()),
     ):
-        verdict = check.run()
+        verdict = comparison.run()
         if verdict.exact and at_once > verdict.samples:
             memory.watch(workload.resident_tensors())
             with memory.limit(find_allowance(memory, None, None).limit_bytes):
-                verdict = FullSize(layout.count, size=at_once, most=at_once).extend(check, verdict)
+                verdict = FullSize(layout.count, size=at_once, most=at_once).extend(comparison, verdict)
     memory.reclaim()
     return verdict
 
 
 def check_split(workload: Workload, layout: Layout, device: Device, most: int, full_size: FullSize) -> Verdict:
-    """``verify`` for ``fit``, which holds a ``TrainingState`` and puts it back: the model is changed here.
+    """``verify`` for ``fit``, which holds a ``TrainingState`` and restores it: the model is changed here.
 
-    Trials have run the step before, so it raises nothing: where the step cannot be held still, or is used wrongly in a
-    way that only a division shows, there is no verdict, and ``unchecked`` says why. And it is quick: where BatchNorm
-    explains why the first division is not exact, nothing else is looked for.
+    Trials have run the step before, so an error does not come out: where the step cannot be made deterministic, or is
+    used wrongly in a way that only splitting shows, ``unchecked`` says so.
 
     Args:
         workload: What is run, in the mode in which its model is.
@@ -100,5 +98,5 @@ def check_split(workload: Workload, layout: Layout, device: Device, most: int, f
         most: Samples that are known to fit; at most 16 are taken first, and at least 2.
         full_size: The plan's own division, compared when the small divisions are exact.
     """
-    check = Check(workload, layout, device, min(max(2, most), _MOST_SAMPLES), after_trials=True)
-    return full_size.extend(check, check.run())
+    comparison = SplitComparison(workload, layout, device, min(max(2, most), _MOST_SAMPLES), after_trials=True)
+    return full_size.extend(comparison, comparison.run())

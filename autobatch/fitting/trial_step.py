@@ -18,7 +18,7 @@ from autobatch.memory.device import Device
 from autobatch.records import Phase
 from autobatch.state.optimizer_state import count_state, is_making_state, make_state
 from autobatch.state.rewind_point import StepState
-from autobatch.step.compilation import is_compiled
+from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation_state import Progress, Shortage
 from autobatch.training.transaction import Accumulation

@@ -1,1 +1,1 @@
-"""The user's step: what it is called with, what it returns, and what its losses are means over."""
+"""Calls the user's step and reads what it returns; finds what it can reach, and what its losses are means over."""

@@ -1,8 +1,8 @@
-"""Layers whose output for one sample depends on the others in its micro-batch.
+"""Finds layers whose output for one sample depends on the others in its micro-batch, and names them as the cause.
 
 Covers torch's BatchNorm family in train mode, the one common layer for which no weighting makes a split exact, and
 layers that cannot run one sample alone. Does not cover losses that compare samples with each other; a check of
-gradients finds those.
+gradients finds those (``exactness``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ __all__ = [
     "explain_smallest",
     "may_refuse_one_sample",
     "refuses_one_sample",
+    "show_names",
     "warn_of_batch_norms",
 ]
 
@@ -34,12 +35,16 @@ def batch_norms_in_train_mode(model: nn.Module) -> list[str]:
     ]
 
 
+def show_names(names: Sequence[str]) -> str:
+    """Names of modules in a sentence: the first three, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def blame_batch_norms(names: Sequence[str], size: str = "", together: str = "") -> str:
     """Why such layers make a split inexact, with sizes where they are known, and what would be exact."""
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"BatchNorm in train mode ({shown}) normalises each micro-batch{size} by itself{together}; GroupNorm, or "
-        f"BatchNorm in eval mode, is exact"
+        f"BatchNorm in train mode ({show_names(names)}) normalises each micro-batch{size} by itself{together}; "
+        f"GroupNorm, or BatchNorm in eval mode, is exact"
     )
 
 
@@ -50,7 +55,7 @@ def warn_of_batch_norms(names: Sequence[str], micro_batch_size: int, total: int)
 
 
 def may_refuse_one_sample(model: nn.Module) -> bool:
-    """Whether a layer raises for one sample, if that has one value per channel where it stands.
+    """Whether a layer raises for one sample, if that has one value per channel at that layer.
 
     BatchNorm by its own statistics, and GroupNorm with one channel a group in either mode. Both run one sample that has
     a spatial extent, so only running it can decide. What InstanceNorm raises does not depend on the number of samples.
@@ -68,5 +73,8 @@ def refuses_one_sample(error: BaseException) -> bool:
 def explain_smallest(model: nn.Module) -> str:
     """Why no micro-batch has one sample, with the layers that are the likely cause."""
     names = batch_norms_in_train_mode(model)
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"BatchNorm in train mode ({shown}) cannot run one sample" if names else "the model cannot run one sample"
+    return (
+        f"BatchNorm in train mode ({show_names(names)}) cannot run one sample"
+        if names
+        else "the model cannot run one sample"
+    )

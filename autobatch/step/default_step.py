@@ -1,7 +1,7 @@
-"""What is run where the user gives no step: the model called on the batch, and a loss found in its output.
+"""Runs the model where no step is given: calls it on the batch and finds a loss in its output.
 
-Covers the three ways to call a model and the three places a loss is found. Does not cover losses against targets: a
-model that computes none gives the mean of its output, which uses the memory but teaches nothing.
+Covers the three ways to call a model and the three kinds of loss that are found. Does not cover losses against targets:
+a model that computes none gives the mean of its output, which uses the memory but teaches nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ _EXPLANATIONS: dict[_Origin, str] = {
 
 
 def default_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call the model on the batch and find a scalar loss in what it returns: ``loss_of(call_model(model, batch))``.
-
-    Raises:
-        InvalidStep: The output holds neither a loss nor floats.
-    """
+    """Call the model on the batch and find a scalar loss in its output; raises InvalidStep where that has no floats."""
     return loss_of(call_model(model, batch))
 
 
@@ -51,13 +47,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """A scalar to start the backward pass from.
+    """A scalar to start the backward pass from; raises InvalidStep where the output has none.
 
     The output's ``.loss`` (an attribute or a key) if it is a tensor, else the output itself if it is a scalar tensor,
     else the mean over all elements of its floating-point tensors, accumulated in at least float32.
-
-    Raises:
-        InvalidStep: There is none of them.
     """
     return _find_loss(output)[1]
 
@@ -65,9 +58,8 @@ def loss_of(output: Any) -> torch.Tensor:
 def explain_default(model: nn.Module, batch: Any) -> str:
     """One sentence on which loss ``default_step`` takes, for a plan's warnings.
 
-    The model is called once without gradients, in its present mode: whoever wants no trace of that (running statistics,
-    random numbers) saves and restores its state. The batch is brought to the model's device; give it two samples,
-    because BatchNorm refuses a single one.
+    Calls the model once without gradients, in its present mode, on its device: the caller saves and restores its state.
+    Give it two samples, because BatchNorm refuses a single one.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     with torch.no_grad():

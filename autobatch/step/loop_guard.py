@@ -11,7 +11,6 @@ Hooks are on the user's own parameters and optimizers, only while the step runs,
 
 from __future__ import annotations
 
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,11 +22,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autobatch.errors import InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
-from autobatch.step.reachable import parts_of, walk
+from autobatch.step.reachable import attributes_of, parts_of, walk
 
 __all__ = ["BACKWARD", "LoopGuard"]
 
-_MOST_REACHED = 2_000  # objects from the step to its optimizers; a dataset in a list may be among them
 _MISSING = object()
 _HOOKS = "_post_accumulate_grad_hooks"
 _IS_LEAF, _REQUIRES_GRAD = attrgetter("is_leaf"), attrgetter("requires_grad")
@@ -65,7 +63,7 @@ class LoopGuard:
         self.parameters: Sequence[torch.Tensor] = ()
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Look for what may not be stepped.
+        """Find the optimizers and schedulers that the step may not step.
 
         Args:
             step: The user's, in whose reach optimizers and schedulers are looked for.
@@ -174,7 +172,7 @@ def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:
 
 
 def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
-    """Replace ``zero_grad()`` by a note: if a backward pass follows, its error explains the mistake better.
+    """Record the call and do nothing: a backward pass that follows gives a better message.
 
     Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
     """
@@ -182,8 +180,8 @@ def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
 
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:
-    """Optimizers of these parameters and schedulers, each with what is said where the step steps it."""
-    reached = [value for value in walk([optimizer, step], _lead_on, _MOST_REACHED) if hasattr(value, "__dict__")]
+    """Optimizers of these parameters and schedulers, each with the message for a step that steps it."""
+    reached = [value for value in walk([optimizer, step], _lead_on) if hasattr(value, "__dict__")]
     optimizers = [v for v in reached if v is optimizer or (_is_optimizer(v) and _holds_any(v, known))]
     stepped = {id(value) for value in optimizers}
     schedulers = [v for v in reached if _is_scheduler(v) and id(vars(v).get("optimizer")) in stepped]
@@ -192,14 +190,7 @@ def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int
 
 def _lead_on(value: Any) -> Iterator[Any]:
     # An optimizer's groups and state hold thousands of tensors, which lead to nothing.
-    return (part for part in parts_of(value, _attributes) if not isinstance(part, torch.Tensor))
-
-
-def _attributes(value: Any) -> Iterator[Any]:
-    yield from vars(value).values()
-    call = vars(type(value)).get("__call__")
-    if isinstance(call, types.FunctionType):
-        yield call  # a callable object: the globals of its method
+    return (part for part in parts_of(value, attributes_of) if not isinstance(part, torch.Tensor))
 
 
 def _is_optimizer(value: Any) -> bool:

@@ -1,13 +1,11 @@
-"""What a step may return: a loss, or several, each with what it is a mean over.
+"""Defines what a step may return: a loss, or several, each with what it is a mean over.
 
-Covers ``Mean``, ``Sum`` and ``PerStep``, which state what a bare tensor leaves to be guessed, and the reading of
-whatever a step returned into terms. Does not cover how terms of many micro-batches are divided
-(``training.loss_denominators``).
+Covers ``Mean``, ``Sum`` and ``PerStep``, which state what a bare tensor leaves open, and how terms are read
+from what a step returned. Does not cover how terms of many micro-batches are divided (``training.loss_denominators``).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +14,9 @@ import torch
 
 from autobatch.errors import InvalidStep
 from autobatch.state.gradients import NARROW
+from autobatch.step.weights import read_count
 
-__all__ = ["Mean", "PerStep", "Sum", "Term", "read_count", "read_number", "read_terms"]
+__all__ = ["Mean", "PerStep", "Sum", "Term", "read_terms", "states_counts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +106,16 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
 
 def _read_term(name: str, returned: Any) -> Term:
     if isinstance(returned, Mean):
-        return _make_term(name, returned.loss, "mean", read_count(returned.over, _place(name, "Mean(over=)")))
+        return _make_term(name, returned.loss, "mean", read_count(returned.over, _argument_of(name, "Mean(over=)")))
     if isinstance(returned, Sum):
-        return _make_term(name, returned.loss, "sum", read_count(returned.count, _place(name, "Sum(count=)")))
+        return _make_term(name, returned.loss, "sum", read_count(returned.count, _argument_of(name, "Sum(count=)")))
     if isinstance(returned, PerStep):
         return _make_term(name, returned.loss, "per step", None)
     return _make_term(name, returned, "mean", None)
+
+
+def _argument_of(name: str, argument: str) -> str:
+    return f"{argument} of the term {name!r}" if name else argument
 
 
 def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], count: float | None) -> Term:
@@ -136,33 +139,8 @@ def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], c
     return Term(name, loss.reshape(()), kind, count, loss.dtype in NARROW)
 
 
-def read_count(value: Any, place: str) -> float:
-    """A count as a Python number: finite, and 0 or more.
-
-    Raises:
-        InvalidStep: It is something else; ``place`` says where it was given.
-    """
-    count = read_number(value)
-    if count is None:
-        raise InvalidStep(f"{place} is {type(value).__name__}; it must be one number")
-    if not math.isfinite(count) or count < 0:
-        raise InvalidStep(f"{place} is {count}; it must be a finite number >= 0")
-    return count
-
-
-def read_number(value: Any) -> float | None:
-    """A number, or a tensor of one, as a Python number; ``None`` where it is neither. The device's errors come out."""
-    if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
-    if isinstance(value, str | bytes):  # of which float() reads some
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError):
-        return None
-
-
-def _place(name: str, argument: str) -> str:
-    return f"{argument} of the term {name!r}" if name else argument
+def states_counts(returned: Any) -> bool:
+    """Whether a step says itself, in a loss that it returned, what that loss was divided by."""
+    loss = returned[0] if isinstance(returned, tuple) and returned else returned
+    terms = loss.values() if isinstance(loss, Mapping) else (loss,)
+    return any(isinstance(term, Mean | Sum) for term in terms)

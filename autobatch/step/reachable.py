@@ -1,7 +1,9 @@
 """Finds the objects that a step can reach: bound arguments, its closure, globals that it names, attributes of those.
 
-Covers Python functions, methods, ``functools.partial``, callable objects, containers and instances, the nearest first.
-Nothing is called and no property is read. Does not cover what C code holds, nor what is looked up by name at run time.
+Covers Python functions, methods, ``functools.partial``, callable objects, containers and instances, the nearest first;
+and among these, modules and tensors that belong to neither the model nor its optimizer: a teacher, a memory bank, a
+queue. No object is called and no property is read. Does not cover what C code or objects with ``__slots__`` hold, class
+attributes, modules of Python, nor what is looked up by name at run time.
 """
 
 from __future__ import annotations
@@ -12,18 +14,21 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-__all__ = ["parts_of", "walk"]
+import torch
+from torch import nn
+
+__all__ = ["attributes_of", "find_outside", "parts_of", "walk"]
+
+_MOST_REACHED = 2_000
+"""Objects that are looked at from one step; a dataset in a list may be among them."""
 
 _LIBRARIES = ("torch", "functools", "contextlib")  # whose globals lead to nothing of the user's
 
 
-def walk(root: Any, parts: Callable[[Any], Iterator[Any]], most: int) -> Iterator[Any]:
+def walk(root: Any, parts: Callable[[Any], Iterator[Any]], most: int = _MOST_REACHED) -> Iterator[Any]:
     """Every object that can be reached, once each, the nearest first, ``root`` included.
 
-    Args:
-        root: Where to begin.
-        parts: What an object leads to.
-        most: After so many objects it ends.
+    ``parts`` gives what an object leads to; after ``most`` objects it ends.
     """
     waiting, seen = deque([root]), {id(root): root}
     while waiting:
@@ -51,6 +56,14 @@ def parts_of(value: Any, attributes: Callable[[Any], Iterator[Any]]) -> Iterator
         yield from attributes(value)
 
 
+def attributes_of(value: Any) -> Iterator[Any]:
+    """Values of an instance's attributes, and the method of a callable one, which has globals."""
+    yield from vars(value).values()
+    call = vars(type(value)).get("__call__")
+    if isinstance(call, types.FunctionType):
+        yield call
+
+
 def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
@@ -70,3 +83,16 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
+
+
+def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module | torch.Tensor]:
+    """Modules (the outermost) and tensors that a step reaches and that are no part of the model; the nearest first."""
+    owned = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
+    reached = (value for value in walk(step, _lead_outside) if id(value) not in owned)
+    return [value for value in reached if isinstance(value, nn.Module | torch.Tensor)]
+
+
+def _lead_outside(value: Any) -> Iterator[Any]:
+    # Optimizers hold thousands of tensors, and belong to somebody who steps them.
+    is_end = isinstance(value, nn.Module | torch.Tensor | torch.optim.Optimizer)
+    return iter(()) if is_end else parts_of(value, attributes_of)

@@ -1,13 +1,12 @@
-"""The user's step: what is called, what it may return, and what a micro-batch counts for.
+"""Calls the user's step, and checks what goes into it: the model, the optimizer, and what a micro-batch counts for.
 
-Covers calling the step, ``(loss, aux)``, weights by ``weigh``, and what cannot be run exactly. Does not cover what a
-loss may be (``losses``) nor how the parts of a batch are added up (``accumulation``).
+Covers ``(loss, aux)``, weights by ``weigh``, and what cannot be run exactly. Does not cover what a loss may be
+(``losses``) nor how the parts of a batch are added up (``training.transaction``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -17,21 +16,21 @@ from torch import nn
 from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
 from autobatch.batch.layout import map_tensors, tensors_of
-from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import BACKWARD, LoopGuard
-from autobatch.step.losses import Term, read_number, read_terms
-from autobatch.step.outside import find_outside
+from autobatch.step.losses import Term, read_terms
+from autobatch.step.reachable import find_outside
+from autobatch.step.weights import Weigh, read_weights
 from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "split_output", "warn_of_no_optimizer"]
 
 Step = Callable[[nn.Module, Any], Any]
-Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
 
 
 class StepOutput(NamedTuple):
-    """What one call of the step gave: the losses of its micro-batch, and whatever the user put beside them."""
+    """What one call of the step returned: the losses of its micro-batch, and whatever the user put beside them."""
 
     terms: tuple[Term, ...]
     aux: Any = None
@@ -49,7 +48,7 @@ class Workload:
     _was_called: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run, or not exactly.
+        """Check what is given.
 
         Raises:
             InvalidArgument: A part is of the wrong kind; the optimizer needs a closure; a parameter is updated inside
@@ -70,7 +69,7 @@ class Workload:
     def parameters(self) -> list[nn.Parameter]:
         """The model's and the optimizer's parameters, each once, in the order of ``model.parameters()``."""
         # That call makes up each one's name as well, and this is asked in every step.
-        tables = (module._parameters for module in self.model.modules())  # noqa: SLF001 - no public twin without names
+        tables = (module._parameters for module in self.model.modules())  # noqa: SLF001 - not public, and the public method makes names
         found = {id(p): p for table in tables for p in table.values() if p is not None}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             found.update((id(parameter), parameter) for parameter in group["params"])
@@ -102,22 +101,14 @@ class Workload:
             yield from tensors_of(dict(state))  # nested in some, which keep lists of directions
 
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
-        """What the micro-batch counts for, by term: ``weigh`` of it, or its samples.
-
-        Returns:
-            One number under the name ``""``, which stands for every term, or those that ``weigh`` named.
+        """What the micro-batch counts for, by term: ``weigh`` of it, or its samples; ``""`` stands for every term.
 
         Raises:
             InvalidBatch: A weight is no number, negative or not finite.
         """
         if self.weigh is None:
             return {"": float(samples)}
-        returned = self.weigh(micro_batch)
-        if not isinstance(returned, Mapping):
-            return {"": _read_weight(returned, "", samples)}
-        if not returned:
-            raise InvalidBatch("weigh() returned an empty dict: it must name the step's terms, or return one number")
-        return {str(name): _read_weight(value, f" for {name!r}", samples) for name, value in returned.items()}
+        return read_weights(self.weigh(micro_batch), samples)
 
     def run(self, micro_batch: Any) -> StepOutput:
         """Call the user's step and check that a gradient can come from what it returned.
@@ -130,7 +121,7 @@ class Workload:
         return StepOutput(read_terms(loss), aux)
 
     def call_step(self, micro_batch: Any) -> Any:
-        """Whatever the user's step returns.
+        """What the user's step returns.
 
         Raises:
             InvalidStep: The step called ``backward``, or ``step()`` of an optimizer or a scheduler.
@@ -169,7 +160,7 @@ class Workload:
         return guard
 
     def check_leaves(self, loss: torch.Tensor) -> None:
-        """See ``check_leaves``, of the parameters of both."""
+        """``check_leaves`` with the parameters of the model and the optimizer."""
         check_leaves(loss, self.parameters())
 
 
@@ -190,7 +181,7 @@ def split_output(returned: Any) -> tuple[Any, Any]:
 
 
 def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse what would get a gradient that nobody clears, adds up in float32, or takes back for a retry.
+    """Refuse a loss that trains a parameter of neither the model nor the optimizer: a retry could not undo that.
 
     Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
 
@@ -212,7 +203,7 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
 
 
 def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:
-    """One sentence where the optimizer's memory is not counted, as there is none."""
+    """A warning where no optimizer was given, so that its memory is not counted."""
     missing = (
         "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the parameters"
     )
@@ -230,19 +221,6 @@ def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         if type(node).__name__ == "AccumulateGrad":  # torch/csrc/autograd/functions/accumulate_grad.h
             yield node.variable  # type: ignore[attr-defined]
         waiting += [following for following, _ in node.next_functions]
-
-
-def _read_weight(value: Any, what: str, samples: int) -> float:
-    weight = read_number(value)
-    if weight is None:
-        raise InvalidBatch(
-            f"weigh() returned {type(value).__name__}{what}; it must return one number, or a dict of them by term"
-        )
-    if not math.isfinite(weight) or weight < 0:
-        raise InvalidBatch(
-            f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a finite number >= 0"
-        )
-    return weight
 
 
 def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
@@ -276,12 +254,12 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     if is_uninitialized(parameter):  # of a lazy module: it gets its shape in the first forward pass
         return
-    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public twin
+    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - not public
         raise InvalidArgument(
             f"parameter {name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
             f"micro-batch and cannot be undone; remove the hook"
         )
-    if parameter._backward_hooks:  # noqa: SLF001 - no public twin
+    if parameter._backward_hooks:  # noqa: SLF001 - not public
         raise InvalidArgument(
             f"parameter {name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
             f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"

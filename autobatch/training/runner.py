@@ -33,8 +33,8 @@ from autobatch.report.advice import PHASES
 from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
 from autobatch.step.batch_norm import explain_smallest, refuses_one_sample
-from autobatch.step.compilation import is_compiled
 from autobatch.step.default_step import default_step
+from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation_state import Progress, Shortage
 from autobatch.training.counted_steps import CountedSteps

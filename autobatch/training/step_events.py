@@ -31,7 +31,7 @@ from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.planning.reuse import model_differences
 from autobatch.result import StepResult
-from autobatch.step.model_identity import identify_model
+from autobatch.step.model_info import identify_model
 from autobatch.training.accumulation_state import Shortage
 
 __all__ = ["StepEvents", "check_hooks"]

@@ -30,7 +30,7 @@ from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamp
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
-from autobatch.step.compilation import is_compiled
+from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import Progress, Shortage
 from autobatch.training.batch_mutation import WatchedBatch, refuse_write

@@ -1,4 +1,4 @@
-"""Batches whose reading a user says: registered types and marked lists, through ``fit``, ``Runner`` and ``verify``.
+"""Batches of types that users register and lists that they mark, through ``fit``, ``Runner`` and ``verify``.
 
 The oracle is the gradient of the whole batch in float64.
 """
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from workloads import cut
 
 import autobatch
 from autobatch.batch import registry
@@ -319,7 +320,7 @@ def test_cut_and_rejoined_a_registered_batch_is_the_same(lengths: list[int], dat
     assert layout.count == len(lengths)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(lengths) - 1)), max_size=3)) - {len(lengths)})
     sizes = [stop - start for start, stop in zip([0, *cuts], [*cuts, len(lengths)], strict=True)]
-    parts = layout.split(sizes)
+    parts = cut(layout, sizes)
     assert [row for part in parts for row in rows_of(part["r"])] == rows_of(batch["r"])
     assert [describe(part, like=layout).count for part in parts] == sizes
     grown = layout.grow(2 * len(lengths) + 1)

@@ -58,7 +58,7 @@ def test_without_a_batch_the_model_is_asked_and_the_plan_will_say_so():
     assert "real samples may be larger" in warning
 
 
-def test_a_model_that_does_not_tell_needs_a_batch():
+def test_a_model_that_leaves_its_input_open_needs_a_batch():
     """A convolution takes images of any size."""
     with pytest.raises(NeedsBatch, match="batch="):
         find_example(nn.Conv2d(3, 8, 3), None, 256)

@@ -96,8 +96,8 @@ def test_spread_is_even_and_without_repeats(length: int, most: int) -> None:
     assert all(0 <= index < length for index in found)
     if len(found) > 1:
         assert {0, length - 1} <= set(found)
-        places = sorted(found)
-        holes = [right - left for left, right in itertools.pairwise(places)]
+        ordered = sorted(found)
+        holes = [right - left for left, right in itertools.pairwise(ordered)]
         assert max(holes) <= 3 * length / (len(found) - 1) + 1
 
 
@@ -112,9 +112,9 @@ def test_scan_limit_is_kept_and_said() -> None:
 
 
 def test_of_equal_samples_the_first_are_taken() -> None:
-    """Where sizes tie, what was looked at first is kept, in that order."""
+    """Where sizes tie, what was looked at first stays, in that order."""
     stream = Stream([torch.full((2,), index) for index in range(9)])
-    assert indices(largest_samples(DataLoader(stream, collate_fn=pad), 3).batch) == [0, 1, 2]
+    assert indices(largest_samples(DataLoader(stream, collate_fn=pad), 3)[0].batch) == [0, 1, 2]
 
 
 def test_the_same_samples_each_time() -> None:
@@ -140,7 +140,7 @@ def test_time_limit_is_kept_and_said() -> None:
     _, note = largest_samples(DataLoader(dataset, collate_fn=pad), time_limit=0.05)
     assert 1 <= len(dataset.asked) < 10
     assert f"{len(dataset.asked)} of the dataset's 50 samples" in note
-    assert len(largest_samples(Slow([4] * 50), time_limit=0).batch) == 1
+    assert len(largest_samples(Slow([4] * 50), time_limit=0)[0].batch) == 1
 
 
 def test_a_dataset_alone_is_collated_as_torch_does() -> None:
@@ -165,7 +165,7 @@ def test_a_random_sample_is_the_one_that_was_measured() -> None:
         made.extend(len(sample) for sample in samples)
         return pad(samples)
 
-    batch = largest_samples(DataLoader(Random([0] * 20), collate_fn=remember), 3).batch
+    batch = largest_samples(DataLoader(Random([0] * 20), collate_fn=remember), 3)[0].batch
     assert made[-3:] == sorted(made[:20], reverse=True)[:3]
     assert batch.shape == (3, max(made[:20]))
 
@@ -217,7 +217,7 @@ class Batches(Dataset[torch.Tensor]):
 @pytest.mark.parametrize("dataset", [Batches(), Stream(WHOLE)], ids=["map", "stream"])
 def test_whole_batches(dataset: Any) -> None:
     """A loader with batch_size=None gives the batch with most elements a sample, not the one with most in all."""
-    assert largest_samples(DataLoader(dataset, batch_size=None), 4).batch.shape == (2, 9)
+    assert largest_samples(DataLoader(dataset, batch_size=None), 4)[0].batch.shape == (2, 9)
 
 
 def test_bulk_reads() -> None:
@@ -229,28 +229,28 @@ def test_bulk_reads() -> None:
 
     dataset = Bulk(LENGTHS)
     sampler = BatchSampler(SequentialSampler(dataset), 2, drop_last=False)
-    assert indices(largest_samples(DataLoader(dataset, sampler=sampler, batch_size=None)).batch) == [0, 1]
+    assert indices(largest_samples(DataLoader(dataset, sampler=sampler, batch_size=None))[0].batch) == [0, 1]
 
 
 def test_a_batch_sampler_changes_nothing() -> None:
     """With a batch_sampler samples are still looked at one by one."""
     dataset = Sequences(LENGTHS)
     sampler = BatchSampler(SequentialSampler(dataset), 2, drop_last=False)
-    assert indices(largest_samples(DataLoader(dataset, batch_sampler=sampler, collate_fn=pad), 2).batch) == [1, 5]
+    assert indices(largest_samples(DataLoader(dataset, batch_sampler=sampler, collate_fn=pad), 2)[0].batch) == [1, 5]
 
 
 def test_a_subset_sampler_is_kept_to() -> None:
     """Samples that the loader never draws are not looked at."""
     dataset = Sequences(LENGTHS)
     loader = DataLoader(dataset, sampler=SubsetRandomSampler([0, 2, 4]), collate_fn=pad)
-    assert indices(largest_samples(loader, 2).batch) == [0, 4]
+    assert indices(largest_samples(loader, 2)[0].batch) == [0, 4]
     assert sorted(dataset.asked) == [0, 2, 4]
 
 
 def test_a_dict_is_asked_for_its_keys() -> None:
     """A loader over a dict, whose sampler draws keys, is looked through by those keys."""
     dataset = {"a": torch.zeros(1), "b": torch.zeros(3), "c": torch.zeros(2)}
-    assert largest_samples(DataLoader(dataset, sampler=list(dataset), collate_fn=pad), 2).batch.shape == (2, 3)
+    assert largest_samples(DataLoader(dataset, sampler=list(dataset), collate_fn=pad), 2)[0].batch.shape == (2, 3)
 
 
 def test_no_workers_are_started() -> None:
@@ -263,7 +263,7 @@ def test_no_workers_are_started() -> None:
 
 def test_text_is_ranked_by_its_length() -> None:
     """Where samples are strings that the step turns into tokens, the longest are taken."""
-    assert largest_samples(DataLoader(["a", "abc", "ab"], collate_fn=list), 2).batch == ["abc", "ab"]
+    assert largest_samples(DataLoader(["a", "abc", "ab"], collate_fn=list), 2)[0].batch == ["abc", "ab"]
 
 
 def test_a_foreign_dataset() -> None:
@@ -280,7 +280,7 @@ def test_a_foreign_dataset() -> None:
             return [self[index] for index in wanted]
 
     assert is_source(Table())
-    assert sorted(largest_samples(Table()).batch["x"].tolist()) == [0, 1, 2]
+    assert sorted(largest_samples(Table())[0].batch["x"].tolist()) == [0, 1, 2]
 
 
 class Endless(Dataset[int]):

@@ -1,4 +1,4 @@
-"""Nests: every container comes apart and back together in its own type, and the user's objects are not written to."""
+"""Trees: every container is flattened and rebuilt in its own type, and the user's objects are not written to."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def growing() -> Growing:
     return entries
 
 
-NESTS = {
+TREES = {
     "dict": {"x": X, 1: "s"},
     "ordered": OrderedDict(x=X),
     "defaultdict": defaultdict(list, x=X),
@@ -91,21 +91,21 @@ NESTS = {
 }
 
 
-@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-def test_map_keeps_types_and_originals(nest: Any) -> None:
-    """A mapped nest has the same type and the new tensors, and the original still holds its own."""
-    before = [tensor.clone() for tensor in tensors_of(nest)]
-    mapped = map_tensors(nest, lambda tensor: tensor + 1)
-    assert type(mapped) is type(nest)
-    assert [suffix for suffix, _ in fields_of(mapped)] == [suffix for suffix, _ in fields_of(nest)]
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_map_keeps_types_and_originals(tree: Any) -> None:
+    """A mapped tree has the same type and the new tensors, and the original still holds its own."""
+    before = [tensor.clone() for tensor in tensors_of(tree)]
+    mapped = map_tensors(tree, lambda tensor: tensor + 1)
+    assert type(mapped) is type(tree)
+    assert [suffix for suffix, _ in fields_of(mapped)] == [suffix for suffix, _ in fields_of(tree)]
     assert all(torch.equal(new, old + 1) for new, old in zip(tensors_of(mapped), before, strict=True))
-    assert all(torch.equal(kept, old) for kept, old in zip(tensors_of(nest), before, strict=True))
+    assert all(torch.equal(kept, old) for kept, old in zip(tensors_of(tree), before, strict=True))
 
 
-@pytest.mark.parametrize("nest", NESTS.values(), ids=NESTS)
-def test_what_does_not_change_is_the_same_object(nest: Any) -> None:
-    """A function that changes nothing gives back the very nest it was given."""
-    assert map_tensors(nest, lambda tensor: tensor) is nest
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_what_does_not_change_is_the_same_object(tree: Any) -> None:
+    """A function that changes nothing gives back the very tree it was given."""
+    assert map_tensors(tree, lambda tensor: tensor) is tree
 
 
 def test_what_is_beside_the_entries_is_kept() -> None:
@@ -113,10 +113,10 @@ def test_what_is_beside_the_entries_is_kept() -> None:
     frozen = Frozen(X)
     object.__setattr__(frozen, "kept", "set later")
     assert map_tensors(frozen, torch.neg).kept == "set later"
-    assert map_tensors(NESTS["defaultdict"], torch.neg).default_factory is list
-    assert map_tensors(NESTS["user dict"], torch.neg).length == 4
-    assert map_tensors(NESTS["list subclass"], torch.neg).note == "n"
-    assert not hasattr(map_tensors(NESTS["slotted"], torch.neg), "never_set")
+    assert map_tensors(TREES["defaultdict"], torch.neg).default_factory is list
+    assert map_tensors(TREES["user dict"], torch.neg).length == 4
+    assert map_tensors(TREES["list subclass"], torch.neg).note == "n"
+    assert not hasattr(map_tensors(TREES["slotted"], torch.neg), "never_set")
 
 
 def test_a_mapping_that_cannot_be_made_says_so() -> None:
@@ -145,6 +145,6 @@ def test_paths_are_what_one_would_type() -> None:
 
 def test_elements_and_bytes() -> None:
     """Tensors and arrays count wherever they are, everything else does not."""
-    nest = {"x": torch.zeros(4, 3), "y": [np.zeros((2, 5), np.int16), torch.tensor(1, dtype=torch.int8)], "s": "text"}
-    assert count_elements(nest) == 12 + 10 + 1
-    assert count_bytes(nest) == 48 + 20 + 1
+    tree = {"x": torch.zeros(4, 3), "y": [np.zeros((2, 5), np.int16), torch.tensor(1, dtype=torch.int8)], "s": "text"}
+    assert count_elements(tree) == 12 + 10 + 1
+    assert count_bytes(tree) == 48 + 20 + 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from workloads import cut
 
 from autobatch.batch.layout import Layout, describe
 from autobatch.batch.tree_spec import TreeSpec
@@ -86,12 +87,12 @@ def test_a_batch_of_another_kind_is_noticed(name):
 @pytest.mark.parametrize("name", HAS_SPEC)
 @pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
 def test_micro_batches_are_those_of_the_rules(name, sizes):
-    """The same samples as ``split`` gives, as leaves that share the batch's memory."""
+    """The same samples as ``take`` gives, as leaves that share the batch's memory."""
     batch = HAS_SPEC[name]()
     layout = describe(batch, describe(batch).without_batch())
-    place, home, start = (lambda tensor: tensor), torch.device("cpu"), 0
-    for size, leaves, expected in zip(sizes, layout.split_leaves(0, sizes), layout.split(sizes), strict=True):
-        found = layout.micro_batch(start, start + size, leaves, place, home)
+    move, home, start = (lambda tensor: tensor), torch.device("cpu"), 0
+    for size, leaves, expected in zip(sizes, layout.split_leaves(0, sizes), cut(layout, sizes), strict=True):
+        found = layout.micro_batch(start, start + size, leaves, move, home)
         ours, theirs = Layout(found, size, {}).tensors(), Layout(expected, size, {}).tensors()
         for one, other in zip(ours, theirs, strict=True):
             assert torch.equal(one, other)

@@ -5,12 +5,16 @@ Not covered: sizes that take time; everything here runs in milliseconds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from autobatch.batch.layout import Layout
 
 
 class Everything(nn.Module):
@@ -59,6 +63,11 @@ def make_batch(samples: int, dtype: torch.dtype = torch.float32, seed: int = 1) 
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, 6, dtype=torch.float64, generator=generator).to(dtype)
     return inputs, torch.randint(0, 4, (samples,), generator=generator)
+
+
+def cut(layout: Layout, sizes: Sequence[int]) -> list[Any]:
+    """Consecutive parts of these sizes, which sum to the number of samples."""
+    return [layout.take(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def mean_step(model: nn.Module, batch: Any) -> torch.Tensor:

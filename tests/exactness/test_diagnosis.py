@@ -1,4 +1,4 @@
-"""Divisions, distances, and the units a mean may be over."""
+"""Partitions, distances between gradients, and the units a mean may be over."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.batch.layout import describe
-from autobatch.exactness.divisions import partitions_of
-from autobatch.exactness.gradients import Gradients, distances, norms
-from autobatch.exactness.rounding import TOLERANCE, Scales
+from autobatch.exactness.gradients import TOLERANCE, Scales, distances, norms
 from autobatch.exactness.units import units_of
+from autobatch.exactness.verdict import partitions_of
 
 
 @given(st.integers(1, 64), st.integers(1, 2))
-def test_every_division_has_all_samples_in_parts_that_are_not_too_small(samples, smallest):
-    """Parts sum to the samples, none is below the smallest, and no division is the whole."""
+def test_every_partition_has_all_samples_in_parts_that_are_not_too_small(samples, smallest):
+    """Parts sum to the samples, none is below the smallest, and no partition is the whole."""
     partitions = partitions_of(samples, smallest)
     assert bool(partitions) == (samples >= 2 * smallest)
     assert all(sum(sizes) == samples and min(sizes) >= smallest and len(sizes) > 1 for sizes in partitions)
@@ -26,10 +25,10 @@ def test_every_division_has_all_samples_in_parts_that_are_not_too_small(samples,
 
 def test_a_distance_counts_a_missing_gradient_as_zero():
     """None and zeros are the same gradient; nan is never near."""
-    ones, nothing = Gradients((torch.ones(4), None)), Gradients((None, torch.zeros(2)))
-    assert distances(Gradients((None, None)), nothing) == [0, 0]
+    ones, nothing = [torch.ones(4), None], [None, torch.zeros(2)]
+    assert distances([None, None], nothing) == [0, 0]
     assert distances(nothing, ones) == distances(ones, nothing) == [2, 0]
-    assert math.isnan(distances(Gradients((torch.ones(4) * math.nan, None)), ones)[0])
+    assert math.isnan(distances([torch.ones(4) * math.nan, None], ones)[0])
     assert norms(ones) == [2, 0]
 
 

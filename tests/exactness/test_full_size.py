@@ -23,9 +23,8 @@ from workloads import (
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit
-from autobatch.exactness.compare_split import Check
-from autobatch.exactness.divisions import divide_at_full_size, halvings, wholes_of
-from autobatch.exactness.full_size import FullSize
+from autobatch.exactness.compare_split import SplitComparison
+from autobatch.exactness.full_size import FullSize, divide_at_full_size, halvings, wholes_of
 from autobatch.exactness.verification import verify
 from autobatch.memory.cpu import CpuDevice
 from autobatch.planning.planner import balance
@@ -223,14 +222,14 @@ def test_memory_that_ends_in_verify_leaves_fewer_samples(most):
 def test_memory_may_end_anywhere_in_the_comparison():
     """Wherever it ends, the verdict of few samples stands or is extended, and no error comes out."""
     workload, device = Workload(small(), mean_step), CpuDevice()
-    check = Check(workload, describe(make_batch(40)), device, 16, after_trials=True)
-    few, full_size = check.run(), FullSize(40, size=20, most=40)
+    comparison = SplitComparison(workload, describe(make_batch(40)), device, 16, after_trials=True)
+    few, full_size = comparison.run(), FullSize(40, size=20, most=40)
     with oom_at(10**9) as counted:
-        assert not full_size.extend(check, few).not_compared
+        assert not full_size.extend(comparison, few).not_compared
     compared = set()
     for position in range(1, counted.operations, 7):
         with oom_at(position):
-            found = full_size.extend(check, few)
+            found = full_size.extend(comparison, few)
         assert found.exact
         assert bool(found.not_compared) == (sum(found.larger_partition) < 40)
         compared.add(sum(found.larger_partition))
@@ -279,7 +278,7 @@ def test_a_plan_that_does_not_split_is_compared_with_what_a_retry_would_run():
 
 
 def test_its_seconds_are_the_verdicts():
-    """The time of both comparisons is told, and the record survives its file."""
+    """The time of both comparisons is reported, and the record survives its file."""
     plan = autobatch.fit(small(), 64, batch=make_batch(64), step=mean_step, max_micro_batch=16)
     assert 0 < plan.verdict.seconds < plan.seconds
     assert "64 samples in 4 parts of up to 16" in str(plan.verdict)

@@ -500,7 +500,7 @@ def test_memory_that_ends_with_many_samples_leaves_fewer():
 @pytest.mark.parametrize("layers", [small, with_batch_norm], ids=["plain", "BatchNorm"])
 @pytest.mark.parametrize("package", ["Python's random", "numpy.random"])
 def test_what_draws_outside_torch_gives_no_verdict(package, layers):
-    """Noise that cannot be held still explains any difference, so no cause is made up for it."""
+    """Noise that cannot be controlled explains any difference, so no cause is made up for it."""
     import random
 
     import numpy as np
@@ -511,7 +511,7 @@ def test_what_draws_outside_torch_gives_no_verdict(package, layers):
     verdict = verify(layers(), make_batch(16), step)
     assert not verdict.exact
     assert verdict.causes == ()
-    assert f"draws from {package}, which cannot be held still" in verdict.unchecked
+    assert f"draws from {package}, which cannot be controlled" in verdict.unchecked
 
 
 def test_what_is_drawn_and_does_not_matter_does_no_harm():
@@ -523,7 +523,7 @@ def test_what_is_drawn_and_does_not_matter_does_no_harm():
 
 
 def test_an_error_of_the_steps_own_comes_out():
-    """What is wrong without being held still as well is the user's, unchanged."""
+    """An error that the step also raises by itself comes out unchanged."""
 
     def step(model, batch):
         raise KeyError("no such column")
@@ -549,18 +549,18 @@ def insists_on_half(model: nn.Module, batch: Any) -> torch.Tensor:
     return F.cross_entropy(hidden.float(), batch[1])
 
 
-NOT_STILL: dict[str, tuple[Any, Any, Any, Any, str]] = {
+NOT_DETERMINISTIC: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "half teacher": (small, with_half_teacher, None, make_batch(16), "same dtype"),
     "insists on half": (lambda: small().bfloat16(), insists_on_half, None, make_batch(16), "AssertionError"),
 }
 
 
-@pytest.mark.parametrize("name", NOT_STILL)
+@pytest.mark.parametrize("name", NOT_DETERMINISTIC)
 def test_a_step_that_runs_and_cannot_be_held_still_gives_no_verdict(name):
-    """It is not the step's fault, so nothing is raised, and the error is told."""
-    make_model, step, weigh, batch, reason = NOT_STILL[name]
+    """It is not the step's fault, so it is not raised, and the verdict says so."""
+    make_model, step, weigh, batch, reason = NOT_DETERMINISTIC[name]
     verdict = verify(make_model(), batch, step, weigh)
-    assert "the step does not run held still" in verdict.unchecked
+    assert "the step cannot be made deterministic" in verdict.unchecked
     assert reason in verdict.unchecked
 
 

@@ -13,7 +13,7 @@ from workloads import Plain, make_batch, mean_step
 
 from autobatch.planning.planner import balance
 from autobatch.planning.retry_size import compiled_ladder
-from autobatch.step.compilation import is_compiled
+from autobatch.step.model_info import is_compiled
 
 
 def compiled_in_place(**options) -> nn.Module:
@@ -92,14 +92,14 @@ def test_what_is_compiled_is_seen(make):
 
 @pytest.mark.parametrize("make", EAGER.values(), ids=EAGER)
 def test_what_is_not_compiled_is_left_alone(make):
-    """A plain step has all sizes to choose from, also one that torch was told not to compile."""
+    """A plain step has all sizes to choose from, also one for which compilation is disabled."""
     assert not is_compiled(*make())
 
 
 def test_asking_does_not_load_the_compiler():
     """In a program that compiles nothing, the question does not import what it would take to compile."""
     program = (
-        "import sys, torch\nfrom autobatch.step.compilation import is_compiled\n"
+        "import sys, torch\nfrom autobatch.step.model_info import is_compiled\n"
         "assert 'torch._dynamo' not in sys.modules\n"
         "assert not is_compiled(torch.nn.Linear(2, 2), lambda model, batch: None)\n"
         "assert 'torch._dynamo' not in sys.modules\n"

@@ -1,4 +1,4 @@
-"""The default step: how the model is called, where the loss is found, and what the user is told of it."""
+"""The default step: how the model is called, where the loss is found, and what the user is warned of."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ class Returns(nn.Module):
         return self.output
 
 
-@pytest.mark.parametrize(("output", "value", "told"), OUTPUTS.values(), ids=OUTPUTS)
-def test_loss(output: Any, value: float, told: str) -> None:
+@pytest.mark.parametrize(("output", "value", "explained"), OUTPUTS.values(), ids=OUTPUTS)
+def test_loss(output: Any, value: float, explained: str) -> None:
     """The loss is the output's own, else the scalar itself, else the mean of all floats; the sentence says which."""
     loss = default_step(Returns(output), X)
     assert loss.ndim == 0
     assert loss.item() == pytest.approx(value)
-    assert told in explain_default(Returns(output), X)
+    assert explained in explain_default(Returns(output), X)
 
 
 @pytest.mark.parametrize("output", [None, "text", torch.ones(3, dtype=torch.long), {"loss": None}, torch.empty(0)])

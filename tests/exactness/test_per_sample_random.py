@@ -102,12 +102,12 @@ def numbers_for_all(rows):
 
 
 def patches(rows):
-    """Some places of each sample, in an order of its own: masked autoencoders."""
+    """Some positions of each sample, in an order of its own: masked autoencoders."""
     return rows.gather(1, torch.rand(len(rows), 6).argsort(1))
 
 
 def cut_out(rows):
-    """A place a sample is blotted out."""
+    """One position per sample is zeroed."""
     return rows.scatter(1, torch.randint(6, (len(rows), 1)), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Inferred examples: what models tell of their input, and what is said where they do not."""
+"""Inferred examples: what models show of their input, and the error where they do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from autobatch.batch.inference import infer_example
+from autobatch.batch.example import infer_example
 from autobatch.errors import NeedsBatch
 from autobatch.step.default_step import call_model
 
@@ -58,7 +58,7 @@ class TestExampleInput:
         assert [tuple(tensor.shape) for tensor in tensors if isinstance(tensor, torch.Tensor)] == shapes
 
     def test_it_goes_first(self) -> None:
-        """It is preferred to whatever the layers tell."""
+        """It is preferred to what the layers show."""
         assert infer_example(Net(CONV, example_input_array=torch.ones(2, 3, 9, 9))).shape == (1, 3, 9, 9)
 
     def test_one_that_is_no_batch(self) -> None:
@@ -183,12 +183,12 @@ class Encoder(Net):
     ("model", "message"),
     [
         (Net(), "Net has no layer with parameters"),
-        (Net(nn.LayerNorm(4)), r"0 \(LayerNorm\), does not tell the input's shape: pass an example as batch="),
+        (Net(nn.LayerNorm(4)), r"0 \(LayerNorm\), does not show the input's shape: pass an example as batch="),
         (nn.Conv2d(3, 4, 3), "first layer, Conv2d, takes 3"),
         (nn.LSTM(6, 2), "batch_first is False"),
         (Net(nn.Linear(5, 4), nn.LSTM(4, 2)), r"\(Linear\), takes 5 features and leaves the number of steps open"),
         (Net(nn.Linear(5, 4), nn.TransformerEncoderLayer(4, 2)), r"\(Linear\), takes 5 features and leaves"),
-        (nn.LazyLinear(4), "does not tell the input's shape"),
+        (nn.LazyLinear(4), "does not show the input's shape"),
         (TwoArguments(nn.Linear(5, 4)), "forward needs x, mask"),
         (Encoder(nn.Embedding(9, 2)), "an encoder and a decoder"),
         (Net(nn.Embedding(9, 2), config={"max_position_embeddings": 131072}), "allows 131072 tokens"),
@@ -213,12 +213,12 @@ def test_device_and_dtype_are_the_models(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")  # such models are still around
-def test_traced_models_tell_nothing() -> None:
+def test_traced_models_show_nothing() -> None:
     """A traced model shows neither its layers' kinds nor its signature, and says what to pass."""
     with pytest.raises(NeedsBatch, match="pass an example as batch="):
         infer_example(torch.jit.trace(perceptron(), torch.zeros(1, 5)))
 
 
 def test_wrapped_models_are_looked_into() -> None:
-    """A compiled model tells what the model inside tells."""
+    """A compiled model shows what the model inside shows."""
     assert infer_example(torch.compile(perceptron(), backend="eager")).shape == (1, 5)

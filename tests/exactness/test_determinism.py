@@ -1,4 +1,4 @@
-"""A step held still: a sample draws the same in any division, no dropout, float32, and nothing of it left."""
+"""A deterministic step: a sample draws the same in any partition, no dropout, float32; afterwards all is as before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autobatch.exactness.determinism import still, widen
+from autobatch.exactness.determinism import deterministic, widen
 
 pytestmark = pytest.mark.quick
 
@@ -56,11 +56,11 @@ DRAWS = {
 def draw_in_parts(draw, sizes):
     """What is drawn for a whole batch, and for its parts, joined."""
     samples, parts = sum(sizes), []
-    with still(nn.Linear(1, 1), []) as numbering:
+    with deterministic(nn.Linear(1, 1), []) as random:
         for first, last in [(0, samples), *itertools.pairwise([0, *itertools.accumulate(sizes)])]:
-            numbering.begin(first, last, samples)
+            random.begin(first, last, samples)
             parts.append(draw(last - first))
-        numbering.end()
+        random.end()
     return parts[0], torch.cat(parts[1:])
 
 
@@ -85,15 +85,15 @@ def test_samples_draw_unlike_each_other(name):
 @pytest.mark.parametrize("n", range(2, 10))
 def test_a_permutation_shows(n):
     """Samples that are shuffled among themselves are still shuffled."""
-    with still(nn.Linear(1, 1), []):
+    with deterministic(nn.Linear(1, 1), []):
         assert sorted(torch.randperm(n).tolist()) == list(range(n)) != torch.randperm(n).tolist()
         assert torch.rand(n).argsort().tolist() != list(range(n))
 
 
 def test_autocast_does_nothing_and_the_users_object_is_as_before():
-    """An autocast of the user's is off while the step is held still, and on again afterwards."""
+    """An autocast of the user's is off while the step is deterministic, and on again afterwards."""
     model, autocast = nn.Linear(4, 4), torch.autocast("cpu", dtype=torch.bfloat16)
-    with still(model, [*model.parameters()]), autocast:
+    with deterministic(model, [*model.parameters()]), autocast:
         assert model(torch.ones(1, 4)).dtype == torch.float32
     with autocast:
         assert model(torch.ones(1, 4)).dtype == torch.bfloat16
@@ -102,7 +102,7 @@ def test_autocast_does_nothing_and_the_users_object_is_as_before():
 def test_half_precision_is_wide_inside_only():
     """Parameters, buffers and casts by hand are float32 inside, and what they were afterwards."""
     model = nn.BatchNorm1d(4).bfloat16()
-    with still(model, [*model.parameters()]):
+    with deterministic(model, [*model.parameters()]):
         assert model(torch.randn(3, 4).bfloat16()).dtype == torch.float32
     assert {tensor.dtype for tensor in (model.weight, model.running_mean)} == {torch.bfloat16}
 
@@ -119,7 +119,7 @@ def test_widen_copies_and_keeps_the_wish_for_a_gradient():
 def test_everything_is_float64_where_that_is_asked_for():
     """Parameters, inputs, casts by hand and new tensors are float64 inside, and float32 afterwards."""
     model = nn.Linear(4, 4)
-    with still(model, [*model.parameters()], torch.float64):
+    with deterministic(model, [*model.parameters()], torch.float64):
         inputs = widen(torch.ones(2, 4), torch.float64) + torch.zeros(4)
         assert {model(inputs.float()).dtype, torch.zeros(2).dtype, inputs.to(torch.float32).dtype} == {torch.float64}
         assert torch.zeros(2, dtype=torch.int64).dtype == torch.int64
@@ -136,12 +136,12 @@ def read_precision():
 @pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch before 2.9")
 @pytest.mark.parametrize("precision", [None, "highest", "high", "medium"])
 def test_precision_is_full_inside_and_can_be_read_by_the_older_switches(precision):
-    """Neither reading them nor holding still raises or leaves anything changed, whatever they were set to before."""
+    """Neither reading them nor a deterministic step raises or leaves anything changed."""
     try:
         if precision is not None:
             torch.set_float32_matmul_precision(precision)
         before = read_precision()
-        with still(nn.Linear(1, 1), []):
+        with deterministic(nn.Linear(1, 1), []):
             assert read_precision() == ("highest", False, ["ieee", "ieee"])
         assert read_precision() == before
     finally:
@@ -159,32 +159,32 @@ def run_threads(*actions):
 
 
 def test_autocast_of_another_thread_goes_on():
-    """What one thread holds still does not change what another computes."""
+    """A deterministic step in one thread does not change what another computes."""
     found = []
 
     def use_autocast():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(nn.Linear(4, 4)(torch.ones(1, 4)).dtype)
 
-    with still(nn.Linear(1, 1), []):
+    with deterministic(nn.Linear(1, 1), []):
         run_threads(use_autocast)
     assert found == [torch.bfloat16]
 
 
-def test_threads_hold_still_one_after_the_other():
+def test_threads_are_deterministic_one_after_the_other():
     """Two that overlap would each put back what the other had set: autocast stayed off for the whole process."""
     enter, before = torch.autocast.__enter__, torch.backends.mkldnn.matmul.fp32_precision
     first_is_in, second_is_in = threading.Event(), threading.Event()
     overlapped = []
 
     def hold_first():
-        with still(nn.Linear(1, 1), []):
+        with deterministic(nn.Linear(1, 1), []):
             first_is_in.set()
             overlapped.append(second_is_in.wait(0.2))
 
     def hold_second():
         first_is_in.wait()
-        with still(nn.Linear(1, 1), []):
+        with deterministic(nn.Linear(1, 1), []):
             second_is_in.set()
 
     run_threads(hold_first, hold_second)

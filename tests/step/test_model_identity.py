@@ -14,7 +14,7 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.events import PlanDiffers
 from autobatch.plan import Plan
-from autobatch.step.model_identity import identify_model
+from autobatch.step.model_info import identify_model
 
 
 class Other(nn.Module):

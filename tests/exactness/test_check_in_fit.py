@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from test_verification import NOT_STILL, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
+from test_verification import NOT_DETERMINISTIC, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
 from torch import nn
 from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
 
@@ -34,7 +34,7 @@ def test_a_wrong_split_is_warned_of_with_its_cause(name):
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_split_is_not_warned_of(name):
-    """No false alarm, under ``check="raise"`` either; the story tells that it was looked at."""
+    """No false alarm, under ``check="raise"`` either; the explanation says that it was checked."""
     plan = fit_case(RIGHT[name], check="raise")
     assert plan.verdict.exact
     assert not [warning for warning in plan.warnings if "exact" in warning]
@@ -121,7 +121,7 @@ def test_what_could_not_be_checked_is_refused_where_exactness_is_asked_for(case)
 
 
 def test_the_check_is_part_of_the_plans_seconds():
-    """Its cost is told: within the whole, and not nothing."""
+    """Its cost is reported: within the whole, and not nothing."""
     plan = fit_case(RIGHT["plain"])
     assert 0 < plan.verdict.seconds < plan.seconds
     assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
@@ -135,12 +135,12 @@ def test_batch_norm_is_named_even_where_nothing_could_be_compared():
     assert "BatchNorm in train mode (norm)" in warning
 
 
-@pytest.mark.parametrize("name", NOT_STILL)
-def test_what_cannot_be_held_still_is_a_warning(name, caplog):
-    """The trials have run the step: the plan is good, and its warning and the log tell why there is no verdict."""
+@pytest.mark.parametrize("name", NOT_DETERMINISTIC)
+def test_what_cannot_be_made_deterministic_is_a_warning(name, caplog):
+    """The trials have run the step: the plan is good, and its warning and the log say why it has no verdict."""
     caplog.set_level(logging.INFO, "autobatch")
-    plan = fit_unchecked("held still", *NOT_STILL[name])
-    assert NOT_STILL[name][-1] in plan.verdict.unchecked + caplog.text
+    plan = fit_unchecked("made deterministic", *NOT_DETERMINISTIC[name])
+    assert NOT_DETERMINISTIC[name][-1] in plan.verdict.unchecked + caplog.text
 
 
 def guarded(model, batch):
@@ -188,7 +188,7 @@ def parameter_bytes(model):
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.5])
-def test_a_model_that_has_no_room_to_be_widened_is_fitted_all_the_same(factor):
+def test_a_model_that_cannot_be_widened_for_want_of_memory_is_fitted_all_the_same(factor):
     """A frozen base in bfloat16 trains beside its small head in little more than itself."""
     base = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).requires_grad_(False)
     model = nn.Sequential(base, nn.Linear(256, 4)).bfloat16()

@@ -1,0 +1,56 @@
+"""Inspects a model without running it: whether it is compiled, and by what a plan recognises it.
+
+Covers compiled modules, modules compiled in place, and compiled functions that are the step or a module's ``forward``;
+numbers and shapes of parameters, and the optimizer's class. Does not cover a compiled function that a plain step calls,
+nor whether a remembered plan may be used again (``fitting.fingerprint``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from autobatch._wrappers import unwrap_model, unwrap_optimizer
+from autobatch.records import ModelIdentity
+from autobatch.state.tensor_header import is_uninitialized
+
+__all__ = ["identify_model", "is_compiled"]
+
+
+def is_compiled(model: nn.Module, step: Any = None) -> bool:
+    """Whether the model, any module in it, or the step function (also in a ``functools.partial``) was compiled.
+
+    What ``torch.compile`` returns, module or function, has ``get_compiler_config``, which ``torch.compiler.disable``
+    does not give (``torch/_dynamo/eval_frame.py``); ``nn.Module.compile`` puts it in ``_compiled_call_impl``. So
+    ``torch._dynamo``, which a program that compiles nothing has not loaded, need not be imported.
+    """
+    while isinstance(step, partial):
+        step = step.func
+    return _is_marked(step) or any(_is_compiled_module(module) for module in model.modules())
+
+
+def _is_compiled_module(module: nn.Module) -> bool:
+    entrances = (module, getattr(module, "forward", None), getattr(module, "_compiled_call_impl", None))
+    return any(_is_marked(entrance) for entrance in entrances)
+
+
+def _is_marked(compiled: Any) -> bool:
+    return hasattr(compiled, "get_compiler_config") or hasattr(type(compiled).__call__, "get_compiler_config")
+
+
+def identify_model(model: nn.Module, optimizer: Any | None) -> ModelIdentity:
+    """What both are recognised by; 1000 parameters took 2 ms."""
+    parameters = list(unwrap_model(model).parameters())
+    lazy = any(is_uninitialized(parameter) for parameter in parameters)  # of a lazy module: it gets its shape later
+    sizes = [0 if is_uninitialized(parameter) else parameter.numel() for parameter in parameters]
+    shapes = [] if lazy else sorted(tuple(parameter.shape) for parameter in parameters)
+    return ModelIdentity(
+        tensors=len(parameters),
+        parameters=sum(sizes),
+        trained=sum(size for size, parameter in zip(sizes, parameters, strict=True) if parameter.requires_grad),
+        shapes="" if lazy else hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        optimizer="" if optimizer is None else type(unwrap_optimizer(optimizer)).__name__,
+    )
