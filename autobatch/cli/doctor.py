@@ -22,8 +22,7 @@ from autobatch.records import Record
 __all__ = ["Finding", "configure_doctor", "examine"]
 
 _LEVELS = ("wrong", "beware", "fine")
-_SMALL_SHARED_MEMORY = 256 * 2**20
-"""Docker gives 64 MiB by default: one loader process with large images fills that."""
+_SMALL_SHARED_MEMORY = 256 * 2**20  # Docker gives 64 MiB by default: one loader process with large images fills it
 
 _OPTIONS = frozenset(
     {
