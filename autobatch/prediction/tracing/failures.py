@@ -63,8 +63,10 @@ def _cause_of(error: Exception) -> str:
     if needs_value or any(words in str(error) for words in _READS):
         return _NO_VALUES
     if isinstance(error, DynamicOutputShapeException):
-        size = f"makes a tensor whose size depends on values ({error.func})"
-        return f"{size}, so its memory cannot be predicted; run fit() on a GPU"
+        return (
+            f"makes a tensor whose size depends on values ({error.func}), so its memory cannot be predicted; run fit() "
+            f"on a GPU"
+        )
     if isinstance(error, UnsupportedOperatorException):
         return f"calls {error.func}, which cannot run without memory; run fit() on a GPU"
     if str(error).startswith(_RAISES_ON_CARDS):
