@@ -24,8 +24,8 @@ from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import Mean, Sum
 from autobatch.step.workload import Step, Workload
+from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
-from autobatch.training.transaction import Accumulation
 
 __all__ = ["Measurement"]
 
