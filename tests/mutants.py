@@ -24,10 +24,11 @@ __all__ = ["MUTANTS", "Mutant"]
 ROOT = Path(__file__).parent.parent
 
 TRANSACTION = "autobatch/training/transaction.py"
+ACCUMULATION = "autobatch/training/accumulation.py"
 WATCHED_BATCH = "autobatch/training/batch_mutation.py"
-PIECES = "autobatch/training/micro_batches.py"
-PROGRESS = "autobatch/training/accumulation_state.py"
-SHARES = "autobatch/training/loss_denominators.py"
+MICRO_BATCHES = "autobatch/training/micro_batches.py"
+ACCUMULATION_STATE = "autobatch/training/accumulation_state.py"
+DENOMINATORS = "autobatch/training/loss_denominators.py"
 UPDATE = "autobatch/training/update.py"
 GRADIENTS = "autobatch/state/gradients.py"
 REWIND_POINT = "autobatch/state/rewind_point.py"
@@ -85,7 +86,10 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
-        "no dirty check", TRANSACTION, "stamps.unchanged() and progress.totals.are_exact", "progress.totals.are_exact"
+        "no dirty check",
+        TRANSACTION,
+        "stamps.unchanged() and progress.denominators.are_exact",
+        "progress.denominators.are_exact",
     ),
     Mutant(
         "a piece is kept that drew from NumPy",
@@ -116,18 +120,18 @@ MUTANTS = (
     Mutant("gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear()\n", ""),
     Mutant(
         "the loss of a failed attempt is kept",
-        PROGRESS,
+        ACCUMULATION_STATE,
         "        self.todo = [*self.done, *self.todo]\n        self._forget()\n",
         "        self.todo, self.done, self.aux = [*self.done, *self.todo], [], []\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
     ),
     Mutant(
         "a piece that counts for nothing is run",
-        TRANSACTION,
-        "                    if not piece.counts:",
+        ACCUMULATION,
+        "                    if not micro_batch.counts:",
         "                    if False:",
     ),
-    Mutant("earlier gradients are lost", TRANSACTION, "                aside.add()\n", "                pass\n"),
+    Mutant("earlier gradients are lost", ACCUMULATION, "                aside.add()\n", "                pass\n"),
     Mutant(
         "earlier gradients are not put back",
         GRADIENTS,
@@ -219,17 +223,17 @@ MUTANTS = (
     ),
     Mutant(
         "each micro-batch weighs the same",
-        SHARES,
-        "term.divide(piece.weights[name], self.weights[name])",
+        DENOMINATORS,
+        "term.divide(weights[name], self.weights[name])",
         "term.divide(piece.size, piece.size * -(-self.samples // piece.size))",
     ),
     Mutant(
         "the last piece is dropped",
-        PIECES,
-        "            first += size\n    return pieces\n",
-        "            first += size\n    return pieces[:-1] or pieces\n",
+        MICRO_BATCHES,
+        "            first += size\n    return micro_batches\n",
+        "            first += size\n    return micro_batches[:-1] or pieces\n",
     ),
-    Mutant("weights need not add up", TRANSACTION, "        check_additive(todo, smaller)\n", ""),
+    Mutant("weights need not add up", ACCUMULATION, "        check_additive(todo, smaller)\n", ""),
     Mutant(
         "the scaler is updated twice",
         UPDATE,
@@ -253,9 +257,9 @@ MUTANTS = (
     ),
     Mutant(
         "each micro-batch is clipped",
-        TRANSACTION,
+        ACCUMULATION,
         "            coalesce_gradients(stamps.parameters)\n",
-        "        torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n",
+        "            torch.nn.utils.clip_grad_norm_(self.workload.parameters(), 0.1)\n",
     ),
     Mutant(
         "gradients are clipped before they are unscaled",
@@ -266,8 +270,8 @@ MUTANTS = (
     ),
     Mutant(
         "a term of the step counts by samples",
-        SHARES,
-        "term.multiply(self._part_of(piece))",
+        DENOMINATORS,
+        "term.multiply(self._average_part(weights))",
         "term.multiply(piece.size / self.samples)",
         ("tests/training/test_shares.py",),
     ),
@@ -294,11 +298,11 @@ MUTANTS = (
     ),
     Mutant(
         "parameters that nobody knows are trained",
-        TRANSACTION,
+        ACCUMULATION,
         "                self.workload.check_leaves(loss)\n",
         "",
     ),
-    Mutant("a batch's graph is cut in silence", TRANSACTION, "        refuse_graphs(tensors)\n", ""),
+    Mutant("a batch's graph is cut in silence", ACCUMULATION, "        refuse_graphs(tensors)\n", ""),
     Mutant(
         "autocast keeps old weights",
         UPDATE,
@@ -378,22 +382,22 @@ MUTANTS = (
     ),
     Mutant(
         "a micro-batch's graph lives while the next one runs",
-        TRANSACTION,
-        "                        progress.finish(piece, *self._run_piece(piece, progress, stamps))",
-        "                        held = self._run_piece(piece, progress, stamps)\n"
-        "                        progress.finish(piece, *held)",
+        ACCUMULATION,
+        "                        progress.finish(micro_batch, *self._run_micro_batch(micro_batch, progress, stamps))",
+        "                        held = self._run_micro_batch(micro_batch, progress, stamps)\n"
+        "                        progress.finish(micro_batch, *held)",
         LIFETIME_TESTS,
     ),
     Mutant(
         "finished samples are held until the update",
-        PROGRESS,
-        "        piece.leaves = ()  # the step",
+        ACCUMULATION_STATE,
+        "        micro_batch.leaves = ()  # the step",
         "        pass  # the step",
         LIFETIME_TESTS,
     ),
     Mutant(
         "failed samples are held while the next size is chosen",
-        PROGRESS,
+        ACCUMULATION_STATE,
         "        failed.leaves = ()",
         "        pass",
         LIFETIME_TESTS,
@@ -505,28 +509,28 @@ MUTANTS = (
     ),
     Mutant(
         "a step whose counts are no whole numbers keeps its first total",
-        SHARES,
-        "all(w.is_integer() and w <= _EXACT_IN_FLOAT32 for piece in pieces for w in piece.weights.values())",
+        DENOMINATORS,
+        "all(count.is_integer() and count <= _EXACT_IN_FLOAT32 for count in counts)",
         "True",
         MOVING_TESTS,
     ),
     Mutant(
         "a retry divides by the total of other pieces",
-        PROGRESS,
-        "            self.totals = Totals.of(pieces, weighed=self._weighed)\n",
+        ACCUMULATION_STATE,
+        "            self.denominators = Denominators.of(micro_batches, weighed=self._weighed)\n",
         "            pass\n",
         MOVING_TESTS,
     ),
     Mutant(
         "sparse gradients grow with every micro-batch",
-        TRANSACTION,
+        ACCUMULATION,
         "            coalesce_gradients(stamps.parameters)\n",
         "            pass\n",
         ("tests/state/test_sparse_gradients.py",),
     ),
     Mutant(
         "a trial's sparse gradient has the rows of two micro-batches",
-        TRANSACTION,
+        ACCUMULATION,
         "            widen_gradients(stamps.parameters, self.stands_for)\n",
         "",
         ("tests/state/test_sparse_gradients.py",),
@@ -799,7 +803,7 @@ MUTANTS = (
     ),
     Mutant(
         "a batch is cut into pieces that the model cannot run",
-        PIECES,
+        MICRO_BATCHES,
         "        sizes = balance(total, most, min(total, smallest))\n",
         "        sizes = balance(total, largest or layout.count)\n",
         SMALLEST_TESTS,

@@ -32,8 +32,8 @@ from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import states_counts
 from autobatch.step.workload import Step, Workload
+from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
-from autobatch.training.transaction import Accumulation
 
 __all__ = ["Measurement", "Sizes", "ranges_of"]
 

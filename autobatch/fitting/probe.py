@@ -224,7 +224,9 @@ class Probe:
 
     def _run_step_before(self, batch: Layout, size: int) -> None:
         """A micro-batch of the step before, of which activations are still there in the one that is measured."""
-        self.step.learnt.moves_modules = True  # as a Runner learns in its first step, which holds those of each piece
+        self.step.learnt.moves_modules = (
+            True  # as a Runner learns in its first step, which holds those of each micro-batch
+        )
         with self._read("backward"):
             self.step.accumulate([batch], size)
             self.step.drop_gradients()

@@ -123,7 +123,9 @@ class SizeSearch:
             self._confirm()
             if self.confirmed is None:
                 self._search()
-            if not is_doubtful and min(balance(target, self.size)) < self.size == 2:  # a piece of one that has not run
+            if (
+                not is_doubtful and min(balance(target, self.size)) < self.size == 2
+            ):  # a micro-batch of one that has not run
                 self.smallest = self._probe.find_smallest()
                 if self.smallest > 1:
                     self._search()
@@ -188,7 +190,7 @@ class SizeSearch:
         self.size = chosen
 
     def _find_candidates(self, smallest: int) -> tuple[int, ...]:
-        """The useful sizes that leave no piece which the model cannot run."""
+        """The useful sizes that leave no micro-batch which the model cannot run."""
         target, bound = self.wanted.target_batch, self.wanted.max_micro_batch
         least = least_size(target, smallest)
         if bound < least:

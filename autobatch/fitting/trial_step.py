@@ -20,8 +20,8 @@ from autobatch.state.optimizer_state import count_state, is_making_state, make_s
 from autobatch.state.rewind_point import StepState
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
-from autobatch.training.accumulation_state import Progress, Shortage
-from autobatch.training.transaction import Accumulation
+from autobatch.training.accumulation import Accumulation
+from autobatch.training.accumulation_state import AccumulationState, Shortage
 
 __all__ = ["TrialStep"]
 
@@ -55,14 +55,14 @@ class TrialStep:
         self._passes_left = 0
         self._ended_in_pass = False
 
-    def accumulate(self, batches: Sequence[Layout], size: int) -> Progress:
+    def accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
         """Accumulate the gradient of these micro-batches of ``size`` samples.
 
         Raises:
             DoesNotFit: Memory ended.
         """
         accumulation = Accumulation(
-            # Weighed by samples: a piece of the example whose labels are all ignored must run in a trial all the same.
+            # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
             self._workload.around(self._run, weigh=None),
             self._device,
             shrink=self._end,

@@ -1,7 +1,7 @@
 """Decides which remembered plan may stand in for a search, and whether a plan suits the model it is used with.
 
 Covers the choice among plans of one fingerprint, the trial that confirms one, and what speaks against a plan in words.
-Does not cover where plans are stored (``ledger``) nor how a model is recognised (``step.model_identity``).
+Does not cover where plans are stored (``ledger``) nor how a model is recognised (``step.model_info``).
 """
 
 from __future__ import annotations

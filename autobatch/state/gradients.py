@@ -252,6 +252,6 @@ class GradientStamps:
         self._sums.clear()
         self.renew()
 
-    def forget(self) -> None:
-        """Let go of the gradients that were stamped: an optimizer's step may need the memory of a sparse one."""
+    def release(self) -> None:
+        """Drop the references to gradients: an optimizer's step may need the memory of a sparse one."""
         self._gradients, self.present, self._versions = [], [], []

@@ -44,7 +44,7 @@ class ModuleState:
         modules: Those that were given, and those hidden below them.
         headers: Of each tensor in their tables, attributes and containers.
         buffers: The modules' buffers, each once, but those of which no copy can be made.
-        is_complete: Whether nothing was let go of.
+        is_complete: Whether no reference was dropped.
     """
 
     def __init__(self, modules: Sequence[nn.Module], earlier: ModuleState | None = None) -> None:
@@ -98,13 +98,13 @@ class ModuleState:
             and [*map(torch.Tensor.stride, self._strided)] == self._strides  # which `.data` of another shape changes
         )
 
-    def forget(self) -> None:
-        """Keep no activation alive that a module has held, so that it is freed when the module lets go of it.
+    def release(self) -> None:
+        """Drop the references to activations, so that one is freed when its module drops it.
 
-        What is still known holds parameters, buffers and numbers. From here on nothing can be put back.
+        References to parameters, buffers and numbers stay, for ``renew``. From here on nothing can be restored.
         """
         if self._lasting is None:
-            self.headers.forget()
+            self.headers.release()
             return
         # In one assignment: an interrupt must find the update begun or not.
         self._attributes, self.modules, self.buffers, self.headers, self._watch, self.is_complete = (

@@ -119,8 +119,8 @@ class RewindPoint:
         for key in self.memory.keys() - own:
             _put_value_back(*self.memory[key])
 
-    def forget(self) -> None:
-        """Let go of the copies; from here on ``restore`` puts back no values."""
+    def release(self) -> None:
+        """Free the copies; from here on ``restore`` restores no values."""
         self.memory.clear()  # a recorder holds it too
         self._buffers, self._values, self._objects = [], [], _NO_OBJECTS
 
@@ -184,7 +184,7 @@ class StepState:
             memory = self._memory
         return RewindPoint(state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects)
 
-    def begin_piece(self, begun: RewindPoint) -> RewindPoint:
+    def begin_micro_batch(self, begun: RewindPoint) -> RewindPoint:
         """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if self.is_looked_over:
             self.returns_to(begun, begun)
@@ -231,7 +231,7 @@ class StepState:
     def end(self) -> None:
         """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""
         if self._latest is not None:
-            self._latest.forget()
+            self._latest.release()
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.

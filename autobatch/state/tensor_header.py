@@ -74,8 +74,8 @@ class TensorHeaders:
         self._held = [{}] * len(tensors) if not any(self._attributes) else [held.copy() for held in self._attributes]
         return True
 
-    def forget(self) -> None:
-        """Let go of the memory that they refer to; they can be looked at again."""
+    def release(self) -> None:
+        """Drop the references to the tensors' memory, until ``renew``."""
         self._aliases, self._held, self._hooks = [], [], []
 
     def any_written(self) -> bool:

@@ -1,7 +1,6 @@
-"""How far an accumulation has come: what is done, what is left, and what is known when memory ends.
+"""Counts how far an accumulation has come: which micro-batches are done, and the running sum of the loss.
 
-Covers the running sum of the loss and its count. Does not cover gradients, which stand in ``.grad``, nor what is undone
-(``transaction``).
+Does not cover gradients, which are in ``.grad``, nor undoing (``transaction``).
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import torch
 
 from autobatch.errors import InvalidStep
 from autobatch.records import Phase
-from autobatch.training.loss_denominators import Share, Totals
-from autobatch.training.micro_batches import Piece
+from autobatch.training.loss_denominators import Denominators, DividedLoss
+from autobatch.training.micro_batches import MicroBatch
 
-__all__ = ["Progress", "Shortage"]
+__all__ = ["AccumulationState", "Shortage"]
 
 _COUNTS = attrgetter("counts")
 _SIZE = attrgetter("size")
@@ -28,16 +27,16 @@ _VERSION = attrgetter("_version")
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory ended in a micro-batch: what is known when the next size is chosen, after the clean-up.
+    """A micro-batch in which memory ended, as known after the clean-up, when the next size is chosen.
 
     Attributes:
         failed_size: Samples in the micro-batch that failed.
-        samples_kept: Samples whose gradient stands.
-        samples_redone: Samples that are still to do, or to do again.
+        samples_kept: Samples whose gradient stays.
+        samples_redone: Samples that have to be run, or run again.
         reason: The error's first line.
-        least_size: The least size into which what is still to do can be divided: any piece has to be one that the
-            model can run.
-        ended_in: The pass of the micro-batch in which memory ended.
+        least_size: The smallest size into which the ``samples_redone`` can be divided such that the model can run each
+            micro-batch.
+        ended_in: The pass in which memory ended.
     """
 
     failed_size: int
@@ -48,44 +47,44 @@ class Shortage:
     ended_in: Phase = "forward"
 
 
-class Progress:
-    """How far one accumulation has come; at the end ``loss`` is the mean over all samples.
+class AccumulationState:
+    """Finished and unfinished micro-batches of one accumulation; at the end ``loss`` is the mean over all samples.
 
     Attributes:
-        batch: The tensors of which pieces are parts, but those that count no writes.
-        versions: Writes into them, a view's with its base's, when this was made.
-        todo: Pieces that are still to run.
-        done: Those that have run.
-        totals: What the step's losses are divided by.
-        counts: Whether any piece counts for anything.
-        aux: What each finished piece gave beside its loss.
-        loss: The running sum of all shares.
-        counted: What shares that were divided by a unit have counted for so far.
-        unit: What shares are divided by instead of the total, until the end; ``None`` where it is the total.
+        batch: The batches' tensors, except those in which torch counts no writes.
+        versions: Each one's count of writes when this was made; a view shares that of its base.
+        todo: Micro-batches to be run.
+        done: Micro-batches that have run.
+        denominators: What the step's losses are divided by.
+        counts: Whether any micro-batch has a weight above 0.
+        aux: What the step returned beside each finished micro-batch's loss.
+        loss: The running sum of the divided losses.
+        counted: The sum of the counts of losses that were divided by ``unit``.
+        unit: What losses are divided by until the total is known; ``None`` where the total was known before.
         retries: How often memory ended.
-        failed_size: Samples of the piece in which it last did.
-        phase: The pass in which the next piece is.
+        failed_size: Samples of the micro-batch in which memory ended last.
+        phase: The pass of the running micro-batch.
     """
 
-    def __init__(self, pieces: list[Piece], batch: Sequence[torch.Tensor], *, weighed: bool) -> None:
+    def __init__(self, micro_batches: list[MicroBatch], batch: Sequence[torch.Tensor], *, weighed: bool) -> None:
         """Begin.
 
         Args:
-            pieces: To be run.
-            batch: The tensors of which they are parts.
-            weighed: Whether ``weigh`` counted in the pieces.
+            micro_batches: To be run.
+            batch: The batches' tensors.
+            weighed: Whether ``weigh`` gave the weights.
         """
-        self.todo, self._weighed = pieces, weighed
-        self.counts = any(map(_COUNTS, pieces))
+        self.todo, self._weighed = micro_batches, weighed
+        self.counts = any(map(_COUNTS, micro_batches))
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
-        self.totals = Totals.of(pieces, weighed=weighed)
+        self.denominators = Denominators.of(micro_batches, weighed=weighed)
         self.retries = self.failed_size = 0
         self.phase: Phase = "forward"
         self._forget()
 
     def _forget(self) -> None:
-        self.done: list[Piece] = []
+        self.done: list[MicroBatch] = []
         self.aux: list[Any] = []
         self.loss: torch.Tensor | None = None
         self.counted = 0.0
@@ -93,17 +92,17 @@ class Progress:
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Samples of each finished piece."""
+        """Samples of each finished micro-batch."""
         return tuple(map(_SIZE, self.done))
 
-    def finish(self, piece: Piece, share: Share | None, aux: Any) -> None:
-        """Count a piece as done.
+    def finish(self, micro_batch: MicroBatch, divided: DividedLoss | None, aux: Any) -> None:
+        """Count a micro-batch as done.
 
         Raises:
-            InvalidStep: The step counts for one piece and not for another.
+            InvalidStep: The step counts for one micro-batch and not for another.
         """
-        if share is not None:
-            loss, count, unit = share
+        if divided is not None:
+            loss, count, unit = divided
             if self.loss is None:
                 self.loss, self.unit = loss.detach(), unit
             elif (self.unit is None) != (unit is None):
@@ -111,40 +110,40 @@ class Progress:
                     "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
                 )
             elif self.loss.dtype == loss.dtype:
-                # One running sum: then nothing is left to allocate after the last micro-batch, however many there are.
+                # A running sum in place: after the last micro-batch nothing more is allocated.
                 self.loss.add_(loss.detach())
             else:
                 self.loss = self.loss + loss.detach()
             self.counted += count
-        # Last: where memory ends in the addition, the piece is not done, and comes again.
-        piece.leaves = ()  # the step may have given them gradients
-        self.done.append(piece)
+        # Last: if memory ends in the addition, the micro-batch is not done and is run again.
+        micro_batch.leaves = ()  # the step may have given them gradients
+        self.done.append(micro_batch)
         self.aux.append(aux)
         self.todo = self.todo[1:]
 
     def fail(self) -> None:
-        """Memory has ended in the next piece."""
+        """Note that memory ended in the first unfinished micro-batch."""
         failed = self.todo[0]
-        failed.leaves = ()  # what is left is cut anew, and these may have gradients
+        failed.leaves = ()  # its samples are cut anew, and these may have gradients
         self.failed_size, self.retries = failed.size, self.retries + 1
 
     def begin_anew(self) -> None:
-        """Nothing is done."""
+        """Count nothing as done."""
         self.todo = [*self.done, *self.todo]
         self._forget()
 
-    def retry_with(self, pieces: list[Piece]) -> None:
-        """Go on with what is left as these pieces.
+    def retry_with(self, micro_batches: list[MicroBatch]) -> None:
+        """Go on with these micro-batches instead of the unfinished ones.
 
-        Where nothing is done yet, the totals are summed over them: sums of other parts may be rounded otherwise, and
-        the step is to be the one that would have used these pieces from the start.
+        Where none is finished, the denominators are summed again: sums of other parts may be rounded otherwise, and the
+        step has to equal one that used these micro-batches from the start.
         """
-        self.todo = pieces
+        self.todo = micro_batches
         if not self.done:
-            self.totals = Totals.of(pieces, weighed=self._weighed)
+            self.denominators = Denominators.of(micro_batches, weighed=self._weighed)
 
     def correct(self) -> float:
-        """Divide the loss by the true total, where that was not known before; returns the gradients' factor."""
+        """Divide the loss by the true total if that was not known before; returns the gradients' factor."""
         factor = 1.0 if self.unit is None else self.unit / self.counted
         if factor != 1 and self.loss is not None:
             self.loss = self.loss * factor

@@ -79,17 +79,17 @@ class CountedSteps:
         self, layouts: Sequence[Layout], size: int, *, update: bool
     ) -> tuple[Hashable, Sequence[float]] | None:
         """The kind and the sizes of a step; ``None`` where a batch holds more than plain tensors, numbers and texts."""
-        pieces, lengths = 0, []
+        micro_batches, lengths = 0, []
         sizes: list[float] = []
         for layout in layouts:
             if layout.spec is None:
                 return None
             count = -(-layout.count // size)
-            pieces += count
+            micro_batches += count
             lengths.append(len(layout.leaves))
             sizes.append(-(-layout.count // count))
             sizes.extend(map(_size_of, layout.leaves, repeat(layout.count)))
-        sizes.append(pieces > 1)  # from the second one on there is a gradient beside the one it is added to
+        sizes.append(micro_batches > 1)  # from the second one on there is a gradient beside the one it is added to
         kind = (
             size,
             update,

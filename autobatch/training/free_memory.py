@@ -1,7 +1,6 @@
-"""How much a step may still take, now that others may have come.
+"""Reads how much memory a step can use now, when other tensors and processes may have taken some since the trials.
 
-Covers the difference between the trials and today: bytes in tensors that were not there, and what the host or the card
-has left. Does not cover what is done about it (``runner``).
+Does not cover the size that is chosen for it (``planning.pacing``).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ __all__ = ["FreeMemory"]
 
 @dataclass
 class FreeMemory:
-    """The room of one plan's steps on one device, in bytes.
+    """The memory that steps of one plan can use on one device, in bytes.
 
     Attributes:
-        is_counted: Whether the step under way is counted. One that is not was found to fit together with its update.
+        is_counted: Whether the running step is counted. An uncounted one is known to fit together with its update.
     """
 
     plan: Plan
@@ -36,25 +35,25 @@ class FreeMemory:
     _update_bytes: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Read once what is asked for in every step."""
+        """Read the plan's trials once."""
         self._update_bytes = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
 
-    def left(self) -> int | None:
-        """What a step should stay within, counted as the trials counted; ``None`` where nothing was measured."""
-        there = self.there()
-        return None if there is None else max(there - self.plan.headroom_bytes, 0)
+    def target(self) -> int | None:
+        """What a step should stay within, counted as in the trials; ``None`` where nothing was measured."""
+        limit = self.limit()
+        return None if limit is None else max(limit - self.plan.headroom_bytes, 0)
 
-    def there(self) -> int | None:
-        """What a step could reach at most: as ``left``, and the headroom."""
+    def limit(self) -> int | None:
+        """What a step can reach at most: ``target`` and the headroom."""
         if not self.device.measures or not self.plan.trials:
             return None
-        return max(self._budget() - self._newcomers(1), 0)
+        return max(self._budget() - self._new_bytes(1), 0)
 
     def check_update(self) -> None:
-        """Before the update, while the step can still be undone: is there room for what the optimizer's step took?
+        """Refuse an update that does not fit, while the step can still be undone.
 
         Raises:
-            DoesNotFit: There is not, even with all caches given back.
+            DoesNotFit: What the optimizer's step took in the trials is not free, even with all caches given back.
         """
         need = self._update_bytes
         if (
@@ -64,34 +63,34 @@ class FreeMemory:
             or not self.device.needs_limit(need, self.plan.budget_bytes)
         ):
             return
-        newcomers, budget = self._newcomers(2), self._budget()
-        if need + newcomers > budget:
+        new, budget = self._new_bytes(2), self._budget()
+        if need + new > budget:
             self.device.reclaim()
-            newcomers, budget = self._newcomers(2), self._budget()
-        if need + newcomers > budget:
+            new, budget = self._new_bytes(2), self._budget()
+        if need + new > budget:
             raise DoesNotFit(
-                f"there is no room for the update: the optimizer's step took {format_bytes(need)} in the trials, "
-                f"{format_bytes(newcomers)} are held by others, and {format_bytes(budget)} are there; everything is "
-                f"as before the step: free memory or give fit() a larger budget="
+                f"the update does not fit: the optimizer's step took {format_bytes(need)} in the trials, other tensors "
+                f"hold {format_bytes(new)}, and the budget is {format_bytes(budget)} now; everything is as before the "
+                f"step: free memory or give fit() a larger budget="
             )
 
     def _budget(self) -> int:
         return self.device.limit_bytes(self.plan.budget_bytes)
 
-    def _newcomers(self, steps: int) -> int:
-        """Bytes in tensors that were not there in the trials.
+    def _new_bytes(self, steps: int) -> int:
+        """Bytes in tensors that did not exist in the trials.
 
         Args:
-            steps: Of how many the model may hold activations: in the update of its own, and those of the step before,
-                which would have to be put back.
+            steps: Of how many steps the model may hold activations: in the update of this one and of the one before,
+                whose activations an undone step would restore.
         """
         to_be_made = 0 if self._state_is_made else max(self.plan.state_bytes - self.workload.state_bytes(), 0)
-        self._state_is_made = to_be_made == 0  # from the first update on; reading it is the dearest part
-        there = max(trial.resident_bytes + steps * trial.held_bytes for trial in self._trials()) - to_be_made
+        self._state_is_made = to_be_made == 0  # from the first update on; reading it costs the most
+        expected = max(trial.resident_bytes + steps * trial.held_bytes for trial in self._trials()) - to_be_made
         gradients = sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
-        return max(self.device.usage().allocated - there - gradients, 0)
+        return max(self.device.usage().allocated - expected - gradients, 0)
 
     def _trials(self) -> Sequence[Trial]:
-        """Those of the plan's size and less: of a larger one more activations were held."""
+        """The trials of at most the plan's size: larger ones held more activations."""
         size = self.plan.micro_batch_size
         return [trial for trial in self.plan.trials if trial.micro_batch_size <= size] or self.plan.trials

@@ -1,7 +1,7 @@
-"""Pieces of batches: consecutive samples that will be one micro-batch, and what they count for.
+"""Cuts batches into micro-batches of consecutive samples, and counts what each weighs.
 
-Covers which batches can be divided, dividing, joining what has to be divided anew, and whether weights add up. Does not
-cover running a piece (``transaction``) nor what its losses are divided by (``shares``).
+Covers which batches can be cut, joining micro-batches that have to be cut anew, and whether weights add up. Does not
+cover running a micro-batch (``accumulation``) nor what its losses are divided by (``loss_denominators``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from autobatch.errors import InvalidBatch
 from autobatch.planning.planner import balance, least_size
 from autobatch.step.workload import Workload
 
-__all__ = ["Piece", "check_additive", "cut", "find_least_size", "join", "refuse_graphs", "sum_weights"]
+__all__ = ["MicroBatch", "check_additive", "cut", "find_least_size", "join", "refuse_graphs", "sum_weights"]
 
 
-class Piece:
+class MicroBatch:
     """Samples ``start`` to ``stop`` of one of the given batches.
 
     Attributes:
@@ -46,56 +46,58 @@ class Piece:
 
 def cut(
     workload: Workload, ranges: Iterable[tuple[Layout, int, int]], largest: int | None, smallest: int = 1
-) -> list[Piece]:
-    """Samples ``(batch, start, stop)`` of batches as the fewest pieces of at most ``largest``, as equal as can be.
+) -> list[MicroBatch]:
+    """Cut samples into the fewest micro-batches of at most ``largest``, of sizes as equal as possible.
 
     Args:
-        workload: Says what a piece counts for.
-        ranges: Each a batch, the first sample and the one after the last. No piece has samples of two batches.
-        largest: The most samples of a piece; more only where no division has but pieces of at least ``smallest``.
-            ``None``: as many as a batch has.
-        smallest: The fewest samples that the model can run. A batch of fewer is one piece, and the model's own error.
+        workload: Weighs each micro-batch.
+        ranges: Each a batch, the first sample and the one after the last. No micro-batch has samples of two batches.
+        largest: The most samples of a micro-batch, exceeded only where the batch cannot be cut otherwise without a
+            micro-batch below ``smallest``. ``None``: as many as a batch has.
+        smallest: The fewest samples that the model can run. A smaller batch is one micro-batch; its error is the
+            model's own.
 
     Raises:
         InvalidBatch: ``weigh`` gave no count.
     """
-    pieces = []
+    micro_batches = []
     for layout, start, stop in ranges:
         total, first = stop - start, start
         most = max(largest or layout.count, least_size(total, smallest))
         sizes = balance(total, most, min(total, smallest))
         for size, leaves in zip(sizes, layout.split_leaves(start, sizes), strict=True):
-            # Taken only for somebody to count in it.
-            weighed = workload.weigh is not None
-            weights = workload.weights_of(layout.take(first, first + size), size) if weighed else {"": float(size)}
-            pieces.append(Piece(layout, first, first + size, weights, leaves))
+            if workload.weigh is None:  # samples are not taken out of the batch where nothing is counted in them
+                weights: Mapping[str, float] = {"": float(size)}
+            else:
+                weights = workload.weights_of(layout.take(first, first + size), size)
+            micro_batches.append(MicroBatch(layout, first, first + size, weights, leaves))
             first += size
-    return pieces
+    return micro_batches
 
 
 def find_least_size(ranges: Iterable[tuple[Layout, int, int]], smallest: int) -> int:
-    """The least size into which all ranges can be cut with no piece below ``smallest``."""
+    """The smallest size into which all ranges can be cut without a micro-batch below ``smallest``."""
     return max(least_size(stop - start, smallest) for _, start, stop in ranges)
 
 
-def join(pieces: Iterable[Piece]) -> list[tuple[Layout, int, int]]:
-    """Neighbours of the same batch as one range, so that the rest of a batch is divided anew as a whole."""
+def join(micro_batches: Iterable[MicroBatch]) -> list[tuple[Layout, int, int]]:
+    """The ranges of samples of these micro-batches, neighbours of the same batch as one."""
     joined: list[tuple[Layout, int, int]] = []
-    for piece in pieces:
-        if joined and joined[-1][0] is piece.layout and joined[-1][2] == piece.start:
-            joined[-1] = (piece.layout, joined[-1][1], piece.stop)
+    for micro_batch in micro_batches:
+        if joined and joined[-1][0] is micro_batch.layout and joined[-1][2] == micro_batch.start:
+            joined[-1] = (micro_batch.layout, joined[-1][1], micro_batch.stop)
         else:
-            joined.append((piece.layout, piece.start, piece.stop))
+            joined.append((micro_batch.layout, micro_batch.start, micro_batch.stop))
     return joined
 
 
-def sum_weights(pieces: Iterable[Piece]) -> dict[str, float]:
+def sum_weights(micro_batches: Iterable[MicroBatch]) -> dict[str, float]:
     """The total of each term.
 
     Raises:
-        InvalidBatch: ``weigh`` named other terms for one piece than for another.
+        InvalidBatch: ``weigh`` named other terms for one micro-batch than for another.
     """
-    weights = [piece.weights for piece in pieces]
+    weights = [micro_batch.weights for micro_batch in micro_batches]
     for other in weights[1:]:
         if other.keys() != weights[0].keys():
             raise InvalidBatch(
@@ -105,35 +107,35 @@ def sum_weights(pieces: Iterable[Piece]) -> dict[str, float]:
     return {name: math.fsum(weight[name] for weight in weights) for name in weights[0]} if weights else {}
 
 
-def check_additive(pieces: Sequence[Piece], smaller: Sequence[Piece]) -> None:
-    """The same samples must count the same, however they are divided.
+def check_additive(micro_batches: Sequence[MicroBatch], smaller: Sequence[MicroBatch]) -> None:
+    """Refuse a ``weigh`` under which the same samples weigh differently when they are cut differently.
 
     Raises:
-        InvalidBatch: They do not, so ``weigh`` does not count.
+        InvalidBatch: The totals differ.
     """
-    whole, parts = sum_weights(pieces), sum_weights(smaller)
+    whole, parts = sum_weights(micro_batches), sum_weights(smaller)
     for name in whole:
         if not math.isclose(whole[name], parts.get(name, math.nan), rel_tol=1e-5):
             raise InvalidBatch(
-                f"weigh() is not additive: it gave {whole[name]:g} for {[p.size for p in pieces]} samples and "
+                f"weigh() is not additive: it gave {whole[name]:g} for {[p.size for p in micro_batches]} samples and "
                 f"{parts.get(name, math.nan):g} for the same samples as {[p.size for p in smaller]}; it must count "
                 f"something, such as tokens, that adds up"
             )
 
 
 def refuse_graphs(tensors: Iterable[torch.Tensor]) -> None:
-    """No micro-batch can hand its gradient back to what made the batch: each is cut off, and run when it is its turn.
+    """Refuse a batch whose graph micro-batches cannot reach: each is cut off from what computed the batch.
 
     Raises:
-        InvalidBatch: A tensor was computed from something that wants a gradient (a view of a leaf is none), or has no
-            values.
+        InvalidBatch: A tensor was computed from one that requires a gradient (a view of a leaf was not), or is on the
+            meta device.
     """
     for tensor in tensors:
         if tensor.is_meta:
             refuse_meta(tensor)
         if not tensor.requires_grad:
             continue
-        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - no public twin
+        base = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - no public equivalent
         if base.grad_fn is not None:
             raise InvalidBatch(
                 f"a tensor of shape {tuple(tensor.shape)} in the batch carries a graph, from which micro-batches are "

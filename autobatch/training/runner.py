@@ -36,11 +36,11 @@ from autobatch.step.batch_norm import explain_smallest, refuses_one_sample
 from autobatch.step.default_step import default_step
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Step, Weigh, Workload
-from autobatch.training.accumulation_state import Progress, Shortage
+from autobatch.training.accumulation import Accumulation
+from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.step_events import StepEvents, check_hooks
-from autobatch.training.transaction import Accumulation
 from autobatch.training.update import Update, check_options
 
 __all__ = ["Runner"]
@@ -139,10 +139,10 @@ class Runner:
         self._layout = Layout(None, 0, plan.batch_lists)
         self._sizes_seen = {sum(plan.micro_batch_sizes)}
         # What runs on a stand-in for a device is not worth keeping.
-        keeper = None if isinstance(device, Device) else RunRecorder(plan, Ledger.open())
-        self._events = StepEvents(plan, hooks, keeper)
+        recorder = None if isinstance(device, Device) else RunRecorder(plan, Ledger.open())
+        self._events = StepEvents(plan, hooks, recorder)
         self._events.report_plan(model, optimizer)
-        self._told_gradients = False
+        self._has_reported_gradients = False
         self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
         self._largest_elements = 0.0
         self._peak_bytes = 0
@@ -165,7 +165,8 @@ class Runner:
 
         Raises:
             DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before. Or
-                the model can run no division into pieces of at most the plan's ``max_micro_batch``; nothing was run.
+                the batch cannot be cut into micro-batches of at most the plan's ``max_micro_batch`` that the model can
+                run; nothing was run.
             InvalidBatch: Its samples cannot be counted; nothing was run.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
@@ -233,8 +234,8 @@ class Runner:
             seconds=time.perf_counter() - started,
             aux=tuple(accumulated.aux),
         )
-        if update and self._accumulation.had_gradients and not self._told_gradients:
-            self._told_gradients = True
+        if update and self._accumulation.had_gradients and not self._has_reported_gradients:
+            self._has_reported_gradients = True
             self._events.report_earlier_gradients(self.steps)
         # Counted before anything is reported: an interrupt there must not make it a failed step.
         step, self.steps = self.steps, self.steps + 1
@@ -242,7 +243,7 @@ class Runner:
         self._change_pace(self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed), self.steps)
         return result
 
-    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[Progress | None, bool]:
+    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[AccumulationState | None, bool]:
         """The step inside the budget, and whether the allocator had to give memory back in it."""
         self._device.watch(self._workload.resident_tensors())
         for layout in layouts:
@@ -255,10 +256,10 @@ class Runner:
         self._peak_bytes = usage.peak_allocated
         return accumulated, usage.alloc_retries > before.alloc_retries
 
-    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> Progress | None:
+    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> AccumulationState | None:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
         if self._accumulation.smallest > 1:
-            self._refuse_larger_pieces(layouts)
+            self._refuse_larger_micro_batches(layouts)
         try:
             return self._accumulation.run(layouts, pace_before.size, apply)
         except BaseException as error:
@@ -279,7 +280,7 @@ class Runner:
         return self._read_pace()
 
     def _read_pace(self) -> Pace:
-        return self._pace.before_step(self._free_memory.there(), self._free_memory.left())
+        return self._pace.before_step(self._free_memory.limit(), self._free_memory.target())
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
         """Read the batches' lists as the plan's example was read, and later ones as earlier ones."""
@@ -321,7 +322,7 @@ class Runner:
         loss = torch.full((), torch.nan, device=self._device.torch_device)
         return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
 
-    def _refuse_larger_pieces(self, batches: Sequence[Layout]) -> None:
+    def _refuse_larger_micro_batches(self, batches: Sequence[Layout]) -> None:
         """``max_micro_batch`` is the user's word: nothing is run where a batch could only be divided beyond it."""
         most, smallest = self.plan.max_micro_batch, self._accumulation.smallest
         for layout in batches:
@@ -344,7 +345,7 @@ class Runner:
         least = max(shortage.least_size, self._pace.smallest)
         if shortage.failed_size <= least:
             raise DoesNotFit(self._explain_shortage(shortage))
-        self._pace = self._pace.after_shortage(shortage.failed_size, self._free_memory.left(), least)
+        self._pace = self._pace.after_shortage(shortage.failed_size, self._free_memory.target(), least)
         self._events.report_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
 

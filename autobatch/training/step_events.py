@@ -120,9 +120,9 @@ class StepEvents:
     def report_failed(self, step: int, error: BaseException) -> None:
         """A step that ended in an error; the text of the user's own error stays his, and nothing here replaces it."""
         with suppress(Exception):
-            self._tell_failed(step, error)
+            self._emit_failed(step, error)
 
-    def _tell_failed(self, step: int, error: BaseException) -> None:
+    def _emit_failed(self, step: int, error: BaseException) -> None:
         ours = isinstance(error, AutobatchError)
         reason = f"{type(error).__name__}: {error}".partition("\n")[0] if ours else type(error).__name__
         short = isinstance(error, (DoesNotFit, CannotRetry))

@@ -22,8 +22,8 @@ from workloads import full_batch_gradient, gradients_of, relative_error
 from autobatch.batch.layout import describe
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.workload import Workload
+from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
-from autobatch.training.transaction import Accumulation
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -472,7 +472,7 @@ TABLE = [
         lambda: make_runner(weigh=count_without_room).step(make_batch(16)),
         "DoesNotFit",
         (
-            "there is no room to count with weigh() (OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 "
+            "memory ended while counting with weigh() (OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 "
             "MiB); everything is as before the step"
         ),
     ),

@@ -32,8 +32,8 @@ from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
+from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
-from autobatch.training.transaction import Accumulation
 
 
 def halve(shortage: Shortage) -> int:

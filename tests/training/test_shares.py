@@ -14,8 +14,8 @@ from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean, PerStep, Sum
 from autobatch.step.workload import Workload
 from autobatch.testing import oom_at
+from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
-from autobatch.training.transaction import Accumulation
 
 pytestmark = pytest.mark.quick
 
@@ -252,7 +252,7 @@ def test_memory_that_ends_while_counting(error, times, divided_anew):
             Accumulation(workload, CpuDevice(), halve).run([describe(batch)], 4)
             assert relative_error(gradients_of(model), expected) <= 1e-12
         else:
-            with pytest.raises(DoesNotFit, match=r"no room to count with weigh\(\) \(.*out of memory"):
+            with pytest.raises(DoesNotFit, match=r"memory ended while counting with weigh\(\) \(.*out of memory"):
                 Accumulation(workload, CpuDevice(), halve).run([describe(batch)], 4)
             assert all(parameter.grad is None for parameter in model.parameters())
     assert len(calls) > 5 if divided_anew else calls

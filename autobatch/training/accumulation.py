@@ -1,0 +1,310 @@
+"""Accumulates the gradient of a whole batch over micro-batches: all of it, or nothing happened.
+
+A trial measures this code and a training step runs it. Covers running the micro-batches and what is run again when
+memory ends: finished micro-batches stay if the failed one touched no gradient, else the batch begins anew. Both are
+exact; running only the failed one again on gradients that it has touched is not. Does not cover what a micro-batch
+counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``update``), or the next size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any, TypeVar
+
+import torch
+
+from autobatch.batch.layout import Layout
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
+from autobatch.memory.device import Device
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.state.gradients import Float32Sums, GradientStamps
+from autobatch.state.module_state import ModuleState
+from autobatch.state.rewind_point import StepState
+from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
+from autobatch.step.model_info import is_compiled
+from autobatch.step.workload import Workload, split_output
+from autobatch.training.accumulation_state import AccumulationState, Shortage
+from autobatch.training.batch_mutation import WatchedBatch, refuse_write
+from autobatch.training.loss_denominators import DividedLoss
+from autobatch.training.micro_batches import MicroBatch, check_additive, cut, find_least_size, join, refuse_graphs
+from autobatch.training.transaction import Transaction
+
+__all__ = ["Accumulation", "UpdateFunction"]
+
+UpdateFunction = Callable[[Callable[[], None]], None]
+"""Makes the update: prepares, calls the function that it was given, then begins what cannot be undone."""
+
+_T = TypeVar("_T")
+_PARAMS, _VERSION = itemgetter("params"), attrgetter("_version")
+_COPYING = "copying what the step changes, such as buffers"
+
+
+@dataclass
+class Accumulation:
+    """Accumulates the gradients of one workload on one device, batch after batch.
+
+    Attributes:
+        workload: Model, step, weights, optimizer.
+        device: Where micro-batches go.
+        shrink: Called after each shortage; returns the new largest micro-batch, smaller than the failed one, or raises.
+        scale: Applied to each micro-batch's loss before its backward pass: a ``GradScaler``'s ``scale``.
+        in_float32: Whether gradients in bfloat16 and float16 of several micro-batches are added up in float32.
+        smallest: The fewest samples that the model can run; no batch is cut into smaller micro-batches.
+        leaves_are_known: Whether the first graph was searched for parameters outside model and optimizer already.
+        known_state: What its steps are known to change; default: nothing yet.
+        stands_for: Micro-batches of the step of which a trial runs the first two: sparse gradients get the rows that
+            all of them may have. 0: all are run.
+        keep: Objects of the user that the step changes; see ``state.user_objects``.
+        had_gradients: Whether gradients from before the last batch have become part of its gradient.
+        owns_batches: Whether the batches are copies that the user does not see.
+    """
+
+    workload: Workload
+    device: Device
+    shrink: Callable[[Shortage], int]
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
+    in_float32: bool = True
+    smallest: int = 1
+    leaves_are_known: bool = False
+    known_state: StepState | None = None
+    stands_for: int = 0
+    keep: Sequence[Any] = ()
+    had_gradients: bool = False
+    owns_batches: bool = False
+    _is_additive: bool = False
+    _sums: Float32Sums = field(default_factory=Float32Sums)
+    _parameters: Sequence[torch.Tensor] = ()
+    _seen_modules: ModuleState | None = None
+    _seen_held: Sequence[torch.Tensor] = ()
+
+    def __post_init__(self) -> None:
+        """Find out what steps change, where ``known_state`` does not say it."""
+        self._home = self.device.torch_device
+        compiled = is_compiled(self.workload.model, self.workload.step)
+        self._state = self.known_state or StepState(
+            self.workload.model, self.device.torch_device, self.keep, records=not compiled
+        )
+
+    def run(
+        self, batches: Sequence[Layout], largest: int, update: UpdateFunction | None = None
+    ) -> AccumulationState | None:
+        """Accumulate the gradient of the mean over all samples of ``batches`` into ``.grad``.
+
+        Args:
+            batches: One batch or several that belong together, described; each is divided by itself.
+            largest: The most samples a micro-batch may have.
+            update: Called last, when ``.grad`` holds the sum, with a function that it must call right before it begins
+                what cannot be undone. An error before that call undoes everything; after it nothing is restored, and
+                ``.grad`` is ``None`` at the end. Without ``update`` the gradients are the result, in the tensors that
+                held earlier ones.
+
+        Returns:
+            The loss and the committed sizes. Earlier gradients are added, as ``backward`` would.
+            ``None`` where all weights are 0, so that a mean has no value: then nothing has happened.
+
+        Raises:
+            InvalidBatch: ``weigh`` does not count, or a batch carries a graph.
+            InvalidStep: The step wrote into its batch or into gradients, trains what is in neither model nor optimizer,
+                or returned no valid loss or count.
+            DoesNotFit: A copy of the model's buffers does not fit, or ``weigh``, or what follows the last backward
+                pass. Errors of ``shrink`` and ``update`` pass through.
+        """
+        start = self._try_twice(_COPYING, self._state.begin)
+        parameters = self._find_parameters(start.modules)
+        with Transaction(self._state, start, self.workload, parameters, self._sums) as transaction:
+            self.had_gradients = transaction.aside.are_there
+            if self.had_gradients:
+                transaction.set_aside()
+            progress = self._begin(batches, largest)
+            while (reason := self._run_micro_batches(progress, transaction)) is not None:
+                # Only now, after the ``except`` block, are the frames of the failed attempt gone.
+                progress.fail()
+                least = find_least_size(join(progress.todo), self.smallest)
+                transaction.rewind(progress, reason, can_divide_rest=least < progress.failed_size)
+                self.device.reclaim()
+                self._divide_anew(progress, reason)
+            transaction.end_micro_batches()
+            reason = None if progress.loss is None else self._complete(progress, transaction, update)
+        if reason is None:
+            return None if progress.loss is None else progress
+        self.device.reclaim()
+        raise DoesNotFit(
+            f"memory ended after the last backward pass, before the update ({reason}); everything is as before the "
+            f"step: free memory or give fit() more headroom="
+        )
+
+    def _find_parameters(self, modules: ModuleState) -> Sequence[torch.Tensor]:
+        """The workload's parameters, listed again where modules or the optimizer hold other ones."""
+        groups = self.workload.optimizer.param_groups if self.workload.optimizer is not None else ()
+        held = [*chain.from_iterable(map(_PARAMS, groups))]
+        is_same = len(held) == len(self._seen_held) and all(map(is_, held, self._seen_held))
+        if modules is not self._seen_modules or not is_same:
+            self._parameters = self.workload.parameters()
+            self._seen_modules, self._seen_held = modules, held
+        return self._parameters
+
+    def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
+        """Run the micro-batches that are not finished; returns why memory ended, with no reference to the error."""
+        state, stamps = self._state, transaction.stamps
+        handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
+        is_watched = state.is_looked_over or self.device.micro_batch(progress.todo[0].size) is not None
+        if self.in_float32 and len(progress.todo) > 1:
+            self._sums.begin(stamps.parameters)
+        try:
+            with self.workload.guard(transaction.parameters):
+                while progress.todo and progress.counts:
+                    if progress.done and not state.is_still:
+                        self._begin_micro_batch(progress, transaction)
+                    micro_batch = progress.todo[0]
+                    if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
+                        progress.finish(micro_batch, None, None)
+                    elif is_watched:
+                        self._run_watched(micro_batch, progress, transaction)
+                    else:  # the loss has no name here: its graph may hold what the next micro-batch needs
+                        progress.finish(micro_batch, *self._run_micro_batch(micro_batch, progress, stamps))
+                    stamps.renew()
+        except Exception as error:
+            if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
+                raise
+            if [*map(_VERSION, progress.batch)] != progress.versions and not state.is_looked_over:
+                refuse_write(stays=not self.owns_batches)
+            return describe_error(error, handled=handled)
+        return None
+
+    def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
+        transaction.begin_micro_batch(self._try_twice(_COPYING, self._state.begin_micro_batch, transaction.start))
+        if self.in_float32 and self._state.moves_modules and len(progress.todo) > 1:
+            self._sums.begin(transaction.stamps.parameters)
+
+    def _run_watched(self, micro_batch: MicroBatch, progress: AccumulationState, transaction: Transaction) -> None:
+        """Run a micro-batch in the device's profiler range; in the first steps also find what it writes into."""
+        with self.device.micro_batch(micro_batch.size) or nullcontext():
+            if not self._state.is_looked_over:
+                progress.finish(micro_batch, *self._run_micro_batch(micro_batch, progress, transaction.stamps))
+                return
+            samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
+            watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
+            with watched, self._record(micro_batch, transaction, watched):
+                divided, aux = self._run_micro_batch(micro_batch, progress, transaction.stamps)
+            progress.finish(micro_batch, divided, aux)
+
+    def _record(
+        self, micro_batch: MicroBatch, transaction: Transaction, watched: WatchedBatch
+    ) -> AbstractContextManager[Any]:
+        if not self._state.is_recording:
+            return nullcontext()
+        apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
+        return self._state.record([transaction.start, transaction.here], apart, watched.save)
+
+    def _run_micro_batch(
+        self, micro_batch: MicroBatch, progress: AccumulationState, stamps: GradientStamps
+    ) -> tuple[DividedLoss | None, Any]:
+        """Add a micro-batch's gradient; returns its part of the loss, and what the step returned beside it."""
+        layout = micro_batch.layout
+        if layout.spec is not None and layout.spec.is_pair and layout.home == self._home:
+            samples: Any = micro_batch.leaves
+        else:
+            samples = layout.micro_batch(
+                micro_batch.start, micro_batch.stop, micro_batch.leaves, self.device.move_tensor, self._home
+            )
+        progress.phase = "forward"
+        returned = self.workload.call_step(samples)
+        losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
+        if not stamps.unchanged():
+            stamps.refuse_change()
+        divided = progress.denominators.divide(micro_batch, losses, progress.unit)
+        progress.phase = "backward"
+        if divided is not None:
+            loss = divided[0]
+            if not self.leaves_are_known:
+                self.workload.check_leaves(loss)
+                self.leaves_are_known = True  # once: going through the graph takes as long as a small forward pass
+            (loss if self.scale is None else self.scale(loss)).backward()
+        if self.stands_for and not progress.done:
+            widen_gradients(stamps.parameters, self.stands_for)
+            self._sums.widen(self.stands_for)
+        if stamps.any_sparse or not progress.done or len(progress.todo) == 1:  # torch appends rows to those before
+            coalesce_gradients(stamps.parameters)
+        if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
+            refuse_write(stays=not self.owns_batches)
+        return divided, aux
+
+    def _complete(
+        self, progress: AccumulationState, transaction: Transaction, update: UpdateFunction | None
+    ) -> str | None:
+        """Make ``.grad`` the whole gradient, then update; returns why memory ended before the update."""
+        aside, handled = transaction.aside, sys.exc_info()[1]
+        try:
+            if progress.unit is not None:
+                self._correct(progress.correct())
+            if self._sums.writes:
+                self._sums.write()
+            if aside.are_there:
+                aside.add()
+            if update is None:
+                aside.settle()
+            else:
+                update(transaction.begin_update)
+        except Exception as error:
+            if aside.is_final or isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
+                raise
+            return describe_error(error, handled=handled)
+        return None
+
+    def _correct(self, factor: float) -> None:
+        """Multiply the gradients once the true total is known; float32 sums before they are rounded."""
+        if factor != 1:
+            self._sums.multiply(factor)
+            for parameter in self.workload.parameters():  # a forward pass may have made some
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _try_twice(self, purpose: str, action: Callable[..., _T], *arguments: Any) -> _T:
+        """Do what takes little memory; where memory ends, try again after all caches are given back."""
+        handled = sys.exc_info()[1]
+        for _ in range(2):
+            try:
+                return action(*arguments)
+            except Exception as error:
+                if not is_oom(error, handled=handled):
+                    raise
+                reason = describe_error(error, handled=handled)
+            self.device.reclaim()
+        raise DoesNotFit(f"memory ended while {purpose} ({reason}); everything is as before the step")
+
+    def _begin(self, batches: Sequence[Layout], largest: int) -> AccumulationState:
+        tensors = [*chain.from_iterable(map(Layout.tensors, batches))]
+        refuse_graphs(tensors)
+        ranges = [(layout, 0, layout.count) for layout in batches]
+        micro_batches = self._cut(ranges, largest)
+        weighed = self.workload.weigh is not None
+        if weighed and not self._is_additive:
+            check_additive(self._cut(ranges, None), micro_batches)
+            self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
+        return AccumulationState(micro_batches, tensors, weighed=weighed)
+
+    def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[MicroBatch]:
+        if self.workload.weigh is None:
+            return cut(self.workload, ranges, largest, self.smallest)
+        return self._try_twice("counting with weigh()", cut, self.workload, ranges, largest, self.smallest)
+
+    def _divide_anew(self, progress: AccumulationState, reason: str) -> None:
+        """Cut what is not finished into smaller micro-batches."""
+        todo = progress.todo
+        ranges = join(todo)
+        shortage = Shortage(
+            failed_size=progress.failed_size,
+            samples_kept=sum(progress.micro_batch_sizes),
+            samples_redone=sum(stop - start for _, start, stop in ranges),
+            reason=reason,
+            least_size=find_least_size(ranges, self.smallest),
+            ended_in=progress.phase,
+        )
+        smaller = self._cut(ranges, self.shrink(shortage))
+        check_additive(todo, smaller)
+        progress.retry_with(smaller)
