@@ -63,7 +63,7 @@ SIGNATURES = {
     "expandable_segments=False scaler=False what_if=False",
     "verify": "model batch step=None weigh=None * device=None",
     "Runner": "plan model step optimizer * weigh=None device=None scaler=None max_grad_norm=None scheduler=None "
-    "hooks=() keep=()",
+    "hooks=() keep=() enforce='auto'",
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
     "Runner.step_over": "batches",
