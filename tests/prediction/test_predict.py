@@ -136,7 +136,7 @@ def test_a_step_that_needs_values_is_refused_with_its_line():
         loss = step(model, batch)
         return loss if loss.item() > 0 else loss * 2
 
-    with pytest.raises(CannotPredict, match=r"test_prediction\.py:\d+: `return loss if loss\.item\(\) > 0"):
+    with pytest.raises(CannotPredict, match=r"test_predict\.py:\d+: `return loss if loss\.item\(\) > 0"):
         predict(run=run)
 
 
