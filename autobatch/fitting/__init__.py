@@ -1,1 +1,1 @@
-"""From a model and a target batch to a plan: trials run for real, sizes searched, a plan made."""
+"""Finds a plan for a model and a target batch by running trials."""

@@ -1,4 +1,4 @@
-"""What a measurement depends on, as one short text that changes when any of it changes.
+"""Identifies what a measurement depends on, by a short text that changes when any of it changes.
 
 Covers modules with their switches (gradient checkpointing is one), parameters and buffers, the step's code, the batch's
 shapes, the optimizer and its options, precision settings, software and device. Does not cover values of parameters or
@@ -28,7 +28,7 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_size: int) -> str:
-    """A hexadecimal digest of 32 characters: equal where a remembered plan may be tried again.
+    """A hexadecimal digest of 32 characters: equal where an earlier plan may be confirmed by one trial.
 
     Args:
         workload: Model, step, weights and optimizer.

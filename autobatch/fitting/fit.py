@@ -1,7 +1,7 @@
-"""``fit``: from a model and a target batch to a plan, leaving no trace.
+"""Fits a plan to a model and a target batch, and leaves the model as it was.
 
 Covers the way from arguments to a plan: example batch, budget, trials, choice, warnings. Does not cover how a trial is
-run (``probe``), which sizes are tried (``planning.search``), nor what a plan is applied with (``runner``).
+run (``probe``), which sizes are tried (``planning.search``), nor how a plan is applied (``runner``).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def fit(
         target_batch: Samples one optimizer step should see, over all ranks.
         batch: An example batch: tensors and arrays with one row a sample, in lists, dicts, dataclasses; or an object of
             a type that ``autobatch.batches`` knows. Or a Dataset or DataLoader, whose largest samples are used.
-            ``None``: inferred from the model where it tells.
+            ``None``: inferred from the model where it describes its inputs.
         step: ``step(model, micro_batch) -> loss``: the mean over ``weigh(micro_batch)`` units, or ``(loss, aux)``.
             ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
             ``plan.warnings`` says which.
@@ -101,7 +101,7 @@ def fit(
         The plan. Its size has run.
 
     Raises:
-        NeedsBatch: No batch was given and the model does not tell what it takes.
+        NeedsBatch: No batch was given and the model does not describe its inputs.
         DoesNotFit: Not even one sample fits, or the fewest that the model can run; the message says what it needed,
             what there was, and what would help.
         InexactSplit: ``check="raise"`` and the split would change the gradient, or that could not be checked.
@@ -120,13 +120,13 @@ def fit(
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
     workload = Workload(model, step or default_step, weigh, optimizer)
-    ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # a stand-in's plans are nobody's
+    ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
     hooks = (_show_progress,) if progress and _has_terminal() else ()
     recall = (ledger if reuse else Ledger(None)).recall
     with one_at_a_time():
         memory = _watch(workload, device)
         with collecting_new_objects():
-            with _remember(workload, memory) as state:
+            with _record(workload, memory) as state:
                 # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
                 allowance = find_allowance(memory, budget, headroom)
                 wanted = Wanted(
@@ -148,14 +148,14 @@ def fit(
 
 
 def _watch(workload: Workload, device: torch.device | str | Device | None) -> Device:
-    """The memory in which the model is, or that was named, after what others left in it is given back."""
+    """The model's device, or the given one, after memory that nothing uses is given back."""
     memory = find_device(workload.parameters(), type(workload.model).__name__, device)
     memory.watch(workload.resident_tensors())
-    memory.reclaim()  # an earlier model may be gone for its user and still be there for the budget
+    memory.reclaim()  # an earlier model that was deleted may still take memory of the budget
     return memory
 
 
-def _remember(workload: Workload, memory: Device) -> TrainingState:
+def _record(workload: Workload, memory: Device) -> TrainingState:
     host_bytes = read_host_memory().available_bytes // 2
     return TrainingState(
         workload.model, workload.optimizer, memory.torch_device, host_bytes=host_bytes, outside=workload.outside()
@@ -163,7 +163,7 @@ def _remember(workload: Workload, memory: Device) -> TrainingState:
 
 
 def _check(found: SizeSearch) -> Verdict:
-    """Whether the split is exact. After the last trial, which has put the modules into the user's modes."""
+    """Check whether the split is exact, after the last trial has restored the modules' train and eval modes."""
     target, memory = found.wanted.target_batch, found.memory
     full_size = FullSize(target, found.size, found.most_at_once, found.smallest)
     with memory.limit(found.wanted.limit_bytes):
@@ -171,7 +171,7 @@ def _check(found: SizeSearch) -> Verdict:
 
 
 def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
-    """Warnings of a split that is not exact, or could not be checked: the latter also where a retry is the first split.
+    """Warnings of a split that is not exact or could not be checked, the latter also where only a retry would split.
 
     Raises:
         InexactSplit: With ``strict``, where the plan splits.
@@ -190,7 +190,7 @@ def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: b
 
 
 def _explain_inexactness(found: SizeSearch, verdict: Verdict, target: int) -> tuple[str, ...]:
-    """One sentence where splitting is known not to be exact: of BatchNorm that is known without a check."""
+    """The warning where splitting is known not to be exact; for BatchNorm no check is needed."""
     if not verdict.unchecked:
         return (str(verdict),)
     return (warn_of_batch_norms(found.batch_norms, found.size, target),) if found.batch_norms else ()

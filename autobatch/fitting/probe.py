@@ -35,7 +35,7 @@ _WARM_SIZE = 2
 """Samples of the first step, whose batch is a copy: at a trial's own size that would need more than training does."""
 
 _LITTLE = 0.001
-"""Of what a step adds: if less of that outlives the step, such as a loss in an attribute, no trial is run for it."""
+"""The part of a step's memory that may outlive the step, such as a loss in an attribute, without another trial."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Readings:
     optimizer: MemoryUsage = field(default_factory=MemoryUsage)
 
     def summarise(self, size: int, alloc_retries: int, ended_in: Phase | None) -> Trial:
-        retries = max(alloc_retries - self.retries_before, 0)  # somebody may have reset the allocator's statistics
+        retries = max(alloc_retries - self.retries_before, 0)  # the step may reset the allocator's statistics
         return Trial(
             micro_batch_size=size,
             outcome="oom" if ended_in is not None else "thrash" if retries > 0 else "fits",
@@ -80,7 +80,7 @@ class Probe:
         state: Puts values and generators back after each trial.
         in_float32, target: As for ``TrialStep``.
         state_bytes: The most that the optimizer's state has taken.
-        reasons: For each size that ran out of memory, the error's first line.
+        errors: For each size that ran out of memory, the error's first line.
     """
 
     workload: Workload
@@ -90,7 +90,7 @@ class Probe:
     state: TrainingState
     in_float32: bool = True
     target: int = 0
-    reasons: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
     state_bytes: int = 0
     step: TrialStep = field(init=False)
     _now: _Readings = field(default_factory=_Readings)
@@ -98,12 +98,12 @@ class Probe:
     _holds_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Put the state as each attempt leaves it, so that each begins with it."""
+        """Rewind the state, so that the first attempt begins as the later ones do."""
         self.step = TrialStep(self.workload, self.device, in_float32=self.in_float32, target=self.target)
         self.state.rewind()
 
     def run(self, size: int) -> Trial:
-        """Try one size. Only an out-of-memory error becomes an outcome; all others come out unchanged.
+        """Try one size. Only an out-of-memory error becomes an outcome; all others pass through.
 
         Args:
             size: Samples in each of the two micro-batches.
@@ -124,13 +124,13 @@ class Probe:
                 reason = self._attempt(self._measure, size)
         phase = None
         if reason is not None:
-            self.reasons[size], phase = reason, self._judge_phase()
+            self.errors[size], phase = reason, self._judge_phase()
         return self._now.summarise(size, self.device.usage().alloc_retries, phase)
 
     def _run_first_step(self, size: int) -> str | None:
-        """The step before the first trial, which finds what is written into; returns None, or why memory ended."""
+        """Run the step before the first trial, which records writes; returns why memory ended."""
         reason = self._attempt(self._warm_up, size, records=True)
-        if reason is None and self.step.is_compiled:  # it ran as it was written, for the record: now it is compiled
+        if reason is None and self.step.is_compiled:  # recorded, it ran eagerly: now it is compiled
             reason = self._attempt(self._warm_up, size)
         if reason is not None:
             self.state.reset_optimizer()
@@ -140,12 +140,12 @@ class Probe:
         return reason
 
     def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
-        """What an earlier run's state takes of the device: not what lies elsewhere, or is only a formula's."""
+        """Bytes of the device that the state of a resumed run takes; state on another device is not counted."""
         others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
         return min(self.workload.state_bytes(), max(usage.allocated - others, 0))
 
     def _judge_phase(self) -> Phase:
-        """Where memory ended; a backward pass has to make all gradients, however few samples it has."""
+        """The phase in which memory ended; of a backward pass that cannot hold all gradients, ``gradients``."""
         gradients = sum(bytes_of(p) for p in self.workload.parameters() if p.requires_grad)
         resident, phase = self._now.resident, self.step.phase
         is_hopeless = 0 < self.limit_bytes < resident + gradients
@@ -170,11 +170,11 @@ class Probe:
         return self.device.move_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
     def _attempt(self, action: Callable[[int], object], size: int, *, records: bool = False) -> str | None:
-        """Run one part of a trial from the user's own state; returns None, or why memory ended.
+        """Run one part of a trial from the user's own state; returns why memory ended.
 
-        With ``records`` copy what the step writes into outside the model; that takes time, so not where it counts.
+        With ``records`` copy what the step writes into outside the model, which takes time: not in measured steps.
         """
-        if not self.workload.model.training:  # what was put back; a model in train mode may have layers that are not
+        if not self.workload.model.training:  # restored so; of a model in train mode single layers may be in eval mode
             self.workload.model.train()
         reason, handled = None, sys.exc_info()[1]
         try:
@@ -192,7 +192,7 @@ class Probe:
         return reason
 
     def _warm_up(self, size: int) -> None:
-        """The first step makes the optimizer's state and loads kernels: neither belongs to the steps that follow."""
+        """Run a first step, which makes the optimizer's state and loads kernels: later steps do neither."""
         batch = self._copy_batch(size)
         with self._read("backward"):
             self.step.accumulate([batch], size)
@@ -202,37 +202,36 @@ class Probe:
     def _measure(self, size: int) -> None:
         batch, now = self._make_batch(size), self._now
         before = self.device.usage()
-        # As the device sees it: the formula of a fake one knows nothing of the optimizer's real tensors.
+        # As the device counts: a substitute for a device does not count the optimizer's real tensors.
         made = min(self.workload.state_bytes() - now.state, before.allocated - now.resident)
         self.state_bytes = max(self.state_bytes, now.state + max(made, 0))
         now.resident, now.retries_before = before.allocated, before.alloc_retries
         if self._holds_activations:
             self._run_step_before(batch, size)
             begun = self.device.usage().allocated
-            now.resident = min(before.allocated, begun)  # an earlier trial's may have been there before it
+            now.resident = min(before.allocated, begun)  # before it there may have been an earlier trial's
             now.held = begun - now.resident
         started = time.perf_counter()
         with self._read("backward"):
             accumulated = self.step.accumulate([batch, batch], size)
         with self._read("optimizer"):
             self.step.update()
-        del accumulated  # its loss stands beside the optimizer's step, as it does in training
+        del accumulated  # not before: in training its loss is held during the optimizer's step, too
         now.seconds = time.perf_counter() - started
         self.step.drop_gradients()
         left, grown = self.device.usage().allocated - before.allocated, now.backward.peak_allocated
         self._holds_activations = self._holds_activations or left > _LITTLE * (grown - before.allocated)
 
     def _run_step_before(self, batch: Layout, size: int) -> None:
-        """A micro-batch of the step before, of which activations are still there in the one that is measured."""
-        self.step.learnt.moves_modules = (
-            True  # as a Runner learns in its first step, which holds those of each micro-batch
-        )
+        """Run a micro-batch of the step before, whose activations are still held in the measured step."""
+        # As a Runner learns in its first step; from then on it holds those of each micro-batch.
+        self.step.learnt.moves_modules = True
         with self._read("backward"):
             self.step.accumulate([batch], size)
             self.step.drop_gradients()
 
     def _copy_batch(self, size: int) -> Layout:
-        """A step that writes into its batch is found before it has written into the user's."""
+        """A copy, so that a step that writes into its batch does not change the user's."""
         batch = self._make_batch(size)
         return replace(batch, batch=map_tensors(batch.batch, self._copy))
 

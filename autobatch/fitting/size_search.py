@@ -1,4 +1,4 @@
-"""Searches the micro-batch size: trial after trial until it is known which one is best.
+"""Searches the best micro-batch size by trials.
 
 Covers the example batch, the order of the trials, and why nothing fits. Does not cover how a trial is run (``probe``),
 which size is tried next (``planning.search``), nor what a plan is made of (``fitting``).
@@ -45,22 +45,22 @@ __all__ = ["SizeSearch"]
 
 @dataclass
 class SizeSearch:
-    """Tries sizes of one workload, and holds what the trials have shown.
+    """A search over the sizes of one workload, and its results.
 
     Attributes:
-        workload, memory, allowance, wanted: What is run, where, with how much memory, and what is asked for.
-        state: What is put back between trials.
+        workload, memory, allowance, wanted: What is run, where, with how much memory, and the request.
+        state: Restored between trials.
         hooks: Called with each trial.
         recall: Plans of a fingerprint from earlier runs, the newest first.
         example: The samples of the trials, as they were given or found.
         fingerprint: Identifies what was measured.
         trials: Every attempt, in order.
-        confirmed: The remembered plan that the one trial confirmed; ``None`` where sizes were searched for.
+        confirmed: The earlier plan that one trial confirmed; ``None`` where sizes were searched.
         size: The chosen micro-batch size; it has run.
         smallest: The fewest samples that the model can run.
         batch_norms: Names of layers that normalise by their micro-batch, in the mode in which the user left them.
         state_bytes: What the optimizer's state took.
-        warnings: What the user should know, a sentence each.
+        warnings: Warnings for the user, a sentence each.
     """
 
     workload: Workload
@@ -88,7 +88,7 @@ class SizeSearch:
 
     @property
     def curve(self) -> MemoryCurve | None:
-        """Through what was measured; one trial is no curve, but it has just confirmed one."""
+        """The memory curve through the trials, or that of the confirmed plan."""
         return self.confirmed.curve if self.confirmed else fit_curve(self.trials)
 
     @property
@@ -123,9 +123,8 @@ class SizeSearch:
             self._confirm()
             if self.confirmed is None:
                 self._search()
-            if (
-                not is_doubtful and min(balance(target, self.size)) < self.size == 2
-            ):  # a micro-batch of one that has not run
+            # With a size of 2 an odd target has a micro-batch of one sample, which has not run.
+            if not is_doubtful and min(balance(target, self.size)) < self.size == 2:
                 self.smallest = self._probe.find_smallest()
                 if self.smallest > 1:
                     self._search()
@@ -155,7 +154,7 @@ class SizeSearch:
         return layout
 
     def _confirm(self) -> None:
-        """Run the trial of a remembered plan's size, where there is such a plan."""
+        """Confirm an earlier plan by a trial of its size, if the ledger has one."""
         least = least_size(self.wanted.target_batch, self.smallest)
         plans = [plan for plan in self.recall(self.fingerprint) if plan.micro_batch_size >= least]
         plan, reason, refused = find_remembered(plans, self.wanted)
@@ -190,7 +189,7 @@ class SizeSearch:
         self.size = chosen
 
     def _find_candidates(self, smallest: int) -> tuple[int, ...]:
-        """The useful sizes that leave no micro-batch which the model cannot run."""
+        """The useful sizes that leave no micro-batch that the model cannot run."""
         target, bound = self.wanted.target_batch, self.wanted.max_micro_batch
         least = least_size(target, smallest)
         if bound < least:
@@ -201,7 +200,7 @@ class SizeSearch:
         return tuple(size for size in useful_sizes(target, bound) if size >= least)
 
     def _expect(self, sizes: Sequence[int]) -> Expectation:
-        """On a card needless trials are dear, more so if they run out; on a CPU a trace takes longer than they."""
+        """Predict the size on a GPU, where trials, and failing ones most, cost more than a trace; not on a CPU."""
         if self.memory.describe().kind != "cuda" or not self.memory.measures:
             return Expectation()
         return expect_largest(self.workload, self.example, self.allowance.limit_bytes, sizes)
@@ -220,7 +219,7 @@ class SizeSearch:
             raise DoesNotFit(self._refuse(explain_smallest(self.workload.model))) from error
 
     def _hold_whole_batch(self) -> Layout:
-        """A batch that lives where the model lives stands there whole during a step: so it does in each trial."""
+        """The batch of the trials: the whole one if batches are on the model's device, where a step holds it whole."""
         layout = self.example
         if all(tensor.device != self.memory.torch_device for tensor in tensors_of(layout.batch)):
             return layout
@@ -236,13 +235,13 @@ class SizeSearch:
 
     def _refuse(self, why_no_smaller: str) -> str:
         smallest = min(self.trials, key=lambda trial: trial.micro_batch_size)
-        reason = self._probe.reasons.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
+        reason = self._probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
         reason, allowance = f"{reason}; {why_no_smaller}" if why_no_smaller else reason, self.allowance
         return explain_refusal(smallest, reason, allowance.limit_bytes, allowance.budget_bytes, self.memory.describe())
 
 
 def _warn_of_aux(aux_bytes: int, size: int, target: int) -> list[str]:
-    """Trials hold what stands beside the loss of two micro-batches, a step that of all."""
+    """Warn of output beside the loss: trials hold that of two micro-batches, a step that of all."""
     micro_batches = -(-target // size)
     warning = (
         f"the step returns {format_bytes(aux_bytes)} beside each loss, which is held until the step ends: "

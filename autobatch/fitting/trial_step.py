@@ -1,4 +1,4 @@
-"""Runs the optimizer step of a trial as training does, and knows in which phase memory ended.
+"""Runs the optimizer step of a trial as training does, and tracks the phase in which memory ends.
 
 Covers accumulation by the code that trains, making the optimizer's state, and the optimizer's own step. Does not cover
 what is measured around them, nor the restoration afterwards (``probe``).
@@ -30,18 +30,18 @@ class TrialStep:
     """The parts of a trial's step, each to be called inside the limit.
 
     Attributes:
-        phase: What the step is doing, or was doing when memory ended.
-        aux_bytes: The most that a step has put beside the loss of one micro-batch.
-        learnt: What the steps have been seen to change.
-        is_compiled: Whether the model or the step is: then nothing is recorded, as compiled code would run eagerly.
+        phase: The phase of the step, or the one in which memory ended.
+        aux_bytes: The most that a step has returned beside the loss of one micro-batch.
+        learnt: What the steps are known to change.
+        is_compiled: Whether model or step is compiled; then nothing is recorded, since that would run it eagerly.
     """
 
     def __init__(self, workload: Workload, device: Device, *, in_float32: bool, target: int) -> None:
-        """Begin to learn what the steps change: in the first one, so that no trial's time has that in it.
+        """Prepare; what the steps change is learnt in the first one, before any trial is timed.
 
         Args:
             workload: What is run.
-            device: Where.
+            device: Where it is run.
             in_float32: As in ``Accumulation``.
             target: Samples in a step, of which a trial runs two micro-batches; 0: no more than those.
         """
@@ -104,7 +104,7 @@ class TrialStep:
             raise
 
     def drop_gradients(self) -> None:
-        """Let go of them, as at the end of a step."""
+        """Set every ``.grad`` to ``None``, as at the end of a step."""
         for parameter in self._workload.parameters():
             parameter.grad = None
 

@@ -1,1 +1,1 @@
-"""Everything that a training step may change, and how each kind of it is remembered and put back."""
+"""Records everything that a training step may change, and restores it."""

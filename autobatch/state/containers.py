@@ -1,16 +1,13 @@
-"""Remembers what Python containers and generators below an object hold, and puts it back.
+"""Records what Python containers below an object hold, and restores it.
 
 Covers dicts, lists, sets, deques and byte arrays, the attributes of dataclasses and ``SimpleNamespace``, tuples of
-these, NumPy arrays (by value) and random number generators (torch's, Python's and NumPy's objects). Entries are
-remembered by identity: a number that was counted up is another object. Does not cover the values of tensors, nor
-objects of other classes, which are not looked into.
+these, and by value the arrays and generators of ``value_copy``. Entries are recorded by identity: a number that was
+counted up is another object. Does not cover the values of tensors, nor objects of other classes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import random
-import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
@@ -23,7 +20,18 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Contents", "Found", "Watch", "are_same", "children_of", "find_contents", "put_entries_back", "remember"]
+from autobatch.state.value_copy import ValueCopy, is_copied_by_value, is_fixed
+
+__all__ = [
+    "Contents",
+    "Found",
+    "Watch",
+    "are_same",
+    "children_of",
+    "find_contents",
+    "put_entries_back",
+    "record_contents",
+]
 
 _PLAIN, _CONTAINER, _TUPLE, _FIELDS, _VALUE, _TENSOR, _MODULE, _OPAQUE = range(8)
 
@@ -34,27 +42,24 @@ _HOLD_NOTHING = frozenset(
         *(FunctionType, BuiltinFunctionType, MethodType, partial),
     )
 )
-"""Types of which most attributes are. A function may hold a tensor as well, but is rarely made anew in each step."""
+"""The types of most attributes. A function may hold a tensor, but is rarely made anew in each step."""
 
 _VALUES_OF = methodcaller("values")
 
 _MOST_ENTRIES = 1000
-"""A larger container is remembered itself, but what its entries hold is not looked at: a vocabulary, a replay buffer.
-With 20,000 tensors that took 84 ms a step."""
-
-_MOST_BYTES = 16 * 1024**2
-"""A larger array is not copied, and so not put back."""
+"""Of a larger container, such as a vocabulary or a replay buffer, only the entries are recorded, not what they hold:
+with 20,000 tensors that took 84 ms a step."""
 
 
 class Contents(Protocol):
-    """What one object held when it was looked at."""
+    """What one object held at one moment."""
 
     def is_current(self) -> bool:
         """Whether it still holds the same."""
         ...
 
     def put_back(self) -> None:
-        """Let it hold the same again. Can be done any number of times."""
+        """Restore it. Can be done any number of times."""
         ...
 
 
@@ -81,7 +86,7 @@ class Found:
         return not any(self.empty) and all(content.is_current() for content in self.contents)
 
     def put_back(self) -> None:
-        """Let all of them hold the same again. Can be done any number of times."""
+        """Restore all of them. Can be done any number of times."""
         for container in self.empty:
             if container:
                 container.clear()
@@ -90,11 +95,11 @@ class Found:
 
 
 def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
-    """Look at everything below some objects once.
+    """Record everything below some objects.
 
     Args:
-        roots: What to begin with, such as the values of ``vars(module)``.
-        seen: The ids of objects that are passed over; those that are found are added.
+        roots: Where to begin, such as the values of ``vars(module)``.
+        seen: The ids of objects that are skipped; those that are found are added.
 
     Returns:
         Contents, tensors and modules. Modules are not looked into: their attributes are roots of their own.
@@ -119,17 +124,17 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
                 found.may_hold_more = True
             else:
                 found.may_hold_more |= kind == _CONTAINER and len(value) > _MOST_ENTRIES
-                content = remember(value)
+                content = record_contents(value)
                 found.contents.extend([] if content is None else [content])
                 waiting += children_of(value)
     return found
 
 
-def remember(value: Any) -> Contents | None:
-    """What a container, an array or a generator holds; ``None`` for a tuple, which cannot change, and anything else."""
+def record_contents(value: Any) -> Contents | None:
+    """Record what a container, an array or a generator holds; ``None`` for a tuple, which cannot change, and others."""
     kind = _KINDS[type(value)]
     if kind == _VALUE:
-        return None if _is_fixed(value) else _Value(value)
+        return None if is_fixed(value) else ValueCopy(value)
     if kind == _FIELDS:
         return _Entries(vars(value))
     return _Entries(value) if kind == _CONTAINER else None
@@ -168,11 +173,11 @@ class Watch:
     """
 
     def __init__(self, dicts: Iterable[dict[str, Any]], found: Iterable[Found] = ()) -> None:
-        """Note what they hold now.
+        """Record what they hold now.
 
         Args:
             dicts: Such as ``vars(module)``.
-            found: What lies below them.
+            found: What is below them.
         """
         self._dicts: list[dict[Any, Any]] = [*dicts]
         self._rows: list[Any] = []
@@ -207,7 +212,7 @@ class Watch:
 
 
 class _Entries:
-    """What a container holds, by identity. One that has not changed is not touched: whoever watches it sees nothing."""
+    """The entries of a container, by identity. One that has not changed is not written into."""
 
     __slots__ = ("_keys", "_values", "container")
 
@@ -234,64 +239,10 @@ class _Entries:
             container.extend(self._values)
 
 
-class _Value:
-    """The state of an array or a generator, by value."""
-
-    __slots__ = ("_object", "_state")
-
-    def __init__(self, value: Any) -> None:
-        self._object, self._state = value, _read(value)
-
-    def is_current(self) -> bool:
-        try:
-            return _equal(_read(self._object), self._state)
-        except torch.OutOfMemoryError:  # not even a few kilobytes to compare: as if it had changed
-            return False
-
-    def put_back(self) -> None:
-        _write(self._object, self._state)
-
-
 def _entries_of(container: Any) -> tuple[list[Any], list[Any]]:
     if isinstance(container, dict):
         return list(container.keys()), list(container.values())
     return [], list(container)
-
-
-def _read(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if hasattr(value, "bit_generator"):
-        return value.bit_generator.state
-    return value.get_state(legacy=False) if hasattr(value, "get_state") else value.copy()
-
-
-def _write(value: Any, state: Any) -> None:
-    if isinstance(value, torch.Generator):
-        value.set_state(state)
-    elif isinstance(value, random.Random):
-        value.setstate(state)
-    elif hasattr(value, "bit_generator"):
-        value.bit_generator.state = state
-    elif hasattr(value, "set_state"):
-        value.set_state(state)
-    else:
-        value[...] = state
-
-
-def _equal(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return torch.equal(found, expected)
-    if isinstance(expected, dict):
-        return expected.keys() == found.keys() and all(_equal(found[key], expected[key]) for key in expected)
-    if hasattr(expected, "tobytes"):
-        # Bit for bit: what is not a number does not equal itself. Objects are compared as they are.
-        return found.shape == expected.shape and (
-            bool((found == expected).all()) if found.dtype.hasobject else found.tobytes() == expected.tobytes()
-        )
-    return bool(found == expected)
 
 
 class _Kinds(dict[type, int]):
@@ -317,28 +268,9 @@ def _kind_of(found: type) -> int:
     for base, kind in _KINDS_OF_BASES:
         if issubclass(found, base):
             return kind
-    if issubclass(found, torch.Generator | random.Random) or _is_numpy_state(found):
+    if is_copied_by_value(found):
         return _VALUE
     if found in _HOLD_NOTHING or issubclass(found, (type, Enum)):
         return _PLAIN
     has_fields = dataclasses.is_dataclass(found) or issubclass(found, SimpleNamespace)
     return _FIELDS if has_fields and found.__dictoffset__ else _OPAQUE  # one with slots has no dict to look into
-
-
-def _is_fixed(value: Any) -> bool:
-    """Whether it is an array that nobody can write into, that lies in a file, or that is too large to copy."""
-    flags = getattr(value, "flags", None)
-    if flags is None:
-        return False
-    return not flags.writeable or value.nbytes > _MOST_BYTES or isinstance(value, sys.modules["numpy"].memmap)
-
-
-def _is_numpy_state(found: type) -> bool:
-    numpy = sys.modules.get("numpy")  # a program that never imported it has no arrays
-    if numpy is None:
-        return False
-    kinds = [numpy.ndarray]
-    generators = sys.modules.get("numpy.random")
-    if generators is not None:
-        kinds += [generators.Generator, generators.RandomState]
-    return issubclass(found, tuple(kinds))

@@ -2,8 +2,8 @@
 
 Covers the Mersenne twisters behind ``random`` and ``numpy.random``. Their public states take 9 and 33 us to read (2 CPU
 cores), several times that in a training step, which has emptied the caches. The bytes are read where CPython
-(``RandomObject`` in Modules/_randommodule.c) and NumPy (``mt19937_state``, at ``ctypes.state_address``) have them; that
-they are there is checked against the public state once, and where they are not there is no mark. Nothing is written.
+(``RandomObject`` in Modules/_randommodule.c) and NumPy (``mt19937_state``, at ``ctypes.state_address``) have them; this
+is checked once against the public state, and without agreement a generator gets no mark. Nothing is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mark_python() -> Mark | None:
     """What differs once ``random`` was drawn from or seeded.
 
     Returns:
-        ``None`` where its layout is unknown, or where somebody has replaced or wrapped ``random.getstate``.
+        ``None`` where its layout is unknown, or where ``random.getstate`` is replaced or wrapped.
     """
     if _MEMORY is None or getattr(random.getstate, "__self__", None) is not _PYTHON:
         return None

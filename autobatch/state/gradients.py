@@ -1,4 +1,4 @@
-"""What stands in ``.grad``: set aside, stamped, put back or added, and summed in float32 where it is narrower.
+"""Sets gradients aside, restores or adds them, and sums narrow ones in float32.
 
 Covers dense and sparse gradients of leaf parameters; ``None`` stays ``None``. Does not cover when any of it happens
 (``accumulation``).
@@ -19,7 +19,7 @@ from autobatch.state.tensor_header import is_uninitialized
 __all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside"]
 
 NARROW = (torch.bfloat16, torch.float16)
-"""What loses small numbers beside large ones."""
+"""Dtypes in which a sum loses small numbers beside large ones."""
 
 # Read by functions in C: a generator costs a Python call for each parameter, in every micro-batch.
 _GRADIENT = attrgetter("grad")
@@ -36,23 +36,23 @@ class GradientsAside:
 
     Attributes:
         is_final: Whether the step can no longer be undone: gradients from before do not come back.
-        are_there: Whether there were any.
+        are_there: Whether any parameter had one.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Remember every ``.grad``; nothing is moved yet."""
+        """Note every ``.grad``; nothing is moved yet."""
         self._parameters, self._gradients = parameters, list(map(_GRADIENT, parameters))
         self.are_there = not all(map(is_, self._gradients, repeat(None)))
         self._is_spent = False
         self.is_final = False
 
     def take(self) -> None:
-        """Take them away."""
+        """Set every ``.grad`` to ``None``."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def end(self) -> None:
-        """As it was, whatever stands there now; after ``settle`` the sums, after ``spend`` nothing."""
+        """Restore every ``.grad``; after ``settle`` leave the sums, after ``spend`` set ``None``."""
         if self.is_final and not self._is_spent:
             return
         try:
@@ -66,10 +66,10 @@ class GradientsAside:
             parameter.grad = gradient
 
     def spend(self, parameters: Sequence[torch.Tensor]) -> None:
-        """From here on what stands in ``.grad`` is an update's: it is gone at the end, and so are the earlier ones.
+        """Let ``end`` set every ``.grad`` to ``None``, since the update uses them.
 
         Args:
-            parameters: All there are by now: a forward pass may have made some.
+            parameters: The parameters now: a forward pass may have made some.
         """
         gone: tuple[Sequence[torch.Tensor], list[torch.Tensor | None]] = (parameters, [None] * len(parameters))
         (self._parameters, self._gradients), self._is_spent, self.is_final = gone, True, True
@@ -100,7 +100,7 @@ class GradientsAside:
         try:
             _move(sums)
         except BaseException:
-            _move(sums)  # interrupted: there is no way back, but moving twice is moving once
+            _move(sums)  # interrupted: it cannot be undone, but moving twice is moving once
             raise
 
 
@@ -130,7 +130,7 @@ class Float32Sums:
         self.writes = 0
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
-        """From here on the narrow ones' gradients go into the sums; a second call before ``end`` does nothing."""
+        """Sum the gradients of narrow parameters from now on; a second call before ``end`` does nothing."""
         if not self._hooks and not _ALL_WIDE.issuperset(map(_GRADIENT_DTYPE, filter(_IS_LEAF, parameters))):
             narrow = (
                 p
@@ -151,11 +151,6 @@ class Float32Sums:
         else:
             total.add_(parameter.grad)
         parameter.grad = None
-
-    @property
-    def are_there(self) -> bool:
-        """Whether anything was summed."""
-        return bool(self._sums)
 
     def clear(self) -> None:
         """Drop all sums."""
@@ -197,7 +192,7 @@ def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 class GradientStamps:
-    """Which gradient stood where and how often it had been written: enough to see whether a backward pass touched any.
+    """The gradients at one moment and their counts of writes, to see whether a backward pass has touched any.
 
     torch either writes ``.grad`` in place, which raises its ``_version``, or puts another tensor there
     (``torch/csrc/autograd/functions/accumulate_grad.h``). The stamp holds the old reference, so an address cannot come
@@ -206,7 +201,7 @@ class GradientStamps:
     Attributes:
         parameters: Whose gradients they are.
         present: The gradients that were there.
-        any_sparse: Whether one of them is sparse.
+        any_sparse: Whether any of them is sparse.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:

@@ -1,4 +1,4 @@
-"""Remembers what modules hold, values of tensors apart, and puts it back.
+"""Records what modules hold, except the values of tensors, and restores it.
 
 Covers each module's class, attributes and tables (parameters, buffers, submodules, hooks), what ``containers`` covers
 below them, and what the tensors in all of these refer to. Modules that are hidden in an attribute, such as a teacher
@@ -26,7 +26,7 @@ Location = tuple[int, str, str]
 
 
 def tensors_at(locations: AbstractSet[Location], modules: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """The tensors that are there now; where nothing is, none."""
+    """The tensors at these locations now."""
     if not locations:
         return []
     by_id = {id(module): module for module in modules}
@@ -48,11 +48,11 @@ class ModuleState:
     """
 
     def __init__(self, modules: Sequence[nn.Module], earlier: ModuleState | None = None) -> None:
-        """Look at all of them; nothing is copied but references, and generators and arrays that are attributes.
+        """Record all of them; copies are made only of generators and arrays that are attributes.
 
         Args:
             modules: ``[*model.modules()]``.
-            earlier: What they held before: where that is still so, it is taken over, which is several times faster.
+            earlier: An earlier record: what has not changed is taken from it, which is several times faster.
         """
         seen = {} if earlier is None else earlier._attributes  # noqa: SLF001 - of its own class
         self._attributes: dict[int, _Attributes] = {}
@@ -133,7 +133,7 @@ class ModuleState:
         return self._attributes[id(module)].tensors
 
     def put_back(self) -> None:
-        """Let all of it be as it was. Can be done any number of times."""
+        """Restore all of it. Can be done any number of times."""
         for held in self._attributes.values():
             held.put_back()
         self.headers.put_back()

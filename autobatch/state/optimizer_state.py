@@ -1,8 +1,8 @@
-"""An optimizer's state, made before its first step instead of inside it.
+"""Makes an optimizer's state before its first step instead of inside it.
 
-Covers torch's own optimizers that make their state when the first gradient is there: then memory that ends over it ends
+Covers torch's own optimizers that make their state with the first gradients: an out-of-memory error is then raised
 where the step can still be undone, and not between half-made entries. Does not cover other optimizers, nor SGD's
-momentum, which is a copy of the first gradient and so made by the step itself; for these only the room is checked.
+momentum, which is a copy of the first gradient and so made by the step itself; for these only free memory is checked.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     new = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in state]
     if not new:
         return []
-    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # noqa: SLF001 - no public twin
+    lists = len(inspect.signature(optimizer._init_group).parameters) - 1  # noqa: SLF001 - no public equivalent
     try:
         with torch.no_grad():
             for group in optimizer.param_groups:
-                optimizer._init_group(group, *([] for _ in range(lists)))  # noqa: SLF001 - no public twin
+                optimizer._init_group(group, *([] for _ in range(lists)))  # noqa: SLF001 - no public equivalent
         return new
     except BaseException:
         forget_state(optimizer, new)

@@ -1,4 +1,4 @@
-"""Every random number generator a training step may draw from, remembered and put back.
+"""Records the random number generators that a training step may draw from, and restores them.
 
 Covers torch's CPU generator, the device's own, Python's ``random`` and NumPy's global generator. Does not cover
 generator objects that the user made and passes around.
@@ -26,7 +26,7 @@ class HostRandomState:
 
     Attributes:
         python: Python's.
-        numpy: NumPy's; ``None`` where nobody has imported it.
+        numpy: NumPy's; ``None`` where it is not imported.
         marks: What differs once one was drawn from; ``None`` where that cannot be seen (``generator_marks``).
     """
 
@@ -36,19 +36,17 @@ class HostRandomState:
 
     @classmethod
     def capture(cls, earlier: HostRandomState | None = None) -> HostRandomState:
-        """Remember both as they are now.
+        """Record both as they are now.
 
         Args:
-            earlier: What they were before; it is returned where they still are that.
+            earlier: An earlier record; returned if it is still current.
         """
         marks = _read_marks()
         if earlier is not None and marks is not None and marks == earlier.marks:
             return earlier
         numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
         state = None if numpy is None else numpy.get_state(legacy=False)
-        if state is not None and state.get(
-            "has_gauss"
-        ):  # the second number of a pair waits, and nothing shows when it is taken
+        if state is not None and state.get("has_gauss"):  # nothing shows when a pair's second number is taken
             marks = None
         return cls(random.getstate(), state, marks)
 
@@ -60,7 +58,7 @@ class HostRandomState:
         return pickle.dumps((self.python, self.numpy)) == pickle.dumps((now.python, now.numpy))
 
     def restore(self) -> None:
-        """Put both back."""
+        """Restore both."""
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
@@ -84,11 +82,11 @@ class RandomState:
     __slots__ = ("_device", "_device_state", "cpu", "host")
 
     def __init__(self, device: torch.device, host: HostRandomState | None = None) -> None:
-        """Remember all generators as they are now.
+        """Record all generators as they are now.
 
         Args:
-            device: Whose own generator is meant.
-            host: Stands for Python's and NumPy's, where somebody remembered them before.
+            device: The device whose generator is recorded.
+            host: A record of Python's and NumPy's; default: a new one.
         """
         self.cpu, self._device = torch.default_generator.get_state(), device
         self._device_state = None if device.type == "cpu" else _read(device)
@@ -101,7 +99,7 @@ class RandomState:
         return _are_equal(torch.default_generator.get_state(), self.cpu) and self.host.is_current()
 
     def restore(self) -> None:
-        """Put all generators back, bit for bit."""
+        """Restore all generators, bit for bit."""
         torch.set_rng_state(self.cpu)
         if self._device_state is not None:
             torch.get_device_module(self._device).set_rng_state(self._device_state, *_which(self._device))

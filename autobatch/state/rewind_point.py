@@ -1,11 +1,11 @@
-"""Remembers everything that a failed attempt at a micro-batch may have changed, and puts it back.
+"""Records everything that a failed attempt at a micro-batch may have changed, and restores it.
 
 Covers random generators, what modules hold (``module_state``), the values of buffers, memory that steps are known to
 write into (``written_memory``) and objects that the user has named (``user_objects``). Does not cover gradients
 (``gradients``), nor the optimizer, which no micro-batch touches.
 
-Copies of values stay on their device, and are made before every micro-batch. What is dearer to look at than to put back
-is remembered once a step, until a failure shows that it moves (``StepState``).
+Copies of values stay on their device, and are made before every micro-batch. What costs more to record than to restore
+is recorded once a step, until a failure shows that it changes (``StepState``).
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class RewindPoint:
         memory: WrittenMemory | None = None,
         objects: Sequence[Any] = (),
     ) -> None:
-        """Remember all of it as it is now.
+        """Record all of it as it is now.
 
         Args:
-            modules: ``[*model.modules()]``, walked once for many points.
-            device: Whose own generator is meant.
-            host: Python's and NumPy's generators, where somebody has looked at them.
-            state: An earlier point's, which stands for what the modules hold.
-            memory: What steps are known to write into.
-            objects: What the user has named.
+            modules: ``[*model.modules()]``, listed once for many points.
+            device: The device whose generator is recorded.
+            host: A record of Python's and NumPy's generators; default: a new one.
+            state: A record of what the modules hold; default: a new one.
+            memory: The memory that steps are known to write into.
+            objects: The objects that the user has named.
         """
         self.random = RandomState(device, host)
         self.modules: ModuleState = state or ModuleState(modules)
@@ -91,7 +91,7 @@ class RewindPoint:
         return [module for module in self.modules.modules if id(module) in changed or holds_moved(module)]
 
     def restore(self) -> None:
-        """Put all of it back bit for bit, in place; allocates nothing of size."""
+        """Restore all of it bit for bit, in place; allocates nothing of size."""
         try:
             self._put_back()
         except BaseException:
@@ -114,7 +114,7 @@ class RewindPoint:
             _put_value_back(memory, value)
 
     def restore_outside(self) -> None:
-        """Put back the values that a recorder has copied of memory to which no module that this knows refers."""
+        """Restore the recorded values of memory to which no known module refers."""
         own = self.modules.headers.storages()
         for key in self.memory.keys() - own:
             _put_value_back(*self.memory[key])
@@ -132,18 +132,18 @@ class StepState:
         records: Whether writes may be recorded.
         moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
         is_recording: Whether the step that began last is one of those in which writes are recorded.
-        is_still: Whether nothing has to be remembered before its other micro-batches.
-        is_looked_over: Whether it is one of those in which each micro-batch is looked at for what it moves.
+        is_still: Whether nothing has to be recorded before its other micro-batches.
+        is_looked_over: Whether it is one of those in which each micro-batch is searched for what it changes.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Sequence[Any] = (), *, records: bool) -> None:
-        """Know nothing yet.
+        """Begin with nothing learnt.
 
         Args:
             model: Its submodules are covered too.
-            device: Whose own generator is meant.
-            objects: What the user has named: see ``user_objects``.
-            records: Not for compiled models, which would run eagerly meanwhile.
+            device: The device whose generator is recorded.
+            objects: The objects that the user has named: see ``user_objects``.
+            records: False for compiled models, which would run eagerly while writes are recorded.
         """
         self._model, self._device = model, device
         named = expand_objects(objects)
@@ -160,7 +160,7 @@ class StepState:
         self.is_recording = self.is_looked_over = self.is_still = False
 
     def begin(self) -> RewindPoint:
-        """Remember everything, before a step."""
+        """Record everything, before a step."""
         self.is_looked_over = is_recorded(self._begun)
         self.is_recording = self.records and self.is_looked_over
         self._begun += 1
@@ -185,7 +185,7 @@ class StepState:
         return RewindPoint(state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects)
 
     def begin_micro_batch(self, begun: RewindPoint) -> RewindPoint:
-        """Remember what is known to move from one micro-batch to the next, and rely on ``begun`` for the rest."""
+        """Record what is known to change from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if self.is_looked_over:
             self.returns_to(begun, begun)
         if not self._moves(begun):
@@ -229,14 +229,14 @@ class StepState:
         self._recorder, self._written = None, set()
 
     def end(self) -> None:
-        """After a step, when nothing of it will be undone any more: hold nothing that a hand-written loop would not."""
+        """End a step that will not be undone: drop every reference that a hand-written loop would not hold."""
         if self._latest is not None:
             self._latest.release()
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
-        """Whether ``here`` leads back to the start of its micro-batch: not where it relied on ``begun`` for what moved.
+        """Whether ``here`` restores the start of its micro-batch: not where it relied on ``begun`` for what changed.
 
-        What has moved is remembered before each micro-batch from then on.
+        What has changed is recorded before each micro-batch from then on.
         """
         relies = here is begun
         draws_on_host = (relies or here.random.host is begun.random.host) and not begun.random.host.is_current()
@@ -249,10 +249,10 @@ class StepState:
         return not (draws or draws_on_host or moves)
 
     def learn(self, begun: RewindPoint) -> list[torch.Tensor]:
-        """Learn what torch has counted as written since a step began, in case the step is not recorded.
+        """Find what was written since a step began, by torch's counts, in case the step is not recorded.
 
         Returns:
-            Tensors that cannot be put back: there is no copy of what they held. In later steps there will be.
+            Tensors that cannot be restored, since they were not copied. In later steps they will be.
         """
         if not begun.modules.headers.any_written():
             return []
@@ -268,6 +268,6 @@ class StepState:
 @torch.no_grad()
 def _put_value_back(memory: torch.Tensor, value: torch.Tensor) -> None:
     storage = memory.untyped_storage()
-    if storage.nbytes() != value.nbytes:  # somebody used resize_ on it
+    if storage.nbytes() != value.nbytes:  # resize_ was called on it
         storage.resize_(value.nbytes)
     memory.copy_(value)

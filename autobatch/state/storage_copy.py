@@ -1,4 +1,4 @@
-"""Values of tensors, kept aside and put back bit for bit.
+"""Copies values of tensors, and restores them bit for bit.
 
 Covers whole storages: views, tied tensors and overlapping strides (``expand``) are then right by construction, and so
 is every dtype, payloads of NaN included. Does not cover which tensors belong to a model or an optimizer
@@ -35,12 +35,12 @@ class StorageCopies:
         """Copy every distinct storage once.
 
         Args:
-            tensors: What to remember, on any device.
+            tensors: What to copy, on any device.
             host_bytes: How much host memory the copies may take; beyond it they go to a temporary file, whose pages the
                 kernel can write out.
 
         Raises:
-            DoesNotFit: The disk has no room either.
+            DoesNotFit: The disk has not enough space either.
         """
         self._host_bytes, self._total = host_bytes, 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -73,14 +73,14 @@ class StorageCopies:
         return copy.copy_(storage, non_blocking=False)
 
     def restore(self) -> None:
-        """Write the remembered bytes back. Can be done any number of times."""
+        """Write the copied bytes back. Can be done any number of times."""
         for storage, copy in self._copies.values():
-            if storage.nbytes() != copy.nbytes():  # somebody used resize_ on it
+            if storage.nbytes() != copy.nbytes():  # resize_ was called on it
                 storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=False)
 
     def close(self) -> None:
-        """Let go of the copies, and of the file."""
+        """Free the copies, and delete the file."""
         self._copies = {}
         if self._folder is not None:
             self._folder.cleanup()

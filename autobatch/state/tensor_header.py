@@ -1,4 +1,4 @@
-"""Remembers what tensor objects refer to and their flags, and puts them back; values are kept elsewhere.
+"""Records what tensor objects refer to and their flags, and restores them; values are copied elsewhere.
 
 Covers the memory that a tensor points to (``.data = ...``, ``resize_``, ``half()``), its class (a lazy module's
 parameter becomes an ordinary one in its first forward pass), attributes that were set on it, ``requires_grad``, a graph
@@ -21,7 +21,7 @@ from autobatch.torch_internals.storages import storage_key, storages_of
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
 
-# Read by functions in C: a generator costs a Python call for each tensor, in every step.
+# Read by functions in C: a generator expression costs a Python call for each tensor, in every step.
 _MAKE_ALIAS = torch.Tensor._make_subclass  # noqa: SLF001 - as nn.Parameter does; see ``_alias``
 _VERSION = attrgetter("_version")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -41,11 +41,11 @@ class TensorHeaders:
     """What some tensors referred to at one moment, and their flags. Aliases hold that memory until this is gone.
 
     Attributes:
-        tensors: Those that were looked at.
+        tensors: Those that were recorded.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Look at all of them, each given once."""
+        """Record them, each given once."""
         self.tensors = tensors
         self._attributes, self._classes = [*map(vars, tensors)], [*map(type, tensors)]
         with _UNDISTURBED():
@@ -53,10 +53,10 @@ class TensorHeaders:
         self.renew()
 
     def renew(self) -> bool:
-        """Look at them again: where they refer to now is where ``put_back`` leads.
+        """Record them again: ``put_back`` restores what they refer to now.
 
         Returns:
-            Whether they are of the kinds they were. If not (``swap_tensors``, ``materialize``), nothing was looked at.
+            Whether their classes are the same. If not (``swap_tensors``, ``materialize``), nothing was recorded.
         """
         tensors = self.tensors
         if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):
@@ -119,16 +119,14 @@ class TensorHeaders:
         return (
             all(map(_refer_to_the_same, tensors, self._aliases))
             and [type(t) for t in tensors] == self._classes
-            and all(
-                are_same([*vars(t).values()], [*held.values()]) for t, held in zip(tensors, self._held, strict=True)
-            )
+            and all(map(_holds, tensors, self._held))
             and [t.requires_grad for t in tensors] == self._requires_grad
             and [t.is_leaf for t in tensors] == self._are_leaves
             and not any(map(_HOOKS, self._unhooked()))
         )
 
     def put_back(self) -> None:
-        """Let all refer to the same memory again, with the same flags. Can be done any number of times."""
+        """Restore what they refer to, and their flags. Can be done any number of times."""
         with _UNDISTURBED():
             headers = zip(self.tensors, self._aliases, self._classes, strict=True)
             for tensor, alias, cls in headers:

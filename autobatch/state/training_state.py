@@ -1,10 +1,10 @@
-"""Everything a training step may change, remembered before a probe and put back after it.
+"""Records everything a training step may change, before trials, and restores it after them.
 
 Covers, for a model and its optimizer: values of parameters, gradients, buffers (non-persistent too), tensor attributes
-and optimizer state; the memory each tensor points to (``.data = ...``, ``resize_``, ``half()``); which objects stand
-where (``.grad``, optimizer state entries, hooks of modules and tensors, train/eval flags, counters and containers kept
-as attributes); ``requires_grad``; and the random generators. Of other modules and tensors that the step can reach, such
-as a teacher, the same but for values; and the values of any tensor that is written into while ``record`` is active.
+and optimizer state; the memory each tensor points to (``.data = ...``, ``resize_``, ``half()``); which objects are
+referenced (``.grad``, optimizer state entries, hooks of modules and tensors, train/eval flags, counters and containers
+in attributes); ``requires_grad``; and the random generators. Of other modules and tensors that the step can reach, such
+as a teacher, the same except values; and the values of any tensor that is written into while ``record`` is active.
 Does not cover what the step changes elsewhere: inside the user's own objects and NumPy arrays, generators the user
 made, files, a dataset's position.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from autobatch.state.containers import Contents, children_of, remember
+from autobatch.state.containers import Contents, children_of, record_contents
 from autobatch.state.random_state import RandomState
 from autobatch.state.storage_copy import StorageCopies
 from autobatch.state.tensor_header import TensorHeaders
@@ -49,19 +49,19 @@ class TrainingState:
         host_bytes: int,
         outside: Iterable[nn.Module | torch.Tensor] = (),
     ) -> None:
-        """Remember all of it, and silence the optimizer's step hooks until ``restore``: they tell of training.
+        """Record all of it, and remove the optimizer's step hooks until ``restore``: they are for training.
 
         Args:
             model: Its submodules are covered too.
             optimizer: ``torch.optim.Optimizer`` or anything with ``param_groups`` and ``state``; wrapped ones are
                 covered.
-            device: Whose random generator is meant.
+            device: The device whose random generator is recorded.
             host_bytes: Host memory that copies of values may take before they go to a file.
             outside: Modules and tensors in the step's reach that belong to neither. Their values are copied only when
                 they are written into while ``record`` is active: a frozen teacher may be larger than the model.
 
         Raises:
-            DoesNotFit: There is neither host memory nor disk for the copies.
+            DoesNotFit: Neither host memory nor the disk has space for the copies.
         """
         seen: set[int] = set()
         # First: what a module shares with the optimizer is the optimizer's, which keeps it between trials.
@@ -71,8 +71,10 @@ class TrainingState:
         found = (*of_optimizer, *of_model, *of_others)
         tensors = [value for value in found if isinstance(value, torch.Tensor)]
         owned = [value for value in (*of_optimizer, *of_model) if isinstance(value, torch.Tensor)]
-        self._of_optimizer = [content for value in of_optimizer if (content := remember(value)) is not None]
-        self._of_model = [content for value in (*of_model, *of_others) if (content := remember(value)) is not None]
+        self._of_optimizer = [content for value in of_optimizer if (content := record_contents(value)) is not None]
+        self._of_model = [
+            content for value in (*of_model, *of_others) if (content := record_contents(value)) is not None
+        ]
         self._classes = [(module, type(module)) for module in (model, *found) if isinstance(module, nn.Module)]
         self._headers = TensorHeaders(tensors)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
@@ -80,7 +82,7 @@ class TrainingState:
             self._values = StorageCopies(owned, host_bytes=host_bytes)
         self._random = RandomState(device)
         self._optimizer = optimizer
-        _silence_step_hooks(optimizer)
+        _remove_step_hooks(optimizer)
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -105,7 +107,7 @@ class TrainingState:
         """Drop what the optimizer has made: a first step in which memory ended may leave half a state."""
         for content in self._of_optimizer:
             content.put_back()
-        _silence_step_hooks(self._optimizer)
+        _remove_step_hooks(self._optimizer)
 
     def restore(self) -> None:
         """Put everything back bit for bit."""
@@ -124,13 +126,13 @@ class TrainingState:
         self._random.restore()
 
     def __enter__(self) -> TrainingState:
-        """Restore at the end of the block, whatever happens in it."""
+        """Restore at the end of the block, also after an error."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """See ``restore``; nothing is remembered afterwards."""
+        """Restore, and drop the record."""
         try:
             self.restore()
         finally:
@@ -179,7 +181,7 @@ def _below(value: Any) -> list[Any]:
     return [vars(value)] if has_state and hasattr(value, "__dict__") else children_of(value)
 
 
-def _silence_step_hooks(optimizer: Any | None) -> None:
+def _remove_step_hooks(optimizer: Any | None) -> None:
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         hooks = getattr(optimizer, name, None)
         if isinstance(hooks, dict):

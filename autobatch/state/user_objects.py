@@ -1,8 +1,8 @@
-"""Remembers objects that the user has named because a step changes them: ``Runner(keep=[...])``.
+"""Copies objects that the user has named because a step changes them: ``Runner(keep=[...])``.
 
 Covers objects with ``take()`` and ``put(taken)``, or with ``state_dict()`` and ``load_state_dict(state)``; tensors;
 dicts, lists, sets, deques, arrays, generators and dataclasses, with the tensors in them. Modules, such as a metric or a
-teacher, are remembered as the model is (``module_state``), not here.
+teacher, are recorded as the model is (``module_state``), not here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["UserObjects", "check_objects", "expand_objects"]
 
 
 def check_objects(objects: Any) -> tuple[Any, ...]:
-    """What was given for ``keep=``, as a tuple.
+    """Return the argument of ``keep=`` as a tuple.
 
     Raises:
-        InvalidArgument: It is no sequence of objects, or one of them cannot be remembered.
+        InvalidArgument: It is no sequence of objects, or one of them cannot be restored.
     """
     if not isinstance(objects, list | tuple):
         raise InvalidArgument(f"keep={show_value(objects)}: pass a list of objects, keep=[...]")
@@ -69,7 +69,7 @@ class UserObjects:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Let all of them hold that again. Can be done any number of times."""
+        """Restore all of them. Can be done any number of times."""
         with ExitStack() as parts:  # an error of one object's own code leaves none of the others out
             for tensor, value in self._values:
                 parts.callback(tensor.detach().copy_, value)

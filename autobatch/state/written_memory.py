@@ -1,4 +1,4 @@
-"""Finds the memory that a step writes into, and keeps what was there before.
+"""Finds the memory that a step writes into, and copies what was there before.
 
 Covers writes through torch's operators into any tensor that was there before the micro-batch: a key encoder that
 follows another in ``forward()``, a memory bank, a teacher that the step itself updates. Nothing has to be known of them
@@ -39,14 +39,14 @@ def is_recorded(step: int) -> bool:
 
 
 class WrittenMemory:
-    """The storages that steps are known to write into. They are not kept alive."""
+    """The storages that steps are known to write into, by weak references."""
 
     def __init__(self) -> None:
-        """None is known at first."""
+        """Begin with none."""
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the storages of these tensors be known."""
+        """Add the storages of these tensors."""
         for tensor in tensors:
             for storage in storages_of(tensor):
                 self.known[storage._cdata] = weakref.ref(storage)

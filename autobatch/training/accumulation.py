@@ -281,8 +281,8 @@ class Accumulation:
         tensors = [*chain.from_iterable(map(Layout.tensors, batches))]
         refuse_graphs(tensors)
         ranges = [(layout, 0, layout.count) for layout in batches]
-        micro_batches = self._cut(ranges, largest)
         weighed = self.workload.weigh is not None
+        micro_batches = self._cut(ranges, largest)
         if weighed and not self._is_additive:
             check_additive(self._cut(ranges, None), micro_batches)
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch

@@ -1,4 +1,4 @@
-"""Notices when a step writes into its batch, and puts back what was there.
+"""Detects a step that writes into its batch, and restores the batch.
 
 Covers tensors by torch's count of writes and, in recorded steps (``state.written_memory``), by copies that are made
 right before a write; and NumPy arrays by copies in those steps. So in a recorded step, the first one among them, the
@@ -30,7 +30,7 @@ def refuse_write(*, stays: bool) -> NoReturn:
     """Refuse a step that wrote into its batch.
 
     Args:
-        stays: Whether what it wrote is still there, and somebody may miss what was.
+        stays: Whether the samples could not be restored, in a batch of the user's.
 
     Raises:
         InvalidStep: Always.
@@ -42,16 +42,16 @@ class WatchedBatch:
     """The samples of one micro-batch, while a step runs on them.
 
     Attributes:
-        samples: As the user's batch holds them, on whatever device.
+        samples: Views of the user's batch, on any device.
     """
 
     def __init__(self, samples: Any, *, copies_arrays: bool, is_copy: bool = False) -> None:
-        """Note what there is.
+        """Note how often each tensor was written into.
 
         Args:
             samples: Views of a batch.
-            copies_arrays: Whether NumPy arrays are copied, of which writes cannot be counted.
-            is_copy: Whether the batch is one that no user sees, so that a write that stays in it is not worth a word.
+            copies_arrays: Whether NumPy arrays are copied, in which writes cannot be counted.
+            is_copy: Whether the batch is a copy that the user does not see; the message then omits what stays written.
         """
         self.samples, self._is_copy = samples, is_copy
         self._tensors = [*tensors_of(samples)]
@@ -75,15 +75,15 @@ class WatchedBatch:
         return bool(here)
 
     def __enter__(self) -> WatchedBatch:
-        """Nothing is to be done."""
+        """Do nothing."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Put back what was written.
+        """Restore the samples.
 
         Raises:
-            InvalidStep: Something was. Of a step that has raised an error itself that error comes out, unless memory
-                ended and the micro-batch would be run again on what it has written.
+            InvalidStep: The step wrote into them. An error of the step itself passes through instead, unless memory
+                ended and the micro-batch would be run again on changed samples.
         """
         is_written, is_back = self._is_written(), self._put_back()
         if is_written and (error is None or (not is_back and is_oom(error))):
@@ -100,7 +100,7 @@ class WatchedBatch:
 
     @torch.no_grad()
     def _put_back(self) -> bool:
-        """Whether all that was written is as it was."""
+        """Restore what was copied; returns whether that was everything that was written."""
         restored = set()
         for copies in self._copies.values():
             for tensor, part, copy in copies:

@@ -27,10 +27,10 @@ _IS_TRAINED, _GRADIENT = attrgetter("requires_grad"), attrgetter("grad")
 
 
 class CountedSteps:
-    """What the counted steps of one workload took."""
+    """The memory that the counted steps of one workload took."""
 
     def __init__(self, workload: Workload, device: Device, budget_bytes: int) -> None:
-        """Nothing has been counted."""
+        """Begin with no counted step."""
         self._workload, self._device, self._budget_bytes = workload, device, budget_bytes
         self._growth = CountedGrowth()
         self._step: tuple[Hashable, Sequence[float]] | None = None
@@ -47,7 +47,7 @@ class CountedSteps:
         )
 
     def begin(self, layouts: Sequence[Layout], size: int, *, update: bool) -> MemoryUsage:
-        """A counted step begins; returns what is held."""
+        """Begin a counted step; returns what is held."""
         if self._device.counting_takes_time:
             self._parameters = self._workload.parameters()
             self._step = self._describe(layouts, size, update=update)
@@ -57,7 +57,7 @@ class CountedSteps:
         return self._before
 
     def end(self, *, is_skipped: bool) -> MemoryUsage:
-        """The counted step is done; returns what was held at most. A skipped one says nothing of others like it."""
+        """End a counted step; returns what was held at most. A skipped one is not counted."""
         after = self._device.usage()
         if self._step is not None and not is_skipped:
             left = after.allocated - _bytes_of_gradients(self._workload.parameters())
@@ -70,7 +70,7 @@ class CountedSteps:
         return after
 
     def add_shortage(self) -> None:
-        """The step ran out of memory: what it took, in the end, it took with less."""
+        """Note that the step ran out of memory: what it takes in the end is that of a smaller size."""
         if self._step is not None:
             self._growth.add_shortage(*self._step)
             self._step = None

@@ -1,8 +1,8 @@
-"""``Runner``: applies a plan, step after step.
+"""Applies a plan, step after step.
 
-Covers one optimizer step on a batch of any size: accumulation, the retry's next size, the update, and what is told
-about it. The exactness lives in ``accumulation``, the sizes over time in ``planning.pacing``. Does not cover several
-ranks.
+Covers one optimizer step on a batch of any size: the accumulation, the next size after a failed one, the update and
+the events. Exact gradients are the matter of ``accumulation``, sizes over time that of ``planning.pacing``. Does not
+cover several ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from autobatch._arguments import check_choice
-from autobatch._formatting import format_bytes, name_type
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_one_batch
 from autobatch.distributed import refuse_many_ranks
@@ -27,12 +26,10 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
-from autobatch.planning.planner import least_size
 from autobatch.planning.retry_size import CLEAN_STEPS, compiled_ladder, eager_ladder
-from autobatch.report.advice import PHASES
 from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
-from autobatch.step.batch_norm import explain_smallest, refuses_one_sample
+from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Step, Weigh, Workload
@@ -40,6 +37,12 @@ from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
+from autobatch.training.step_errors import (
+    check_plan,
+    explain_no_retry,
+    explain_shortage,
+    refuse_larger_micro_batches,
+)
 from autobatch.training.step_events import StepEvents, check_hooks
 from autobatch.training.update import Update, check_options
 
@@ -48,7 +51,7 @@ __all__ = ["Runner"]
 _NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 
 _ALWAYS_COUNTED = 2
-"""Steps measured in any case: in the first the optimizer makes its state, from the second on it is there."""
+"""Steps counted in any case: in the first the optimizer makes its state, from the second on it has one."""
 
 
 class Runner:
@@ -104,7 +107,7 @@ class Runner:
             InvalidArgument: An argument cannot mean anything.
         """
         refuse_many_ranks()
-        _check_plan(plan, weigh)
+        check_plan(plan, weigh)
         optimizer, scaler = unwrap_for_training(optimizer, scaler)
         scheduler = unwrap_scheduler(scheduler)
         check_options(scaler, max_grad_norm, scheduler)
@@ -116,7 +119,7 @@ class Runner:
         self._device = find_device(self._workload.parameters(), type(model).__name__, device)
         scale = None if scaler is None else scaler.scale
         if scaler is not None and scaler.is_enabled():
-            # Its two tensors are made on first use: memory that ended between them would leave a broken scaler.
+            # Its two tensors are made on first use: memory that ends between them would leave a broken scaler.
             scaler.scale(torch.zeros((), device=self._device.torch_device))
         self._free_memory = FreeMemory(plan, self._workload, self._device)
         self._accumulation = Accumulation(
@@ -128,17 +131,20 @@ class Runner:
             smallest=plan.smallest_micro_batch,
             keep=check_objects(keep),
         )
-        self._update = (
-            None
-            if optimizer is None
-            else Update(
-                optimizer, self._free_memory.check_update, self._explain_no_retry, scaler, max_grad_norm, scheduler
+        self._update = None
+        if optimizer is not None:
+            self._update = Update(
+                optimizer=optimizer,
+                check_memory=self._free_memory.check_update,
+                advise=lambda: explain_no_retry(self.steps, plan),
+                scaler=scaler,
+                max_grad_norm=max_grad_norm,
+                scheduler=scheduler,
             )
-        )
         self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
         self._layout = Layout(None, 0, plan.batch_lists)
         self._sizes_seen = {sum(plan.micro_batch_sizes)}
-        # What runs on a stand-in for a device is not worth keeping.
+        # Steps on a substitute for a device are not recorded.
         recorder = None if isinstance(device, Device) else RunRecorder(plan, Ledger.open())
         self._events = StepEvents(plan, hooks, recorder)
         self._events.report_plan(model, optimizer)
@@ -153,9 +159,9 @@ class Runner:
         return self._pace.size
 
     def step(self, batch: Any) -> StepResult:
-        """One optimizer step on a whole batch.
+        """Run one optimizer step on a whole batch.
 
-        Gradients that were there before are part of it, as they would be after ``backward``: begin with none.
+        Earlier gradients become part of it, as with ``backward``: call ``zero_grad()`` before if they should not.
 
         Args:
             batch: This rank's share of the target batch, on any device; only micro-batches go to the model's device.
@@ -175,10 +181,10 @@ class Runner:
         return self._run([batch], update=True)
 
     def step_over(self, batches: Iterable[Any]) -> StepResult:
-        """One optimizer step on smaller batches that make up the target together.
+        """Run one optimizer step on smaller batches that make up the target together.
 
         Args:
-            batches: All are taken before the first one is run: the mean's denominator is the total, and a restart needs
+            batches: All are read before the first one is run: the mean's denominator is the total, and a restart needs
                 them.
 
         Returns:
@@ -197,7 +203,7 @@ class Runner:
         return self._run(list(batches), update=True)
 
     def accumulate(self, batch: Any) -> StepResult:
-        """The same without the update: ``.grad`` becomes the batch's gradient, added to what was there.
+        """Run a step without the update: the batch's gradient is added to ``.grad``.
 
         With a ``scaler`` the gradients stay scaled, as after ``scaler.scale(loss).backward()``.
 
@@ -244,7 +250,7 @@ class Runner:
         return result
 
     def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[AccumulationState | None, bool]:
-        """The step inside the budget, and whether the allocator had to give memory back in it."""
+        """Accumulate inside the budget; returns also whether the allocator had to give memory back."""
         self._device.watch(self._workload.resident_tensors())
         for layout in layouts:
             self._device.watch(layout.tensors())
@@ -259,20 +265,20 @@ class Runner:
     def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> AccumulationState | None:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
         if self._accumulation.smallest > 1:
-            self._refuse_larger_micro_batches(layouts)
+            refuse_larger_micro_batches(layouts, self.plan, self._accumulation.smallest, self._workload.model)
         try:
             return self._accumulation.run(layouts, pace_before.size, apply)
         except BaseException as error:
-            self._pace = pace_before  # a step that did not happen has taught nothing
+            self._pace = pace_before  # a step that was undone does not count
             if self._accumulation.smallest > 1 or not refuses_one_sample(error):
                 raise
-        # A plan that no trial stands behind does not know it. Everything is as before the step: it can be run anew.
+        # A plan without trials does not know it. Everything is as before the step: it can be run again.
         self._accumulation.smallest = 2
         self._pace = _set_pace(self.plan, self._workload, smallest=2)
         return self._accumulate(layouts, update=update)
 
     def _look_ahead(self) -> Pace:
-        """The size for this step: less only if less is free even when all that is unused is given back."""
+        """The pace for this step: smaller only if too little is free even after all caches are given back."""
         pace = self._read_pace()
         if pace.size >= self._pace.size:
             return pace
@@ -283,7 +289,7 @@ class Runner:
         return self._pace.before_step(self._free_memory.limit(), self._free_memory.target())
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
-        """Read the batches' lists as the plan's example was read, and later ones as earlier ones."""
+        """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
         if not batches:
             raise InvalidBatch("step_over() was given no batches")
         layouts, samples = [], 0
@@ -299,7 +305,7 @@ class Runner:
         return layouts
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
-        """Whether to count: near the budget what is not known, the first two steps, and samples larger than before."""
+        """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""
         is_new = self.steps < _ALWAYS_COUNTED
         for layout in layouts:
             elements = layout.elements / layout.count
@@ -317,23 +323,10 @@ class Runner:
         return self._pace.size < self._pace.goal and self._read_pace() is not self._pace
 
     def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
-        """A step that has nothing to take a mean over has not happened, and says so."""
+        """The result of a step whose weights are all 0: nothing has happened."""
         self._events.report_skip(self.steps, sum(layout.count for layout in layouts))
         loss = torch.full((), torch.nan, device=self._device.torch_device)
         return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
-
-    def _refuse_larger_micro_batches(self, batches: Sequence[Layout]) -> None:
-        """``max_micro_batch`` is the user's word: nothing is run where a batch could only be divided beyond it."""
-        most, smallest = self.plan.max_micro_batch, self._accumulation.smallest
-        for layout in batches:
-            least = least_size(layout.count, smallest)
-            if most is not None and least > most and most < self.plan.target_batch:  # else the bound is fit's own
-                why = explain_smallest(self._workload.model)
-                raise DoesNotFit(
-                    f"a batch of {layout.count} samples in micro-batches of at most {most} (the plan's "
-                    f"max_micro_batch) leaves one of a single sample, and {why}: pass an even number of samples, or "
-                    f"plan with fit(max_micro_batch={least}) or more"
-                )
 
     def _change_pace(self, pace: Pace, step: int) -> None:
         if pace.size != self._pace.size:
@@ -344,26 +337,11 @@ class Runner:
         self._counted_steps.add_shortage()
         least = max(shortage.least_size, self._pace.smallest)
         if shortage.failed_size <= least:
-            raise DoesNotFit(self._explain_shortage(shortage))
+            used = self._device.usage().allocated
+            raise DoesNotFit(explain_shortage(self.steps, shortage, used, self.plan, self._workload.model))
         self._pace = self._pace.after_shortage(shortage.failed_size, self._free_memory.target(), least)
         self._events.report_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
-
-    def _explain_no_retry(self) -> str:
-        return (
-            f"so step {self.steps} was not retried; load your last checkpoint and give fit() the optimizer and more "
-            f"headroom= than {format_bytes(self.plan.headroom_bytes)}"
-        )
-
-    def _explain_shortage(self, shortage: Shortage) -> str:
-        used, size = self._device.usage().allocated, shortage.failed_size
-        samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
-        reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(self._workload.model)}"
-        return (
-            f"step {self.steps} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
-            f"{format_bytes(used)} of a budget of {format_bytes(self.plan.budget_bytes)} were held before it; "
-            f"{reason}; everything is as before the step: free memory or give fit() a larger budget="
-        )
 
 
 def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
@@ -371,10 +349,3 @@ def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
     if is_compiled(workload.model, workload.step):
         return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
     return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
-
-
-def _check_plan(plan: Any, weigh: Any) -> None:
-    if not isinstance(plan, Plan):
-        raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
-    if plan.weighed and weigh is None:
-        raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")

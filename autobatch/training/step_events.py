@@ -1,6 +1,6 @@
-"""What a runner tells of its steps: each thing in one event, and once what would be noise the second time.
+"""Emits the events of training to the log, the user's hooks and the ledger.
 
-Covers the events of training. Does not cover what they say (``events``) nor the numbers in them (``runner``).
+Does not cover their texts (``events``) nor the numbers in them (``runner``).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ logger = logging.getLogger("autobatch")
 
 
 def check_hooks(hooks: Any) -> tuple[Hook, ...]:
-    """Each can be called, which is found out before the first step and not in each.
+    """The hooks as a tuple; what cannot be called is refused before the first step.
 
     Raises:
-        InvalidArgument: One cannot, or they are no row of hooks at all.
+        InvalidArgument: One of them cannot be called, or they are no sequence of hooks.
     """
     found = (hooks,) if isinstance(hooks, str) or not isinstance(hooks, Iterable) else tuple(hooks)
     for hook in found:
@@ -55,22 +55,22 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
 
 
 class StepRecorder(Hook, Protocol):
-    """A hook that is given the numbers of finished steps without an event, since there is one in every step."""
+    """A hook that gets the numbers of finished steps without an event, which would cost time in every step."""
 
     def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
-        """Take note of a finished step; the numbers are those of ``StepFinished``."""
+        """Record a finished step; the numbers are those of ``StepFinished``."""
 
 
 class StepEvents:
     """The events of one plan's steps, for the log and for the user's hooks."""
 
     def __init__(self, plan: Plan, hooks: Sequence[Hook], recorder: StepRecorder | None = None) -> None:
-        """Nothing has been told yet.
+        """Emit to these hooks.
 
         Args:
-            plan: Whose steps these are.
+            plan: The plan of the steps.
             hooks: Called with every event.
-            recorder: Writes the run down; it is called with every event but those of finished steps.
+            recorder: Writes the run into the ledger; called with every event but those of finished steps.
         """
         self._plan, self._listeners, self._recorder = plan, hooks, recorder
         self._hooks = hooks if recorder is None else (*hooks, recorder)
@@ -78,22 +78,22 @@ class StepEvents:
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
 
     def report_plan(self, model: nn.Module, optimizer: Any | None) -> None:
-        """A plan of another model or optimizer."""
+        """Warn of a plan of another model or optimizer."""
         name = type(unwrap_model(model)).__name__
         differing = tuple(model_differences(self._plan, name, identify_model(model, optimizer)))
         if differing:
             emit(PlanDiffers(plan_id=self._plan.id, differences=differing), self._hooks)
 
     def report_size(self, step: int, samples: int) -> None:
-        """Another number of samples than planned."""
+        """Report another number of samples than planned."""
         emit(BatchDiffers(step=step, samples=samples, planned=self._planned), self._hooks)
 
     def report_earlier_gradients(self, step: int) -> None:
-        """Gradients that become part of the step."""
+        """Report earlier gradients that became part of the step."""
         emit(GradientsFound(step=step), self._hooks)
 
     def report_retry(self, step: int, shortage: Shortage, new_size: int, used_bytes: int) -> None:
-        """Memory ended, and what comes next."""
+        """Report that memory ended, and the next size."""
         retried = Retried(
             step=step,
             failed_size=shortage.failed_size,
@@ -108,17 +108,17 @@ class StepEvents:
         emit(retried, self._hooks)
 
     def report_pace(self, step: int, old_size: int, pace: Pace) -> None:
-        """The size changed between two steps."""
+        """Report a new size from one step to the next."""
         inexact = self._inexact if pace.size < old_size else ""
         change = SizeChanged(step=step, old_size=old_size, new_size=pace.size, reason=str(pace.reason), inexact=inexact)
         emit(change, self._hooks)
 
     def report_skip(self, step: int, samples: int) -> None:
-        """A step with nothing to take a mean over."""
+        """Report a step whose weights are all 0."""
         emit(StepSkipped(step=step, samples=samples), self._hooks)
 
     def report_failed(self, step: int, error: BaseException) -> None:
-        """A step that ended in an error; the text of the user's own error stays his, and nothing here replaces it."""
+        """Report a step that raised; of the user's own errors only the type, and no error here replaces that one."""
         with suppress(Exception):
             self._emit_failed(step, error)
 
@@ -129,7 +129,7 @@ class StepEvents:
         emit(StepFailed(step=step, reason=reason, out_of_memory=short), self._hooks)
 
     def report_finished(self, step: int, result: StepResult) -> None:
-        """A step's numbers; where nobody but the ledger listens, no event is made of them."""
+        """Report a step's numbers; an event is made of them only for hooks and the debug log."""
         if self._recorder is not None:
             sizes = result.micro_batch_sizes
             self._recorder.count_step(step, sizes, result.retries, result.peak_bytes, result.seconds)

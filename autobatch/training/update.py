@@ -1,7 +1,7 @@
-"""The update: one optimizer step on a finished gradient.
+"""Makes the update: one optimizer step on a finished gradient.
 
-Covers what comes before it and can be undone (room, optimizer state, unscaling, clipping), and the step itself, which
-cannot: once it has begun, parameters may have moved. Does not cover the gradient (``accumulation``).
+Covers what precedes it and can be undone (free memory, optimizer state, unscaling, clipping), and the step itself,
+which cannot: once it has begun, parameters may have moved. Does not cover the gradient (``accumulation``).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _UPDATED = (
 
 @dataclass(frozen=True)
 class Update:
-    """What is done with a gradient, once a step.
+    """The update of a runner: its optimizer, scaler, clipping and scheduler.
 
     Attributes:
         optimizer: Stepped.
-        check_room: Raises where there is no room for the optimizer's step.
-        advise: Gives the end of the message where memory runs out in that step.
+        check_memory: Raises where the optimizer's step does not fit.
+        advise: Returns the end of the message where memory ends in that step.
         scaler: Unscales, steps and updates once.
         max_grad_norm: The whole gradient is clipped to this norm.
         scheduler: Stepped after the optimizer, if that stepped.
     """
 
     optimizer: Any
-    check_room: Callable[[], None]
+    check_memory: Callable[[], None]
     advise: Callable[[], str]
     scaler: torch.amp.GradScaler | None = None
     max_grad_norm: float | None = None
@@ -62,18 +62,17 @@ class Update:
         """Prepare, then step the optimizer, then scaler and scheduler.
 
         Args:
-            begin: Called right before the optimizer's own step. What is raised before it has not happened, but for
-                ``.grad``.
+            begin: Called right before the optimizer's own step. An error before it leaves all as it was but ``.grad``.
 
         Raises:
-            DoesNotFit: There is no room for the step.
+            DoesNotFit: The step does not fit.
             CannotRetry: Memory ended in it.
         """
         begun, reason, handled = False, None, sys.exc_info()[1]
         entry = None if self.scaler is None else _read_entry(self.scaler, self.optimizer)
         made: list[torch.Tensor] = []
         try:
-            self.check_room()
+            self.check_memory()
             made = make_state(self._inner)
             scale = self._prepare() if self.scaler is not None or self.max_grad_norm is not None else 0.0
             begin()
@@ -89,14 +88,14 @@ class Update:
         except BaseException as error:
             if not begun:
                 forget_state(self.optimizer, made)
-            # Whoever loads a checkpoint and goes on must not be told that unscale_() was called already.
+            # After a checkpoint is loaded, unscale_() must not raise that it was called already.
             _write_entry(self.scaler, self.optimizer, None if begun else entry)
             if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
         finally:
             if begun:
-                # Around a whole training loop autocast keeps the casts of weights that have moved.
+                # An autocast block around the whole loop caches casts of weights that have moved.
                 torch.clear_autocast_cache()
         if reason is not None:
             raise CannotRetry(
@@ -108,14 +107,14 @@ class Update:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.max_grad_norm is not None:
-            # The optimizer's own parameters: unscale_() has divided these alone.
+            # The optimizer's own parameters: unscale_() divides only these.
             parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        # Reading the scale waits for the device: only where somebody wants to know whether the optimizer stepped.
+        # Reading the scale waits for the device: only where the scheduler needs to know whether the optimizer stepped.
         return self.scaler.get_scale() if self.scaler is not None and self.scheduler is not None else 0.0
 
     def _step_scheduler(self, scheduler: Any) -> None:
-        """The user's own error comes out, with a note that the update was made."""
+        """Let the user's own error pass, with a note that the update was made."""
         try:
             scheduler.step()
         except Exception as error:
@@ -126,7 +125,7 @@ class Update:
 
 
 def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
-    """Refuse what an update cannot be made of.
+    """Refuse options that an update cannot use.
 
     Raises:
         InvalidArgument: One of them is of the wrong kind, or cannot mean anything.
@@ -151,7 +150,7 @@ def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
 
 
 def _is_norm(value: Any) -> bool:
-    """A positive number that a float holds; infinity is one, as in ``clip_grad_norm_``."""
+    """A positive number that fits a float; infinity does, as in ``clip_grad_norm_``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return False
     try:
@@ -161,7 +160,7 @@ def _is_norm(value: Any) -> bool:
 
 
 def _read_entry(scaler: Any, optimizer: Any) -> dict[str, Any] | None:
-    """What a scaler remembers of an optimizer between ``unscale_`` and ``update``."""
+    """A scaler's record of an optimizer between ``unscale_`` and ``update``."""
     entry = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
     return None if entry is None else dict(entry)
 

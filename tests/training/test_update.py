@@ -14,7 +14,7 @@ from autobatch.training.update import Update
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB"
 
 
-def make(*, scaled=False, scheduled=False, check_room=lambda: None, max_grad_norm=0.5):
+def make(*, scaled=False, scheduled=False, check_memory=lambda: None, max_grad_norm=0.5):
     """A model with gradients, its optimizer and scaler, and an update of them."""
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
@@ -25,7 +25,7 @@ def make(*, scaled=False, scheduled=False, check_room=lambda: None, max_grad_nor
         scaler.scale(torch.zeros(()))  # makes its two tensors, as a first loss does
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
     advise = lambda: "so load your last checkpoint"  # noqa: E731 - one word for one argument
-    return model, optimizer, Update(optimizer, check_room, advise, scaler, max_grad_norm, scheduler)
+    return model, optimizer, Update(optimizer, check_memory, advise, scaler, max_grad_norm, scheduler)
 
 
 def fail_with(error):
@@ -61,8 +61,8 @@ def test_the_beginning_is_told_once_right_before_the_optimizers_step(scaled):
 @pytest.mark.parametrize("where", ["room", "begin"])
 def test_what_is_raised_before_the_beginning_has_not_happened(where, error, scaled):
     """No state, nothing unscaled, nothing moved, and the error itself comes out; a second try goes through."""
-    rooms = [fail_with(error)] if where == "room" else []
-    model, optimizer, update = make(scaled=scaled, check_room=lambda: rooms.pop()() if rooms else None)
+    checks = [fail_with(error)] if where == "room" else []
+    model, optimizer, update = make(scaled=scaled, check_memory=lambda: checks.pop()() if checks else None)
     before = bits_of(model, optimizer)
     with pytest.raises(type(error)) as caught:
         update.run(fail_with(error) if where == "begin" else lambda: None)

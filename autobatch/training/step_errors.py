@@ -1,0 +1,81 @@
+"""Writes the errors of a runner whose plan does not suit it, or whose step does not fit.
+
+Does not cover errors of the batch (``micro_batches``), of the step function (``step``) or of the search (``report``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from autobatch._formatting import format_bytes, name_type
+from autobatch.batch.layout import Layout
+from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.plan import Plan
+from autobatch.planning.planner import least_size
+from autobatch.report.advice import PHASES
+from autobatch.step.batch_norm import explain_smallest
+from autobatch.training.accumulation_state import Shortage
+
+__all__ = ["check_plan", "explain_no_retry", "explain_shortage", "refuse_larger_micro_batches"]
+
+
+def check_plan(plan: Any, weigh: Any) -> None:
+    """Refuse what is no plan, or one that was made with ``weigh`` where there is none.
+
+    Raises:
+        InvalidArgument: It cannot be used.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
+    if plan.weighed and weigh is None:
+        raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")
+
+
+def refuse_larger_micro_batches(layouts: Sequence[Layout], plan: Plan, smallest: int, model: nn.Module) -> None:
+    """Refuse a batch that can only be cut into micro-batches larger than the user's ``max_micro_batch``.
+
+    Raises:
+        DoesNotFit: A batch cannot be cut otherwise without a micro-batch below ``smallest``.
+    """
+    most = plan.max_micro_batch
+    if most is None or most >= plan.target_batch:  # then the bound is fit's own
+        return
+    for layout in layouts:
+        least = least_size(layout.count, smallest)
+        if least > most:
+            raise DoesNotFit(
+                f"a batch of {layout.count} samples in micro-batches of at most {most} (the plan's max_micro_batch) "
+                f"leaves one of a single sample, and {explain_smallest(model)}: pass an even number of samples, or "
+                f"plan with fit(max_micro_batch={least}) or more"
+            )
+
+
+def explain_no_retry(step: int, plan: Plan) -> str:
+    """The end of the message where memory ended inside the update."""
+    return (
+        f"so step {step} was not retried; load your last checkpoint and give fit() the optimizer and more headroom= "
+        f"than {format_bytes(plan.headroom_bytes)}"
+    )
+
+
+def explain_shortage(step: int, shortage: Shortage, used_bytes: int, plan: Plan, model: nn.Module) -> str:
+    """Why a step does not fit whose micro-batch can be made no smaller.
+
+    Args:
+        step: Its number.
+        shortage: The micro-batch in which memory ended.
+        used_bytes: What was held before it.
+        plan: The plan, for its budget.
+        model: The model, for the layers that need more than one sample.
+    """
+    size = shortage.failed_size
+    samples = "one sample" if size == 1 else f"{size} samples, the fewest it can have"
+    reason = shortage.reason if size == 1 else f"{shortage.reason}; {explain_smallest(model)}"
+    return (
+        f"step {step} ran out of memory {PHASES[shortage.ended_in]} at a micro-batch of {samples}; "
+        f"{format_bytes(used_bytes)} of a budget of {format_bytes(plan.budget_bytes)} were held before it; {reason}; "
+        f"everything is as before the step: free memory or give fit() a larger budget="
+    )
