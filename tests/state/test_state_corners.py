@@ -297,6 +297,6 @@ def test_known_storages_are_learnt_anew_in_recorded_steps():
     key, found = bank.untyped_storage()._cdata, []
     for _ in range(6):
         runner.step(make_batch(8))
-        found.append(key in runner._accumulation._state._memory._known)
+        found.append(key in runner._accumulation._state._memory.known)
     assert found[0]
     assert not found[-1]
