@@ -94,7 +94,7 @@ def test_the_second_start_of_a_script_costs_one_trial(home):
     environment = {**os.environ, "AUTOBATCH_HOME": str(home), "AUTOBATCH_LEDGER": "on", "OMP_NUM_THREADS": "1"}
     outputs = [
         subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(Path(__file__).parents[1] / "builders")],
+            [sys.executable, "-c", SCRIPT, str(Path(__file__).parent)],
             env=environment,
             capture_output=True,
             text=True,
