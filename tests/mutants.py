@@ -29,7 +29,7 @@ WATCHED_BATCH = "autobatch/training/batch_mutation.py"
 MICRO_BATCHES = "autobatch/training/micro_batches.py"
 ACCUMULATION_STATE = "autobatch/training/accumulation_state.py"
 DENOMINATORS = "autobatch/training/loss_denominators.py"
-UPDATE = "autobatch/training/update.py"
+UPDATE = "autobatch/training/optimizer_step.py"
 GRADIENTS = "autobatch/state/gradients.py"
 REWIND_POINT = "autobatch/state/rewind_point.py"
 RANDOM = "autobatch/state/random_state.py"
@@ -51,14 +51,14 @@ DISPATCH = "autobatch/torch_internals/dispatch_mode.py"
 ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
 RUNNER_TESTS = ("tests/training/test_runner.py",)
 FAULT_TESTS = ("tests/training/test_faults.py",)
-WATCHED_TESTS = ("tests/training/test_watched_batch.py",)
+WATCHED_TESTS = ("tests/training/test_batch_mutation.py",)
 FULL_SIZE_TESTS = ("tests/exactness/test_full_size.py",)
 VERIFICATION_TESTS = ("tests/exactness/test_verification.py",)
 LOOP_GUARD_TESTS = ("tests/step/test_loop_guard.py",)
 BATCH_TESTS = ("tests/batch/test_layout_rules.py", "tests/batch/test_batch_types.py")
 MOVING_TESTS = ("tests/state/test_moving_state.py",)
-IN_PLACE_TESTS = ("tests/test_changed_in_place.py",)
-LIFETIME_TESTS = ("tests/test_step_lifetimes.py",)
+IN_PLACE_TESTS = ("tests/state/test_changed_in_place.py",)
+LIFETIME_TESTS = ("tests/training/test_step_lifetimes.py",)
 
 
 SMALLEST_TESTS = ("tests/training/test_smallest_piece.py",)
@@ -273,7 +273,7 @@ MUTANTS = (
         DENOMINATORS,
         "term.multiply(self._average_part(weights))",
         "term.multiply(piece.size / self.samples)",
-        ("tests/training/test_shares.py",),
+        ("tests/training/test_loss_denominators.py",),
     ),
     Mutant(
         "a buffer stays where it was put",
@@ -845,14 +845,14 @@ MUTANTS = (
     ),
     Mutant(
         "a prediction that knows no larger size ends a search",
-        "autobatch/planning/search.py",
+        "autobatch/planning/next_trial.py",
         "    if question.expects_no_more and 0 <",
         "    if 0 <",
         ("tests/prediction/test_prior.py",),
     ),
     Mutant(
         "a prediction spares the trial of a size whatever was measured",
-        "autobatch/planning/search.py",
+        "autobatch/planning/next_trial.py",
         "    if line.reach(question.limit_bytes) >= following:\n        return False\n",
         "",
         ("tests/prediction/test_prior.py",),

@@ -18,8 +18,8 @@ import torch
 
 from autobatch.batch.layout_rules import read
 from autobatch.batch.list_rules import ROOT, ListReading
+from autobatch.batch.list_structure import count_rows
 from autobatch.batch.registry import find_type
-from autobatch.batch.structure import count_rows
 from autobatch.batch.tree import (
     as_leaf,
     count_bytes,

@@ -43,8 +43,8 @@ from autobatch.batch.list_rules import (
     judge,
     refuse_to_guess,
 )
+from autobatch.batch.list_structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
 from autobatch.batch.registry import find_type
-from autobatch.batch.structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
 from autobatch.batch.tree import fields_of, is_sequence, leaves_of
 from autobatch.errors import InvalidBatch
 

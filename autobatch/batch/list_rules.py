@@ -39,7 +39,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from autobatch._formatting import name_type
-from autobatch.batch.structure import (
+from autobatch.batch.list_structure import (
     are_alike,
     are_images,
     count_rows,

@@ -1,7 +1,7 @@
 """Fits a plan to a model and a target batch, and leaves the model as it was.
 
 Covers the way from arguments to a plan: example batch, budget, trials, choice, warnings. Does not cover how a trial is
-run (``probe``), which sizes are tried (``planning.search``), nor how a plan is applied (``runner``).
+run (``probe``), which sizes are tried (``planning.next_trial``), nor how a plan is applied (``runner``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autobatch.exactness.full_size import FullSize
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
-from autobatch.memory.allowance import find_allowance
+from autobatch.memory.budget import find_allowance
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.memory.host_limit import read_host_memory

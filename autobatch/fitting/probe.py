@@ -1,8 +1,8 @@
 """Tries one micro-batch size: runs it for real and measures it, under the conditions of training.
 
 Covers one measured attempt: gradients resident, optimizer state resident, two micro-batches accumulated, then the
-optimizer's own step. Does not cover the step itself (``trial_step``), which sizes are tried (``planning.search``), nor
-the restoration after the last trial (``state.training_state``, held by ``fitting``).
+optimizer's own step. Does not cover the step itself (``trial_step``), which sizes are tried (``planning.next_trial``),
+nor the restoration after the last trial (``state.training_state``, held by ``fitting``).
 
 The optimizer's step is a real one on the user's own tensors, put back from a copy in host memory. A shadow of the
 parameters would need as many bytes again on the device, which moves the very limit that is measured; a fake trace does

@@ -1,7 +1,7 @@
 """Searches the best micro-batch size by trials.
 
 Covers the example batch, the order of the trials, and why nothing fits. Does not cover how a trial is run (``probe``),
-which size is tried next (``planning.search``), nor what a plan is made of (``fitting``).
+which size is tried next (``planning.next_trial``), nor what a plan is made of (``fitting``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.probe import Probe
-from autobatch.memory.allowance import Allowance
+from autobatch.memory.budget import Allowance
 from autobatch.memory.device import Device
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.evidence import Question
+from autobatch.planning.next_trial import next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, choose_size, least_size, useful_sizes
 from autobatch.planning.reuse import Wanted, find_remembered, why_not_confirmed
-from autobatch.planning.search import next_size, next_smaller_size
 from autobatch.prediction.prior import Expectation, expect_largest
 from autobatch.records import Trial
 from autobatch.report.advice import explain_refusal

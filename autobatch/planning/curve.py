@@ -1,7 +1,7 @@
 """Fits peak memory as a function of the micro-batch size to a few trials.
 
 Covers one process on one device: a convex, piecewise linear curve for allocated and for reserved bytes. Does not cover
-which sizes are worth a trial (``search``).
+which sizes are worth a trial (``next_trial``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads from the trials so far what is known about the question of a search.
 
 Covers which sizes fit, which are still open, and the straight line through what was measured. Does not cover what to
-try next (``search``).
+try next (``next_trial``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Divides a target batch over ranks, and then into micro-batches of nearly one size.
 
 Covers arithmetic on samples and the choice of the size among those that ran. Does not cover the plan itself
-(``plan_record``) nor which sizes to run (``search``). What is less than one sample raises ``InvalidArgument``.
+(``plan_record``) nor which sizes to run (``next_trial``). What is less than one sample raises ``InvalidArgument``.
 """
 
 from __future__ import annotations

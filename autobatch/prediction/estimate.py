@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autobatch.prediction.allocator.simulation import AllocatorPeak, find_least_capacity, simulate
+from autobatch.prediction.allocator.replay import AllocatorPeak, find_least_capacity, simulate
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
 __all__ = ["COPIES", "Estimate"]

@@ -1,7 +1,7 @@
 """Predicts what a training step would need on a card, without one.
 
 Covers the way from arguments to a prediction: trace, estimate, choice of a size, all cards. Does not cover how a step
-is traced (``tracing``), what the allocator makes of it (``estimate``), nor what else could be done (``changes``).
+is traced (``tracing``), what the allocator makes of it (``estimate``), nor what else could be done (``what_if``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.planner import balance
 from autobatch.prediction.card_table import GPUS, Gpu, make_gpu
 from autobatch.prediction.cards import explain_choice, find_gpu
-from autobatch.prediction.changes import try_changes
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import Prediction
@@ -37,6 +36,7 @@ from autobatch.prediction.retrace import Proof, check_timeline, find_smallest, p
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
+from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
 from autobatch.step.default_step import default_step

@@ -1,7 +1,7 @@
 """Says what would help: towards a larger micro-batch, and where nothing fits at all.
 
 Covers sentences, each with its number, and the text of ``DoesNotFit`` after a search in which no size ran. Does not
-cover predictions of what a change would save (``prediction.changes``).
+cover predictions of what a change would save (``prediction.what_if``).
 """
 
 from __future__ import annotations

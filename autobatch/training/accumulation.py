@@ -3,7 +3,7 @@
 A trial measures this code and a training step runs it. Covers running the micro-batches and what is run again when
 memory ends: finished micro-batches stay if the failed one touched no gradient, else the batch begins anew. Both are
 exact; running only the failed one again on gradients that it has touched is not. Does not cover what a micro-batch
-counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``update``), or the next size.
+counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``optimizer_step``), or the next size.
 """
 
 from __future__ import annotations

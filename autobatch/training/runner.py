@@ -37,6 +37,7 @@ from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
+from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.step_errors import (
     check_plan,
     explain_no_retry,
@@ -44,7 +45,6 @@ from autobatch.training.step_errors import (
     refuse_larger_micro_batches,
 )
 from autobatch.training.step_events import StepEvents, check_hooks
-from autobatch.training.update import Update, check_options
 
 __all__ = ["Runner"]
 

@@ -14,7 +14,7 @@ from plain_allocator import PlainAllocator
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT, ExpandablePool
 from autobatch.prediction.allocator.caching_allocator import ExpandableSegments, FixedSegments
-from autobatch.prediction.allocator.simulation import AllocatorPeak, find_least_capacity, simulate
+from autobatch.prediction.allocator.replay import AllocatorPeak, find_least_capacity, simulate
 from autobatch.prediction.timeline import most_alive
 
 pytestmark = pytest.mark.quick

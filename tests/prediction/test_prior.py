@@ -18,8 +18,8 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.planning.evidence import Question, largest_fitting
+from autobatch.planning.next_trial import most_trials, next_size
 from autobatch.planning.planner import useful_sizes
-from autobatch.planning.search import most_trials, next_size
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prior import Expectation, expect_largest, expects_expandable_segments

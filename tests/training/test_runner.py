@@ -435,7 +435,12 @@ class InterruptedLine(AtLine):
         runs: The numbers of the lines that each line of the source was, the first time and every other.
     """
 
-    MODULES = ("autobatch.training.", "autobatch.training.runner", "autobatch.state.", "autobatch.training.update")
+    MODULES = (
+        "autobatch.training.",
+        "autobatch.training.runner",
+        "autobatch.state.",
+        "autobatch.training.optimizer_step",
+    )
 
     def __init__(self, position):
         super().__init__(position, interrupt, self.MODULES)

@@ -9,7 +9,7 @@ from workloads import bits_of, differences
 
 from autobatch.errors import CannotRetry, DoesNotFit
 from autobatch.testing import oom_at
-from autobatch.training.update import Update
+from autobatch.training.optimizer_step import Update
 
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB"
 

@@ -9,7 +9,7 @@ from torch import nn
 from workloads import Plain
 
 import autobatch
-from autobatch.prediction.changes import EightBitAdam, _checkpointed, other_optimizers, repeated_blocks
+from autobatch.prediction.what_if import EightBitAdam, _checkpointed, other_optimizers, repeated_blocks
 
 MIB = 2**20
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -130,7 +130,7 @@ def test_a_change_that_cannot_be_traced_says_why_and_comes_last():
     changes = changes_of(nn.Linear(2, 2), torch.zeros(4, 2), run, None)
     *others, last = changes.values()
     assert last.name == "bfloat16 autocast"
-    assert "test_changes.py" in last.failed
+    assert "test_what_if.py" in last.failed
     assert others
     assert not any(change.failed for change in others)
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from autobatch.planning.evidence import Question, draw_line, fits, largest_fitting, smallest_as_fast
+from autobatch.planning.next_trial import most_trials, next_size, next_smaller_size
 from autobatch.planning.planner import useful_sizes
-from autobatch.planning.search import most_trials, next_size, next_smaller_size
 from autobatch.records import Outcome, Trial
 
 pytestmark = pytest.mark.quick
