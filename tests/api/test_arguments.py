@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from test_messages import fit, make_runner
+from calls import fit, make_runner
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 

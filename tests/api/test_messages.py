@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from calls import fit, make_runner
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, TensorDataset
@@ -19,26 +20,6 @@ from autobatch import errors
 from autobatch.testing import FakeDevice
 
 ONE_LINE = 400  # characters; what is longer tells a story: DoesNotFit, CannotRetry
-
-
-def fit(**changes):
-    """A fit that works, but for the changes."""
-    arguments = {
-        "model": Plain(torch.float32),
-        "target_batch": 16,
-        "batch": make_batch(4),
-        "step": mean_step,
-        **changes,
-    }
-    return autobatch.fit(arguments.pop("model"), arguments.pop("target_batch"), **arguments)
-
-
-def make_runner(step=mean_step, optimizer=True, device=None, **options):
-    """A runner that works, but for the options."""
-    model = Plain(torch.float32)
-    plan = autobatch.fit(model, 16, batch=make_batch(4), step=mean_step, max_micro_batch=4, device=device)
-    made = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer else None
-    return autobatch.Runner(plan, model, step, made, device=device, **options)
 
 
 def make_stepping_runner():

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from test_verification import NOT_DETERMINISTIC, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
+from splits import NOT_DETERMINISTIC, RIGHT, WRONG, Squeezes, sum_loss, with_batch_norm
 from torch import nn
 from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_verification import RIGHT, small, token_mean, tokens
+from splits import RIGHT, small, token_mean, tokens
 from torch import nn
 from torch.nn import functional as F
 from workloads import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_verification import small
+from splits import small
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

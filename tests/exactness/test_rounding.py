@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_verification import small
+from splits import small
 from torch import nn
 from torch.nn import functional as F
 from workloads import make_batch, mean_step

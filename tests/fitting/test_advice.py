@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from test_verification import shifted_token_mean, small, token_mean, tokens
+from splits import shifted_token_mean, small, token_mean, tokens
 from torch import nn
 from torch.nn import functional as F
 from workloads import make_batch

@@ -10,8 +10,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import make_plan
 from pydantic import ValidationError
-from test_plan import make_plan
 
 from autobatch import plan as plan_module
 from autobatch._bounds import LONGEST_TEXT, MOST_MICRO_BATCHES, MOST_SAMPLES

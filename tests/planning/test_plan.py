@@ -9,45 +9,13 @@ import stat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import GIB, L4, make_plan, make_trial
 from pydantic import ValidationError
 
 import autobatch
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
-from autobatch.planning.curve import fit_curve
-from autobatch.planning.planner import balance
-from autobatch.records import DeviceInfo, Tenant, Trial
-
-GIB = 2**30
-L4 = DeviceInfo(kind="cuda", name="NVIDIA L4", total_bytes=24 * GIB)
-
-
-def make_trial(size, peak=None, outcome="fits"):
-    """A trial on memory of 1 GiB and 0.4 GiB a sample."""
-    peak = GIB + size * GIB * 2 // 5 if peak is None else peak
-    return Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak, seconds=0.1 * size)
-
-
-def make_plan(target=256, size=43, world_size=1, **changes):
-    """A plan as the contract's example shows one."""
-    trials = (make_trial(2), make_trial(21), make_trial(size))
-    sizes = balance(-(-target // world_size), size)
-    fields = {
-        "target_batch": target,
-        "world_size": world_size,
-        "micro_batch_size": max(sizes),
-        "micro_batch_sizes": sizes,
-        "accumulation_steps": len(sizes),
-        "budget_bytes": int(21.6 * GIB),
-        "headroom_bytes": GIB,
-        "peak_bytes": int(18.7 * GIB),
-        "curve": fit_curve(trials),
-        "trials": trials,
-        "device": L4,
-        "seconds": 1.2,
-        "version": "0.1.0",
-    }
-    return Plan(**{**fields, **changes})
+from autobatch.records import Tenant
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from faults import CASES, OUTCOMES, Judge, Training, places_of
+from moving_runner import make_runner
 from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
 
@@ -75,17 +76,6 @@ class MovesLate(nn.Module):
                 else:
                     self.frozen.weight.data = self.frozen.weight.data + 0.1
         return self.layer(inputs) * self.frozen(inputs)
-
-
-def make_runner(model, **options):
-    """Two micro-batches of four a step, and the optimizer."""
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
-    plan = autobatch.fit(
-        model, 8, batch=make_batch(8), step=mean_step, optimizer=optimizer, device=device, max_micro_batch=4, check=None
-    )
-    return autobatch.Runner(plan, model, mean_step, optimizer, device=device, **options), optimizer
 
 
 def test_a_write_that_was_never_seen_before_is_an_error_and_never_a_wrong_result():

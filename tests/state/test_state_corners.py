@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from test_moving_state import make_runner
+from moving_runner import make_runner
 from torch import nn
 from workloads import make_batch, mean_step
 

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from test_verification import small
+from splits import small
 from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
