@@ -436,10 +436,9 @@ class InterruptedLine(AtLine):
     """
 
     MODULES = (
-        "autobatch.training.",
-        "autobatch.training.runner",
+        *(f"autobatch.training.{name}" for name in ("accumulation", "batch_mutation", "loss_denominators")),
+        *(f"autobatch.training.{name}" for name in ("micro_batches", "optimizer_step", "runner", "transaction")),
         "autobatch.state.",
-        "autobatch.training.optimizer_step",
     )
 
     def __init__(self, position):
