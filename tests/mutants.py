@@ -781,6 +781,13 @@ MUTANTS = (
         LOOP_GUARD_TESTS,
     ),
     Mutant(
+        "a guard that was not left stands in front of itself",
+        LOOP_GUARD,
+        "        if self.is_active:\n            self._leave()",
+        "        if False:\n            self._leave()",
+        LOOP_GUARD_TESTS,
+    ),
+    Mutant(
         "a step may step an optimizer that it holds",
         LOOP_GUARD,
         "_is_optimizer(v) and _holds_any(v, known)",

@@ -78,6 +78,8 @@ class LoopGuard:
 
     def __enter__(self) -> None:
         """From here on refuse."""
+        if self.is_active:
+            self._leave()  # an interrupt came as the last block ended: a refusal must not stand in front of itself
         try:
             self.is_active = True
             self.refused.clear()

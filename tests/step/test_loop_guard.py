@@ -529,6 +529,32 @@ def test_two_guards_on_one_optimizer(make, first_leaves_first):
     assert all(parameter._post_accumulate_grad_hooks is None for parameter in training.model.parameters())
 
 
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, HandMade])
+@pytest.mark.timeout(20)
+def test_a_guard_that_was_never_left_can_be_entered_again(make, others):
+    """An interrupt may come before the first line that leaves it; the next step must end, and remove all refusals."""
+    training = Training(make)
+    workloads = [Workload(training.model, mean_step, None, training.optimizer) for _ in range(1 + others)]
+    guards = [workload.guard(workload.parameters()) for workload in workloads]
+    for guard in guards:
+        guard.__enter__()
+    # A cycle of refusals would not end, and nothing could interrupt it: looked for before it is walked through.
+    for guard in guards:
+        guard.__enter__()
+        for refusal in guard.refusals:
+            chain = [refusal]
+            while isinstance(chain[-1].earlier, type(refusal)) and len(chain) < 9:
+                chain.append(chain[-1].earlier)
+            assert len(chain) <= len(guards)
+    for guard in guards:
+        guard.__exit__()
+    mean_step(training.model, make_batch(4)).backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_an_interrupt_at_any_line_leaves_no_trace(is_inside):
     """While the guard is entered, and while it is left."""
