@@ -39,10 +39,10 @@ class GradientsAside:
         are_there: Whether any parameter had one.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Note every ``.grad``; nothing is moved yet."""
-        self._parameters, self._gradients = parameters, list(map(_GRADIENT, parameters))
-        self.are_there = not all(map(is_, self._gradients, repeat(None)))
+    def __init__(self, stamps: GradientStamps) -> None:
+        """Note every ``.grad`` as stamped; nothing is moved yet."""
+        self._parameters, self._gradients = stamps.parameters, stamps.gradients
+        self.are_there = bool(stamps.present)
         self._is_spent = False
         self.is_final = False
 
@@ -121,23 +121,25 @@ class Float32Sums:
 
     Attributes:
         writes: How often any sum has been written to.
+        hooks: On the parameters whose gradients are summed.
     """
 
     def __init__(self) -> None:
         """Nothing is summed before ``begin``."""
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.writes = 0
 
     def begin(self, parameters: Sequence[torch.Tensor]) -> None:
         """Sum the gradients of narrow parameters from now on; a second call before ``end`` does nothing."""
-        if not self._hooks and not _ALL_WIDE.issuperset(map(_GRADIENT_DTYPE, filter(_IS_LEAF, parameters))):
+        if not self.hooks and not _ALL_WIDE.issuperset(map(_GRADIENT_DTYPE, filter(_IS_LEAF, parameters))):
             narrow = (
                 p
                 for p in parameters
                 if p.is_leaf and p.requires_grad and _gradient_dtype(p) in NARROW and not is_uninitialized(p)
             )
-            self._hooks = [parameter.register_post_accumulate_grad_hook(self._add) for parameter in narrow]
+            for parameter in narrow:  # one by one: an interrupt must leave none that ``end`` does not know
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
 
     @torch.no_grad()
     def _add(self, parameter: torch.Tensor) -> None:
@@ -180,10 +182,10 @@ class Float32Sums:
 
     def end(self) -> None:
         """Remove the hooks and drop what was not written."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
-        self._hooks, self.writes = [], 0
         self._sums.clear()
+        self.hooks, self.writes = [], 0
 
 
 def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -200,6 +202,7 @@ class GradientStamps:
 
     Attributes:
         parameters: Whose gradients they are.
+        gradients: Their ``.grad``, which may be ``None``.
         present: The gradients that were there.
         any_sparse: Whether any of them is sparse.
     """
@@ -207,14 +210,19 @@ class GradientStamps:
     def __init__(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
         """Stamp every parameter's gradient, and the sums beside them."""
         self.parameters, self._sums = parameters, sums
+        self.gradients: Sequence[torch.Tensor | None] = ()
+        self.present: list[torch.Tensor] = []
+        self.any_sparse = False
         self.renew()
 
     def renew(self) -> None:
         """Stamp them as they are now."""
-        self._gradients = list(map(_GRADIENT, self.parameters))
-        self.present = list(compress(self._gradients, map(is_not, self._gradients, repeat(None))))
+        gradients = list(map(_GRADIENT, self.parameters))
+        if len(gradients) != len(self.gradients) or not all(map(is_, gradients, self.gradients)):
+            self.gradients = gradients
+            self.present = list(compress(gradients, map(is_not, gradients, repeat(None))))
+            self.any_sparse = any(map(_IS_SPARSE, self.present))
         self._versions = list(map(_VERSION, self.present))
-        self.any_sparse = any(map(_IS_SPARSE, self.present))
         self._writes = self._sums.writes
 
     def tensors(self) -> list[torch.Tensor]:
@@ -225,7 +233,7 @@ class GradientStamps:
         """Whether every ``.grad`` is the same tensor, written as often as when it was stamped, and so are the sums."""
         return (
             self._sums.writes == self._writes
-            and all(map(is_, map(_GRADIENT, self.parameters), self._gradients))
+            and all(map(is_, map(_GRADIENT, self.parameters), self.gradients))
             and list(map(_VERSION, self.present)) == self._versions
         )
 
@@ -249,4 +257,4 @@ class GradientStamps:
 
     def release(self) -> None:
         """Drop the references to gradients: an optimizer's step may need the memory of a sparse one."""
-        self._gradients, self.present, self._versions = [], [], []
+        self.gradients, self.present, self._versions = (), [], []

@@ -41,10 +41,11 @@ class HostRandomState:
         Args:
             earlier: An earlier record; returned if it is still current.
         """
-        marks = _read_marks()
+        python, twister = mark_python(), mark_numpy()
+        numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
+        marks = None if python is None or (twister is None and numpy is not None) else (python, twister)
         if earlier is not None and marks is not None and marks == earlier.marks:
             return earlier
-        numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
         state = None if numpy is None else numpy.get_state(legacy=False)
         if state is not None and state.get("has_gauss"):  # nothing shows when a pair's second number is taken
             marks = None
@@ -52,9 +53,9 @@ class HostRandomState:
 
     def is_current(self) -> bool:
         """Whether nothing has been drawn from either since."""
+        now = self.capture(self)
         if self.marks is not None:
-            return _read_marks() == self.marks
-        now = self.capture()
+            return now is self
         return pickle.dumps((self.python, self.numpy)) == pickle.dumps((now.python, now.numpy))
 
     def restore(self) -> None:
@@ -62,13 +63,6 @@ class HostRandomState:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
-
-
-def _read_marks() -> tuple[Any, Any] | None:
-    python, numpy = mark_python(), mark_numpy()
-    if python is None or (numpy is None and "numpy.random" in sys.modules):
-        return None
-    return python, numpy
 
 
 class RandomState:

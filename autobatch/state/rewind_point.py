@@ -120,9 +120,11 @@ class RewindPoint:
             _put_value_back(*self.memory[key])
 
     def release(self) -> None:
-        """Free the copies; from here on ``restore`` restores no values."""
-        self.memory.clear()  # a recorder holds it too
+        """Drop every copy and reference that a hand-written loop would not hold; nothing can be restored after it."""
+        if self.memory:
+            self.memory.clear()  # a recorder holds it too
         self._buffers, self._values, self._objects = [], [], _NO_OBJECTS
+        self.modules.release()
 
 
 class StepState:
@@ -227,11 +229,6 @@ class StepState:
             written = self._written | self._recorder.written
             self._locations |= self._latest.find_locations(written) if self._latest else set()
         self._recorder, self._written = None, set()
-
-    def end(self) -> None:
-        """End a step that will not be undone: drop every reference that a hand-written loop would not hold."""
-        if self._latest is not None:
-            self._latest.release()
 
     def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
         """Whether ``here`` restores the start of its micro-batch: not where it relied on ``begun`` for what changed.

@@ -9,16 +9,22 @@ every row that was ever looked up, once for each time. Does not cover dense grad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 
 import torch
 
 __all__ = ["coalesce_gradients", "widen", "widen_gradients"]
 
+_GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
+
 
 def coalesce_gradients(parameters: Sequence[torch.Tensor]) -> None:
     """Add up equal rows in each sparse ``.grad``; dense ones are left alone."""
-    for parameter in parameters:
-        gradient = parameter.grad
+    gradients = [*map(_GRADIENT, parameters)]
+    if not any(map(_IS_SPARSE, compress(gradients, map(is_not, gradients, repeat(None))))):  # nearly always, in C
+        return
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and gradient.is_sparse and not gradient.is_coalesced():
             with torch.no_grad():
                 parameter.grad = gradient.coalesce()

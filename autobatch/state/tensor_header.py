@@ -24,9 +24,7 @@ __all__ = ["TensorHeaders", "is_uninitialized"]
 # Read by functions in C: a generator expression costs a Python call for each tensor, in every step.
 _MAKE_ALIAS = torch.Tensor._make_subclass  # noqa: SLF001 - as nn.Parameter does; see ``_alias``
 _VERSION = attrgetter("_version")
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_IS_LEAF = attrgetter("is_leaf")
-_HOOKS = attrgetter("_backward_hooks")
+_FLAGS = attrgetter("requires_grad", "is_leaf", "_backward_hooks")
 
 _UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
@@ -68,15 +66,13 @@ class TensorHeaders:
             else:
                 self._aliases = [_alias(tensor) for tensor in tensors]
                 self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-            self._requires_grad = [*map(_REQUIRES_GRAD, tensors)]
-            self._are_leaves = [*map(_IS_LEAF, tensors)]
-            self._hooks = [*map(_HOOKS, tensors)]
-        self._held = [{}] * len(tensors) if not any(self._attributes) else [held.copy() for held in self._attributes]
+            self._flags = [*map(_FLAGS, tensors)]
+        self._held = [held.copy() for held in self._attributes] if any(self._attributes) else [{}] * len(tensors)
         return True
 
     def release(self) -> None:
         """Drop the references to the tensors' memory, until ``renew``."""
-        self._aliases, self._held, self._hooks = [], [], []
+        self._aliases, self._held, self._flags = [], [], []
 
     def any_written(self) -> bool:
         """Whether torch has counted a write into any of them."""
@@ -120,9 +116,8 @@ class TensorHeaders:
             all(map(_refer_to_the_same, tensors, self._aliases))
             and [type(t) for t in tensors] == self._classes
             and all(map(_holds, tensors, self._held))
-            and [t.requires_grad for t in tensors] == self._requires_grad
-            and [t.is_leaf for t in tensors] == self._are_leaves
-            and not any(map(_HOOKS, self._unhooked()))
+            and [(t.requires_grad, t.is_leaf) for t in tensors] == [flags[:2] for flags in self._flags]
+            and not any(tensor._backward_hooks for tensor in self._unhooked())  # noqa: SLF001 - no public way
         )
 
     def put_back(self) -> None:
@@ -133,8 +128,9 @@ class TensorHeaders:
                 if type(tensor) is not cls:
                     tensor.data = alias
                     tensor.__class__ = cls
-            leaves = zip(self.tensors, self._aliases, self._requires_grad, self._are_leaves, strict=True)
-            for tensor, alias, requires_grad, was_leaf in leaves:
+            for tensor, alias, (requires_grad, was_leaf, _) in zip(
+                self.tensors, self._aliases, self._flags, strict=True
+            ):
                 if was_leaf:
                     _put_leaf_back(tensor, alias, requires_grad=requires_grad)
             for tensor, held in zip(self.tensors, self._held, strict=True):
@@ -143,7 +139,7 @@ class TensorHeaders:
                 (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
 
     def _unhooked(self) -> list[torch.Tensor]:
-        return [tensor for tensor, hooks in zip(self.tensors, self._hooks, strict=True) if hooks is None]
+        return [tensor for tensor, (_, _, hooks) in zip(self.tensors, self._flags, strict=True) if hooks is None]
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -207,7 +207,7 @@ class Accumulation:
         """Add a micro-batch's gradient; returns its part of the loss, and what the step returned beside it."""
         layout = micro_batch.layout
         if layout.spec is not None and layout.spec.is_pair and layout.home == self._home:
-            samples: Any = micro_batch.leaves
+            samples: Any = tuple(micro_batch.leaves)
         else:
             samples = layout.micro_batch(
                 micro_batch.start, micro_batch.stop, micro_batch.leaves, self.device.move_tensor, self._home

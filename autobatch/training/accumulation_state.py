@@ -5,6 +5,7 @@ Does not cover gradients, which are in ``.grad``, nor undoing (``transaction``).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -74,7 +75,7 @@ class AccumulationState:
             batch: The batches' tensors.
             weighed: Whether ``weigh`` gave the weights.
         """
-        self.todo, self._weighed = micro_batches, weighed
+        self.todo, self._weighed = deque(micro_batches), weighed
         self.counts = any(map(_COUNTS, micro_batches))
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
@@ -116,20 +117,19 @@ class AccumulationState:
                 self.loss = self.loss + loss.detach()
             self.counted += count
         # Last: if memory ends in the addition, the micro-batch is not done and is run again.
-        micro_batch.leaves = ()  # the step may have given them gradients
-        self.done.append(micro_batch)
+        micro_batch.leaves.clear()  # the step may have given them gradients
+        self.done.append(self.todo.popleft())
         self.aux.append(aux)
-        self.todo = self.todo[1:]
 
     def fail(self) -> None:
         """Note that memory ended in the first unfinished micro-batch."""
         failed = self.todo[0]
-        failed.leaves = ()  # its samples are cut anew, and these may have gradients
+        failed.leaves.clear()  # its samples are cut anew, and these may have gradients
         self.failed_size, self.retries = failed.size, self.retries + 1
 
     def begin_anew(self) -> None:
         """Count nothing as done."""
-        self.todo = [*self.done, *self.todo]
+        self.todo.extendleft(reversed(self.done))
         self._forget()
 
     def retry_with(self, micro_batches: list[MicroBatch]) -> None:
@@ -138,7 +138,7 @@ class AccumulationState:
         Where none is finished, the denominators are summed again: sums of other parts may be rounded otherwise, and the
         step has to equal one that used these micro-batches from the start.
         """
-        self.todo = micro_batches
+        self.todo = deque(micro_batches)
         if not self.done:
             self.denominators = Denominators.of(micro_batches, weighed=self._weighed)
 

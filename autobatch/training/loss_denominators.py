@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from autobatch.training.micro_batches import MicroBatch, sum_weights
 __all__ = ["Denominators", "DividedLoss"]
 
 _EXACT_IN_FLOAT32 = 2**24
+_SIZE = attrgetter("size")
 _WIDE = frozenset((torch.float32, torch.float64))
 
 DividedLoss = tuple[torch.Tensor, float, "float | None"]
@@ -56,11 +58,9 @@ class Denominators:
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], *, weighed: bool) -> Denominators:
         """Sum the weights of a step's micro-batches."""
-        samples = 0
-        for micro_batch in micro_batches:
-            samples += micro_batch.size
+        samples = sum(map(_SIZE, micro_batches))
         if not weighed:
-            return cls({"": float(samples)}, samples, weighed=False, are_exact=True)
+            return _count_samples(samples)
         weights = sum_weights(micro_batches)
         counts = [count for micro_batch in micro_batches for count in micro_batch.weights.values()]
         are_exact = all(count.is_integer() and count <= _EXACT_IN_FLOAT32 for count in counts)
@@ -126,6 +126,11 @@ class Denominators:
             unit = count if size == self.samples else _power_of_two_near(count * self.samples / size)
         parts = [term.multiply(count / unit) if term.kind == "per step" else term.divide(count, unit) for term in terms]
         return functools.reduce(torch.add, parts), count, unit
+
+
+@functools.lru_cache(maxsize=256)
+def _count_samples(samples: int) -> Denominators:
+    return Denominators({"": float(samples)}, samples, weighed=False, are_exact=True)
 
 
 def _power_of_two_near(number: float) -> float:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache, partial
+from itertools import accumulate, repeat
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +23,7 @@ from autobatch.step.workload import Workload
 __all__ = ["MicroBatch", "check_additive", "cut", "find_least_size", "join", "refuse_graphs", "sum_weights"]
 
 
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Samples ``start`` to ``stop`` of one of the given batches.
 
     Attributes:
@@ -31,17 +33,20 @@ class MicroBatch:
         size: Samples in it.
         weights: What they count for, by term; the name ``""`` stands for every term.
         counts: Whether any term is a mean over something in it.
-        leaves: The leaves of the batch's spec, if it has one, cut to these samples.
+        leaves: The leaves of the batch's spec, if it has one, cut to these samples; cleared once it has run.
     """
 
-    __slots__ = ("counts", "layout", "leaves", "size", "start", "stop", "weights")
+    layout: Layout
+    start: int
+    stop: int
+    size: int
+    weights: Mapping[str, float]
+    counts: bool
+    leaves: list[Any]
 
-    def __init__(
-        self, layout: Layout, start: int, stop: int, weights: Mapping[str, float], leaves: Sequence[Any] = ()
-    ) -> None:
-        self.layout, self.start, self.stop, self.weights, self.leaves = layout, start, stop, weights, leaves
-        self.size = stop - start
-        self.counts = weights.get("", 0) > 0 or max(weights.values()) > 0
+
+# The class itself would be a Python call for each; these are made in every step.
+_make = partial(tuple.__new__, MicroBatch)
 
 
 def cut(
@@ -60,19 +65,31 @@ def cut(
     Raises:
         InvalidBatch: ``weigh`` gave no count.
     """
-    micro_batches = []
+    micro_batches: list[MicroBatch] = []
     for layout, start, stop in ranges:
-        total, first = stop - start, start
-        most = max(largest or layout.count, least_size(total, smallest))
-        sizes = balance(total, most, min(total, smallest))
-        for size, leaves in zip(sizes, layout.split_leaves(start, sizes), strict=True):
-            if workload.weigh is None:  # samples are not taken out of the batch where nothing is counted in them
-                weights: Mapping[str, float] = {"": float(size)}
-            else:
-                weights = workload.weights_of(layout.take(first, first + size), size)
-            micro_batches.append(MicroBatch(layout, first, first + size, weights, leaves))
-            first += size
+        sizes, starts, stops, weights = _divide(start, stop, largest or layout.count, smallest)
+        counts: Iterable[bool] = repeat(True)
+        if workload.weigh is not None:  # samples are not taken out of the batch where nothing is counted in them
+            parts = zip(starts, stops, sizes, strict=True)
+            weights = tuple(workload.weights_of(layout.take(first, last), size) for first, last, size in parts)
+            counts = [max(weighed.values()) > 0 for weighed in weights]
+        leaves = map(list, layout.split_leaves(start, sizes))
+        micro_batches += map(_make, zip(repeat(layout), starts, stops, sizes, weights, counts, leaves, strict=False))
     return micro_batches
+
+
+_Bounds = tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _divide(
+    start: int, stop: int, largest: int, smallest: int
+) -> tuple[_Bounds, _Bounds, _Bounds, tuple[Mapping[str, float], ...]]:
+    """Sizes, first samples, those after the last, and weights by samples of the micro-batches of a range."""
+    total = stop - start
+    sizes = balance(total, max(largest, least_size(total, smallest)), min(total, smallest))
+    bounds = tuple(accumulate(sizes, initial=start))
+    return sizes, bounds[:-1], bounds[1:], tuple({"": float(size)} for size in sizes)
 
 
 def find_least_size(ranges: Iterable[tuple[Layout, int, int]], smallest: int) -> int:

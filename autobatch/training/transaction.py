@@ -44,8 +44,8 @@ class Transaction:
         self._state, self._workload, self._sums = state, workload, sums
         self.parameters, self._has_ended = parameters, False
         self.start = self.here = start
-        self.aside = GradientsAside(parameters)
         self.stamps = GradientStamps(parameters, sums)
+        self.aside = GradientsAside(self.stamps)
 
     def __enter__(self) -> Transaction:
         """Begin with the state that was noted."""
@@ -76,7 +76,6 @@ class Transaction:
         made_some = not self.start.modules.attributes_are_current()  # a forward pass may have made parameters
         self.aside.spend(self._workload.parameters() if made_some else self.parameters)
         self.start.release()  # the trials' optimizer steps had no such copy beside them, nor earlier activations
-        self._state.end()
         self._has_ended = True
 
     def __exit__(self, *error: object) -> None:
@@ -88,9 +87,10 @@ class Transaction:
                 self._undo()
         finally:
             self.aside.end()
-            self._sums.end()
+            if self._sums.hooks:
+                self._sums.end()
             if not self._has_ended:
-                self._state.end()  # last: it only frees memory, and an interrupt may come in the middle of it
+                self.start.release()  # last: it only frees memory, and an interrupt may come in the middle of it
 
     def _undo(self) -> None:
         """Restore everything; a tensor that cannot be is logged, since the error raised may be the user's own."""

@@ -114,7 +114,7 @@ def test_gradients_are_set_aside_without_a_copy_and_put_back():
     parameters = make_parameters()
     gradient = parameters[0].grad
     version = gradient._version
-    aside = GradientsAside(parameters)
+    aside = GradientsAside(GradientStamps(parameters, Float32Sums()))
     aside.take()
     assert [parameter.grad for parameter in parameters] == [None] * 3
     run_backward(parameters)
@@ -129,7 +129,7 @@ def test_nothing_is_moved_before_it_is_taken():
     """Whatever comes between remembering and taking leaves all gradients where they are."""
     parameters = make_parameters()
     gradient = parameters[0].grad
-    aside = GradientsAside(parameters)
+    aside = GradientsAside(GradientStamps(parameters, Float32Sums()))
     assert parameters[0].grad is gradient
     aside.end()
     assert parameters[0].grad is gradient
@@ -139,7 +139,7 @@ def test_gradients_that_an_update_took_are_gone_at_the_end():
     """Neither the sum nor the earlier ones come back, and their memory is not held meanwhile."""
     parameters = make_parameters()
     earlier = weakref.ref(parameters[0].grad)
-    aside = GradientsAside(parameters)
+    aside = GradientsAside(GradientStamps(parameters, Float32Sums()))
     aside.take()
     run_backward(parameters)
     assert not aside.is_final
@@ -154,7 +154,7 @@ def test_earlier_gradients_are_added_and_stay_as_they_were_until_settled():
     """The sum can be undone; settled, it stands in the earlier tensor, as after ``backward``."""
     parameters = make_parameters()
     gradient = parameters[0].grad
-    aside = GradientsAside(parameters)
+    aside = GradientsAside(GradientStamps(parameters, Float32Sums()))
     aside.take()
     run_backward(parameters)
     new = parameters[1].grad
@@ -177,7 +177,7 @@ def test_an_interrupt_while_settling_still_settles():
     for parameter in parameters:
         parameter.grad = torch.full((2,), 5.0)
     earlier = [parameter.grad for parameter in parameters]
-    aside = GradientsAside(parameters)
+    aside = GradientsAside(GradientStamps(parameters, Float32Sums()))
     aside.take()
     sum(parameter.sum() for parameter in parameters).backward()
     aside.add()
@@ -247,7 +247,7 @@ def test_an_earlier_gradient_without_a_new_one_stays():
     """A parameter that the step did not use: a copy while the step can be undone, its own tensor after."""
     parameters = make_parameters()
     gradient = parameters[0].grad
-    aside = GradientsAside(parameters)
+    aside = GradientsAside(GradientStamps(parameters, Float32Sums()))
     aside.take()
     parameters[1].sum().backward()
     aside.add()
@@ -265,7 +265,7 @@ def test_sparse_and_dense_gradients_add_up(earlier, new):
     first, second = torch.eye(4)[:, :2].contiguous(), torch.full((4, 2), 3.0)
     expected = first + second
     weight.grad = first.to_sparse() if earlier else first
-    aside = GradientsAside([weight])
+    aside = GradientsAside(GradientStamps([weight], Float32Sums()))
     aside.take()
     weight.grad = second.to_sparse() if new else second
     aside.add()
