@@ -475,8 +475,8 @@ MUTANTS = (
     Mutant(
         "a later backward pass is not noticed",
         LOOP_GUARD,
-        "setattr(parameter, _HOOKS, OrderedDict({self: note}))",
-        "pass",
+        "        _set_hooks(watched, self._tables)\n",
+        "        return\n",
         LOOP_GUARD_TESTS,
     ),
     Mutant(

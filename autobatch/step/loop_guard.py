@@ -11,10 +11,11 @@ Hooks are on the user's own parameters and optimizers, only while the step runs,
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ __all__ = ["BACKWARD", "LoopGuard"]
 
 _MISSING = object()
 _HOOKS = "_post_accumulate_grad_hooks"
+_HOOKS_OF = attrgetter(_HOOKS)
 _IS_LEAF, _REQUIRES_GRAD = attrgetter("is_leaf"), attrgetter("requires_grad")
 
 BACKWARD = (
@@ -61,6 +63,8 @@ class LoopGuard:
         self.zeroed: list[str] = []
         self.reached: list[torch.Tensor] = []
         self.parameters: Sequence[torch.Tensor] = ()
+        self._watched: Sequence[torch.Tensor] = ()
+        self._tables: list[OrderedDict[Any, Any]] = []
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
         """Find the optimizers and schedulers that the step may not step.
@@ -87,13 +91,7 @@ class LoopGuard:
             for refusal in self.refusals or ():
                 refusal.earlier = refusal.table.get(refusal.key, _MISSING)
                 refusal.table[refusal.key] = refusal
-            note = self.reached.append  # a function in C: no call of Python's for each parameter
-            for parameter in filter(_IS_LEAF, filter(_REQUIRES_GRAD, self.parameters)):
-                hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - its public twin takes five times as long
-                if hooks is None:
-                    setattr(parameter, _HOOKS, OrderedDict({self: note}))
-                else:
-                    hooks[self] = note
+            self._watch_parameters()
         except BaseException:
             self._leave()  # interrupted: nobody leaves what was not entered
             raise
@@ -118,12 +116,31 @@ class LoopGuard:
             while isinstance(front, _Refusal):  # another thread's guard may stand in front of this one
                 front.earlier = earlier if front.earlier is refusal else front.earlier
                 front = front.earlier
-        for parameter in self.parameters:
-            hooks = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - see above
-            if hooks is not None:
+        watched, tables = self._watched, self._tables
+        if all(map(is_, map(_HOOKS_OF, watched), tables)) and sum(map(len, tables)) == len(watched):
+            _set_hooks(watched, repeat(None))
+            return
+        self._tables = []  # the step has added hooks of its own
+        for parameter in watched:
+            if (hooks := _HOOKS_OF(parameter)) is not None:
                 hooks.pop(self, None)
                 if not hooks:
                     setattr(parameter, _HOOKS, None)
+
+    def _watch_parameters(self) -> None:
+        """Note each backward pass that reaches a parameter. In C alone: register_post_accumulate_grad_hook is slow."""
+        watched = self._watched = [*filter(_IS_LEAF, filter(_REQUIRES_GRAD, self.parameters))]
+        note = self.reached.append
+        if any(map(_HOOKS_OF, watched)):  # another guard's
+            for parameter in watched:
+                if (hooks := _HOOKS_OF(parameter)) is None:
+                    setattr(parameter, _HOOKS, OrderedDict({self: note}))
+                else:
+                    hooks[self] = note
+            return
+        if len(self._tables) != len(watched):
+            self._tables = [OrderedDict({self: note}) for _ in watched]
+        _set_hooks(watched, self._tables)
 
     @contextmanager
     def watch_backward(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -131,6 +148,10 @@ class LoopGuard:
         with ExitStack() as stack:
             _watch_gradients(stack, parameters, self.refused)
             yield
+
+
+def _set_hooks(parameters: Sequence[torch.Tensor], tables: Iterable[Any]) -> None:
+    deque(map(setattr, parameters, repeat(_HOOKS), tables), maxlen=0)
 
 
 def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refused: list[str]) -> None:
