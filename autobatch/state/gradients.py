@@ -215,10 +215,12 @@ class GradientStamps:
         self.any_sparse = False
         self.renew()
 
-    def renew(self) -> None:
-        """Stamp them as they are now."""
+    def renew(self, parameters: Sequence[torch.Tensor] | None = None) -> None:
+        """Stamp them as they are now; ``parameters`` are other ones from now on."""
+        if parameters is not None:
+            self.parameters, self.gradients = parameters, ()
         gradients = list(map(_GRADIENT, self.parameters))
-        if len(gradients) != len(self.gradients) or not all(map(is_, gradients, self.gradients)):
+        if not self.gradients or not all(map(is_, gradients, self.gradients)):
             self.gradients = gradients
             self.present = list(compress(gradients, map(is_not, gradients, repeat(None))))
             self.any_sparse = any(map(_IS_SPARSE, self.present))
@@ -248,12 +250,12 @@ class GradientStamps:
                 "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
             )
 
-    def clear(self) -> None:
-        """Drop all gradients."""
-        for parameter in self.parameters:
+    def clear(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Drop all gradients of these parameters, and stamp them."""
+        for parameter in parameters:
             parameter.grad = None
         self._sums.clear()
-        self.renew()
+        self.renew(parameters)
 
     def release(self) -> None:
         """Drop the references to gradients: an optimizer's step may need the memory of a sparse one."""

@@ -8,6 +8,7 @@ momentum, which is a copy of the first gradient and so made by the step itself; 
 from __future__ import annotations
 
 import inspect
+from functools import lru_cache
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
@@ -28,12 +29,9 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     Returns:
         The parameters that had no entry before; to undo, take theirs out of ``optimizer.state``.
     """
-    if not f"{type(optimizer).__module__}.".startswith("torch.optim.") or not hasattr(optimizer, "_init_group"):
+    if not _makes_state_first(type(optimizer)):
         return []
-    state = optimizer.state
-    if isinstance(optimizer, torch.optim.SGD):  # whose momentum is made by the step itself
-        return []
-    held = [*chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
+    state, held = optimizer.state, [*chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
     if len(held) == len(state) and all(map(is_, held, state)):  # each parameter has its entry: nearly always
         return []
     new = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p not in state]
@@ -48,6 +46,12 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     except BaseException:
         forget_state(optimizer, new)
         raise
+
+
+@lru_cache(maxsize=64)
+def _makes_state_first(kind: type) -> bool:
+    is_of_torch = f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind, "_init_group")
+    return is_of_torch and not issubclass(kind, torch.optim.SGD)  # whose momentum is made by the step itself
 
 
 def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:

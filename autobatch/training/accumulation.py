@@ -41,6 +41,7 @@ UpdateFunction = Callable[[Callable[[], None]], None]
 
 _T = TypeVar("_T")
 _PARAMS, _VERSION = itemgetter("params"), attrgetter("_version")
+_HOME, _IS_PAIR = attrgetter("home"), attrgetter("spec.is_pair")
 _COPYING = "copying what the step changes, such as buffers"
 
 
@@ -205,11 +206,10 @@ class Accumulation:
         self, micro_batch: MicroBatch, progress: AccumulationState, stamps: GradientStamps
     ) -> tuple[DividedLoss | None, Any]:
         """Add a micro-batch's gradient; returns its part of the loss, and what the step returned beside it."""
-        layout = micro_batch.layout
-        if layout.spec is not None and layout.spec.is_pair and layout.home == self._home:
+        if progress.is_ready:
             samples: Any = tuple(micro_batch.leaves)
         else:
-            samples = layout.micro_batch(
+            samples = micro_batch.layout.micro_batch(
                 micro_batch.start, micro_batch.stop, micro_batch.leaves, self.device.move_tensor, self._home
             )
         progress.phase = "forward"
@@ -279,14 +279,17 @@ class Accumulation:
 
     def _begin(self, batches: Sequence[Layout], largest: int) -> AccumulationState:
         tensors = [*chain.from_iterable(map(Layout.tensors, batches))]
-        refuse_graphs(tensors)
+        is_home = {*map(_HOME, batches)} == {self._home}  # which no tensor with a graph has
+        if not is_home:
+            refuse_graphs(tensors)
         ranges = [(layout, 0, layout.count) for layout in batches]
         weighed = self.workload.weigh is not None
         micro_batches = self._cut(ranges, largest)
         if weighed and not self._is_additive:
             check_additive(self._cut(ranges, None), micro_batches)
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
-        return AccumulationState(micro_batches, tensors, weighed=weighed)
+        is_ready = is_home and all(map(_IS_PAIR, batches))
+        return AccumulationState(micro_batches, tensors, weighed=weighed, is_ready=is_ready)
 
     def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[MicroBatch]:
         if self.workload.weigh is None:

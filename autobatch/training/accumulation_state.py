@@ -63,19 +63,23 @@ class AccumulationState:
         counted: The sum of the counts of losses that were divided by ``unit``.
         unit: What losses are divided by until the total is known; ``None`` where the total was known before.
         retries: How often memory ended.
+        is_ready: Whether the leaves of a micro-batch are what the step gets: pairs of tensors on the device.
         failed_size: Samples of the micro-batch in which memory ended last.
         phase: The pass of the running micro-batch.
     """
 
-    def __init__(self, micro_batches: list[MicroBatch], batch: Sequence[torch.Tensor], *, weighed: bool) -> None:
+    def __init__(
+        self, micro_batches: list[MicroBatch], batch: Sequence[torch.Tensor], *, weighed: bool, is_ready: bool
+    ) -> None:
         """Begin.
 
         Args:
             micro_batches: To be run.
             batch: The batches' tensors.
             weighed: Whether ``weigh`` gave the weights.
+            is_ready: Whether the leaves of a micro-batch are what the step gets.
         """
-        self.todo, self._weighed = deque(micro_batches), weighed
+        self.todo, self._weighed, self.is_ready = deque(micro_batches), weighed, is_ready
         self.counts = any(map(_COUNTS, micro_batches))
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
@@ -97,7 +101,7 @@ class AccumulationState:
         return tuple(map(_SIZE, self.done))
 
     def finish(self, micro_batch: MicroBatch, divided: DividedLoss | None, aux: Any) -> None:
-        """Count a micro-batch as done.
+        """Count the first unfinished micro-batch as done.
 
         Raises:
             InvalidStep: The step counts for one micro-batch and not for another.
@@ -106,11 +110,11 @@ class AccumulationState:
             loss, count, unit = divided
             if self.loss is None:
                 self.loss, self.unit = loss.detach(), unit
-            elif (self.unit is None) != (unit is None):
+            elif unit is not self.unit and (unit is None or self.unit is None):
                 raise InvalidStep(
                     "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
                 )
-            elif self.loss.dtype == loss.dtype:
+            elif self.loss.dtype is loss.dtype:
                 # A running sum in place: after the last micro-batch nothing more is allocated.
                 self.loss.add_(loss.detach())
             else:
@@ -118,7 +122,8 @@ class AccumulationState:
             self.counted += count
         # Last: if memory ends in the addition, the micro-batch is not done and is run again.
         micro_batch.leaves.clear()  # the step may have given them gradients
-        self.done.append(self.todo.popleft())
+        self.todo.popleft()
+        self.done.append(micro_batch)
         self.aux.append(aux)
 
     def fail(self) -> None:

@@ -60,8 +60,7 @@ class Transaction:
         """Go back to ``here`` on a failure; stamp parameters that a forward pass may have made."""
         self.here = here
         if self._state.moves_modules:
-            self.stamps.parameters = self._workload.parameters()
-            self.stamps.renew()
+            self.stamps.renew(self._workload.parameters())
 
     def end_micro_batches(self) -> None:
         """Release what only the last micro-batch needed, such as its activations in attributes."""
@@ -126,6 +125,6 @@ class Transaction:
             self.here.restore()
         else:
             self.start.restore()
-            self.here, self.stamps.parameters = self.start, self.parameters
-            self.stamps.clear()
+            self.here = self.start
+            self.stamps.clear(self.parameters)
             progress.begin_anew()

@@ -104,7 +104,7 @@ def test_clearing_drops_all_gradients():
     parameters = make_parameters()
     stamps = GradientStamps(parameters, Float32Sums())
     run_backward(parameters)
-    stamps.clear()
+    stamps.clear(parameters)
     assert [parameter.grad for parameter in parameters] == [None] * 3
     assert stamps.present == []
 
@@ -225,7 +225,7 @@ def test_a_stamp_sees_a_gradient_that_went_into_a_float32_sum():
     assert stamps.unchanged()
     parameter.sum().backward()
     assert not stamps.unchanged()
-    stamps.clear()
+    stamps.clear(parameters)
     sums.write()
     assert parameter.grad is None
 
