@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         "weigh is ignored",
         STEP,
-        "        if self.weigh is None:\n",
-        "        if True:\n",
+        "if self.weigh is None else read_weights(self.weigh(micro_batch), samples)",
+        "if True else {}",
     ),
     Mutant("gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear()\n", ""),
     Mutant(
@@ -481,7 +481,7 @@ MUTANTS = (
     ),
     Mutant(
         "a batch of another kind is taken for the last one's",
-        "autobatch/batch/tree_spec.py",
+        "autobatch/batch/tree.py",
         "            if list(batch) != self._keys:\n",
         "            if False:\n",
         ("tests/batch/test_tree_spec.py",),
@@ -636,15 +636,15 @@ MUTANTS = (
     Mutant(
         "a list of samples of one length is read as fields",
         BATCH + "list_rules.py",
-        'found.may_be_arguments else "samples"\n\n\ndef _judge_unlike',
-        'found.may_be_arguments else "fields"\n\n\ndef _judge_unlike',
+        'equal and is_tuple and may_be_arguments else "samples"',
+        'equal and is_tuple and may_be_arguments else "fields"',
         BATCH_TESTS,
     ),
     Mutant(
         "two tensors of one shape are guessed to be fields",
         BATCH + "list_rules.py",
-        '    if len(shapes_of(entries)) == 1:\n        return "unclear"\n',
-        "",
+        'None for entry in entries}) == 1:\n        return "unclear"\n',
+        'None for entry in entries}) == 0:\n        return "unclear"\n',
         BATCH_TESTS,
     ),
     Mutant(

@@ -199,7 +199,8 @@ class SplitComparison:
 
     def _measure(self, layout: Layout, random: SampleNumbers, *, diagnoses: bool = False) -> Measurement:
         rewind_point = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        outside = ModuleState(self.workload.outside_modules())
+        modules = [module for module in self.workload.outside() if isinstance(module, torch.nn.Module)]
+        outside = ModuleState([part for module in modules for part in module.modules()])
         return Measurement(self.workload, self.device, layout, rewind_point, outside, random, diagnoses=diagnoses)
 
 

@@ -19,7 +19,7 @@ from autobatch.exactness.measurement import Measurement, Sizes
 from autobatch.memory.oom import is_oom
 from autobatch.planning.planner import balance
 from autobatch.records import ModuleError, Verdict
-from autobatch.step.batch_norm import blame_batch_norms
+from autobatch.step.model_info import blame_batch_norms
 
 __all__ = [
     "blame_batch_norm",
