@@ -20,8 +20,7 @@ from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
-from autobatch.exactness.full_size import FullSize
-from autobatch.exactness.verification import check_split
+from autobatch.exactness.verification import FullSize, check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.budget import find_allowance
