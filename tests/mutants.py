@@ -114,8 +114,8 @@ MUTANTS = (
     Mutant(
         "weigh is ignored",
         STEP,
-        "        if self.weigh is None:\n",
-        "        if True:\n",
+        "if self.weigh is None else read_weights(self.weigh(micro_batch), samples)",
+        "if True else {}",
     ),
     Mutant("gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear()\n", ""),
     Mutant(
@@ -181,29 +181,29 @@ MUTANTS = (
     ),
     Mutant(
         "the split of many samples is not looked at",
-        EXACTNESS + "full_size.py",
-        "        if not verdict.exact:\n",
+        EXACTNESS + "verification.py",
+        "        if not few.exact:\n",
         "        if True:\n",
         FULL_SIZE_TESTS,
     ),
     Mutant(
         "the whole target is compared in parts that no plan runs",
-        EXACTNESS + "full_size.py",
+        EXACTNESS + "partitions.py",
         "return balance(target, size, smallest) if whole == target > size else halvings(whole, smallest)",
         "return halvings(whole, smallest)",
         FULL_SIZE_TESTS,
     ),
     Mutant(
         "memory that ends among many samples ends the check",
-        EXACTNESS + "full_size.py",
-        '        if is_oom(error, handled=handled):\n            return None, ""\n',
-        "        if is_oom(error, handled=handled):\n            raise\n",
+        EXACTNESS + "compare_split.py",
+        "            if is_oom(error, handled=handled):\n                return None, reason\n",
+        "            if is_oom(error, handled=handled):\n                raise\n",
         FULL_SIZE_TESTS,
     ),
     Mutant(
         "weights that come from the losses are taken for class weights",
         EXACTNESS + "loss_weights.py",
-        "and not _depend_on_losses(measured, partitions, found)",
+        "and not _depend_on_losses(measured, partitions, weights)",
         "",
         VERIFICATION_TESTS,
     ),
@@ -481,7 +481,7 @@ MUTANTS = (
     ),
     Mutant(
         "a batch of another kind is taken for the last one's",
-        "autobatch/batch/tree_spec.py",
+        "autobatch/batch/tree.py",
         "            if list(batch) != self._keys:\n",
         "            if False:\n",
         ("tests/batch/test_tree_spec.py",),
@@ -636,15 +636,15 @@ MUTANTS = (
     Mutant(
         "a list of samples of one length is read as fields",
         BATCH + "list_rules.py",
-        'found.may_be_arguments else "samples"\n\n\ndef _judge_unlike',
-        'found.may_be_arguments else "fields"\n\n\ndef _judge_unlike',
+        'equal and is_tuple and may_be_arguments else "samples"',
+        'equal and is_tuple and may_be_arguments else "fields"',
         BATCH_TESTS,
     ),
     Mutant(
         "two tensors of one shape are guessed to be fields",
         BATCH + "list_rules.py",
-        '    if len(shapes_of(entries)) == 1:\n        return "unclear"\n',
-        "",
+        'None for entry in entries}) == 1:\n        return "unclear"\n',
+        'None for entry in entries}) == 0:\n        return "unclear"\n',
         BATCH_TESTS,
     ),
     Mutant(
@@ -747,7 +747,7 @@ MUTANTS = (
     ),
     Mutant(
         "the samples of a list are counted by the first one's place",
-        f"{EXACTNESS}units.py",
+        f"{EXACTNESS}loss_weights.py",
         """        if not any(path.startswith(f"{of_samples}[") for of_samples in lists):\n""",
         "        if True:\n",
         ("tests/fitting/test_advice.py", "tests/exactness/test_diagnosis.py"),
@@ -769,8 +769,8 @@ MUTANTS = (
     Mutant(
         "the first count that is near is advised",
         f"{EXACTNESS}loss_weights.py",
-        "        if best is None or error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):\n",
-        "        if best is None or best[1] > _EXPLAINS:\n",
+        "        if error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):\n",
+        "        if best[1] > _EXPLAINS:\n",
         ("tests/fitting/test_advice.py",),
     ),
     Mutant(

@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch._wrappers import unwrap_model
 from autobatch.batch.largest import is_source, largest_samples
-from autobatch.batch.layout import Layout, describe, map_tensors, tensors_of
+from autobatch.batch.layout import Layout, describe, map_tensors
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of
 from autobatch.errors import InvalidBatch, NeedsBatch
@@ -78,9 +78,14 @@ def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
 
 def check_values(batch: Any) -> None:
     """Raise InvalidBatch where a tensor has no values, or the ``take`` of a registered type ignores its indices."""
-    for tensor in tensors_of(batch):
-        refuse_meta(tensor)
-    _check_takes(batch)
+    if isinstance(batch, torch.Tensor):
+        refuse_meta(batch)
+    elif (registered := find_type(batch)) is not None:
+        for tensor in registered.tensors(batch):
+            refuse_meta(tensor)
+        registered.check_take(batch)
+    for _, child in fields_of(batch) or ():
+        check_values(child)
 
 
 def refuse_meta(tensor: torch.Tensor) -> None:
@@ -90,14 +95,6 @@ def refuse_meta(tensor: torch.Tensor) -> None:
             f"a tensor of shape {tuple(tensor.shape)} in the batch is on the meta device and has no values to run: "
             f"pass real samples (predict() needs no values)"
         )
-
-
-def _check_takes(node: Any) -> None:
-    registered = find_type(node)
-    if registered is not None:
-        registered.check_take(node)
-    for _, child in fields_of(node) or ():
-        _check_takes(child)
 
 
 def infer_example(model: nn.Module) -> Any:
@@ -117,21 +114,21 @@ def infer_example(model: nn.Module) -> Any:
     inner = unwrap_model(model)
     example = getattr(inner, "example_input_array", None)
     if example is None:
-        example = _image_of(inner)
-    if example is None:
-        example = _input_of_first_layer(inner)
+        image = _image_of(inner)
+        example = _input_of_first_layer(inner) if image is None else image
     try:
         one = describe(example).grow(1)
     except InvalidBatch as error:
         raise NeedsBatch(f"{_name(inner)}.example_input_array is no batch ({error}): pass batch=") from error
-    return map_tensors(one, lambda tensor: _move(tensor, inner))
+    device = next((held.device for held in (*inner.parameters(), *inner.buffers())), torch.device("cpu"))
+    dtypes = (parameter.dtype for parameter in inner.parameters() if parameter.is_floating_point())
+    dtype = next(dtypes, torch.get_default_dtype())
 
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+        return moved.requires_grad_(tensor.requires_grad)
 
-def _move(tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    device = next((held.device for held in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    floats = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    dtype = next(floats, torch.get_default_dtype()) if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to(device, dtype).requires_grad_(tensor.requires_grad)
+    return map_tensors(one, move)
 
 
 def _image_of(model: nn.Module) -> torch.Tensor | None:
@@ -209,33 +206,27 @@ def _reserved_positions(model: nn.Module, tokens: nn.Embedding, length: int) -> 
 
 
 def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
-    kind = type(layer).__name__
-    shown = f"{name} ({kind})" if name else kind
-    return NeedsBatch(f"{_name(model)}'s first layer, {shown}, {_what_stays_open(layer)}")
-
-
-def _what_stays_open(layer: nn.Module) -> str:
     """What the layer fixes, what it leaves open, and a batch to paste and adapt."""
+    kind = type(layer).__name__
+    features = layer.in_features if isinstance(layer, nn.Linear) else 0
+    features = layer.input_size if isinstance(layer, nn.RNNBase) else features
+    features = layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else features
     if isinstance(layer, _CONVOLUTIONS):
         size, usual = _CONVOLVED[len(layer.kernel_size)]
         shape = ", ".join(map(str, (1, layer.in_channels, *usual)))
-        return f"takes {layer.in_channels} channels and leaves {size} open: pass yours as batch=torch.zeros({shape})"
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        return "leaves the number of tokens open: pass yours as batch=torch.zeros(1, 512, dtype=torch.long)"
-    features = _features_of(layer)
-    if not features:
-        return "does not show the input's shape: pass an example as batch="
-    turned = "" if getattr(layer, "batch_first", True) else " (samples first: let step transpose, batch_first is False)"
-    open_ = f"takes {features} features and leaves the number of steps open"
-    return f"{open_}: pass yours as batch=torch.zeros(1, 100, {features}){turned}"
-
-
-def _features_of(layer: nn.Module) -> int:
-    if isinstance(layer, nn.Linear):
-        return layer.in_features
-    if isinstance(layer, nn.RNNBase):
-        return layer.input_size
-    return layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else 0
+        open_ = f"takes {layer.in_channels} channels and leaves {size} open: pass yours as batch=torch.zeros({shape})"
+    elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        open_ = "leaves the number of tokens open: pass yours as batch=torch.zeros(1, 512, dtype=torch.long)"
+    elif features:
+        open_ = (
+            f"takes {features} features and leaves the number of steps open: pass yours as "
+            f"batch=torch.zeros(1, 100, {features})"
+        )
+        if not getattr(layer, "batch_first", True):
+            open_ += " (samples first: let step transpose, batch_first is False)"
+    else:
+        open_ = "does not show the input's shape: pass an example as batch="
+    return NeedsBatch(f"{_name(model)}'s first layer, {f'{name} ({kind})' if name else kind}, {open_}")
 
 
 def _lookup(source: Any, name: str) -> Any:

@@ -25,7 +25,6 @@ from autobatch.errors import InvalidBatch
 
 __all__ = ["is_source", "largest_samples"]
 
-
 _OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
 """Where two batches of one loader are read differently, the later of these holds."""
 
@@ -35,14 +34,9 @@ class _Source:
     """What a loader would do with a dataset."""
 
     dataset: Any
-    collate: Callable[[Any], Any]
+    collate: Callable[[Any], Any] = default_collate
     sampler: Any = None
     gives_batches: bool = False
-
-    @property
-    def streams(self) -> bool:
-        """Whether samples come in their own order and cannot be asked for."""
-        return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
 
     def collated(self, entries: Sequence[Any]) -> Any:
         """The batch that the loader would yield for these samples, or for this one whole batch."""
@@ -67,6 +61,38 @@ class _Source:
         batch = self.collated([entry])
         samples = describe(batch).count if self.gives_batches else 1
         return count_elements(batch) / samples, sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
+
+    def rank(self, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], int, bool]:
+        """The largest entries, largest first; how many were looked at; whether time ran out before all were."""
+        deadline, seen, out_of_time = time.monotonic() + time_limit, 0, False
+
+        def in_time() -> Iterator[Any]:
+            nonlocal seen, out_of_time
+            for entry in entries:
+                seen += 1
+                yield entry
+                out_of_time = time.monotonic() > deadline
+                if out_of_time:
+                    return
+
+        largest = heapq.nlargest(1 if self.gives_batches else count, in_time(), key=self.size)
+        if not largest:
+            raise InvalidBatch(f"{type(self.dataset).__name__} gave no samples: pass a dataset that does, or a batch")
+        return largest, seen, out_of_time
+
+    def keys(self) -> Sequence[Any]:
+        """What a map-style dataset can be asked for."""
+        if isinstance(self.sampler, SubsetRandomSampler):
+            return self.sampler.indices
+        if self.gives_batches and isinstance(self.sampler, BatchSampler):
+            return list(self.sampler)
+        if isinstance(self.dataset, Mapping):
+            return list(self.dataset)
+        try:
+            return range(len(self.dataset))
+        except (TypeError, NotImplementedError) as error:
+            name = type(self.dataset).__name__
+            raise InvalidBatch(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
 
 
 def is_source(batch: Any) -> bool:
@@ -98,22 +124,26 @@ def largest_samples(
         InvalidBatch: The dataset is empty or has no length. Its own errors come out as they were raised.
     """
     opened = _open(source)
-    unit = "batches" if opened.gives_batches else "samples"
-    if opened.streams:
+    if isinstance(opened.dataset, IterableDataset) or not hasattr(opened.dataset, "__getitem__"):  # a stream
         stream = iter(opened.dataset)
         try:
-            largest, seen, stopped = _rank(opened, itertools.islice(stream, scan_limit), count, time_limit)
+            largest, seen, stopped = opened.rank(itertools.islice(stream, scan_limit), count, time_limit)
         finally:
-            close = getattr(stream, "close", None)
-            if close is not None:
-                close()
-        note = f"the largest was looked for among the first {seen} {unit} of a stream"
-        return opened.described(largest), note if stopped or seen == scan_limit else None
-    keys = _keys(opened)
-    chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
-    largest, seen, _ = _rank(opened, chosen, count, time_limit)
-    note = f"the largest was looked for among {seen} of the dataset's {len(keys)} {unit}"
-    return opened.described(largest), note if seen < len(keys) else None
+            getattr(stream, "close", lambda: None)()
+        is_partial, of_all = stopped or seen == scan_limit, "the first {} {} of a stream"
+    else:
+        keys = opened.keys()
+        chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
+        largest, seen, _ = opened.rank(chosen, count, time_limit)
+        is_partial, of_all = seen < len(keys), f"{{}} of the dataset's {len(keys)} {{}}"
+    looked_at = of_all.format(seen, "batches" if opened.gives_batches else "samples")
+    return opened.described(largest), f"the largest was looked for among {looked_at}" if is_partial else None
+
+
+def _open(source: Any) -> _Source:
+    if not isinstance(source, DataLoader):
+        return _Source(source)
+    return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
@@ -123,46 +153,6 @@ def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
     except InvalidBatch:
         return None
     return layout.lists if layout.count == samples else None
-
-
-def _open(source: Any) -> _Source:
-    if not isinstance(source, DataLoader):
-        return _Source(source, default_collate)
-    return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
-
-
-def _rank(opened: _Source, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], int, bool]:
-    """The largest entries, largest first; how many were looked at; whether time ran out before all were."""
-    deadline = time.monotonic() + time_limit
-    wanted = 1 if opened.gives_batches else count
-    largest: list[tuple[tuple[float, int], int, Any]] = []
-    seen, out_of_time = 0, False
-    for seen, entry in enumerate(entries, start=1):
-        # Of equal ones the earlier stays; the number before the entry also avoids that entries are compared.
-        heapq.heappush(largest, (opened.size(entry), -seen, entry))
-        if len(largest) > wanted:
-            heapq.heappop(largest)
-        out_of_time = time.monotonic() > deadline
-        if out_of_time:
-            break
-    if not largest:
-        raise InvalidBatch(f"{type(opened.dataset).__name__} gave no samples: pass a dataset that does, or a batch")
-    return [entry for *_, entry in sorted(largest, reverse=True)], seen, out_of_time
-
-
-def _keys(opened: _Source) -> Sequence[Any]:
-    """What a map-style dataset can be asked for."""
-    if isinstance(opened.sampler, SubsetRandomSampler):
-        return opened.sampler.indices
-    if opened.gives_batches and isinstance(opened.sampler, BatchSampler):
-        return list(opened.sampler)
-    if isinstance(opened.dataset, Mapping):
-        return list(opened.dataset)
-    try:
-        return range(len(opened.dataset))
-    except (TypeError, NotImplementedError) as error:
-        name = type(opened.dataset).__name__
-        raise InvalidBatch(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
 
 
 def _spread(length: int, most: int) -> Iterator[int]:

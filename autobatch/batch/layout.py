@@ -18,12 +18,13 @@ import torch
 
 from autobatch.batch.layout_rules import read
 from autobatch.batch.list_rules import ROOT, ListReading
-from autobatch.batch.list_structure import count_rows
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import (
+    TreeSpec,
     as_leaf,
     count_bytes,
     count_elements,
+    count_rows,
     fields_of,
     is_array,
     is_sequence,
@@ -33,18 +34,9 @@ from autobatch.batch.tree import (
     with_fresh_containers,
     with_items,
 )
-from autobatch.batch.tree_spec import TreeSpec
 from autobatch.errors import InvalidArgument, InvalidBatch
 
-__all__ = [
-    "Layout",
-    "count_bytes",
-    "count_elements",
-    "describe",
-    "is_one_batch",
-    "map_tensors",
-    "tensors_of",
-]
+__all__ = ["Layout", "count_bytes", "count_elements", "describe", "is_one_batch", "map_tensors", "tensors_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,19 +101,13 @@ class Layout:
         move: Callable[[torch.Tensor], torch.Tensor],
         home: torch.device,
     ) -> Any:
-        """Samples ``start`` to ``stop`` in new containers, each tensor a leaf on the device.
+        """Samples ``start`` to ``stop``, as ``split_leaves`` gave them, in new containers.
 
-        Args:
-            start: The first sample.
-            stop: The one after the last.
-            leaves: These samples as ``split_leaves`` gives them.
-            move: Moves a tensor to the device ``home``; not called for what is there already.
-            home: The device.
+        Each tensor is a leaf on the device ``home``, to which ``move`` moves what is not there already.
         """
         if self.spec is None:
-            return with_fresh_containers(
-                map_tensors(self.take(start, stop), lambda tensor: _move_like(tensor, tensor.detach(), move))
-            )
+            taken = self.take(start, stop)
+            return with_fresh_containers(map_tensors(taken, lambda leaf: _move_like(leaf, leaf.detach(), move)))
         if self.home != home:
             leaves = [_move_like(leaf, part, move) for leaf, part in zip(self.leaves, leaves, strict=True)]
         return tuple(leaves) if self.spec.is_pair else self.spec.unflatten(leaves)
@@ -174,16 +160,15 @@ class Layout:
         if reading == "samples" or count_rows(node) is not None:
             return function(node)
         fields = fields_of(node)
-        if fields is None:
-            return node
-        return with_fields(node, [self._replace(child, path + suffix, function) for suffix, child in fields])
+        replaced = [self._replace(child, path + suffix, function) for suffix, child in fields or ()]
+        return node if fields is None else with_fields(node, replaced)
 
 
 def describe(batch: Any, like: Layout | None = None, samples: int | None = None) -> Layout:
     """How this batch divides into samples, by the rules at the top of ``autobatch.batch.layout_rules``.
 
     Args:
-        batch: Any tree of mappings, lists, tuples, dataclasses, tensors, NumPy arrays and objects of registered types.
+        batch: Any tree.
         like: The layout of an earlier batch of the same kind: its lists are read as they were there, also where this
             batch alone could be read otherwise.
         samples: How many samples the batch was made of, where that is known.
@@ -199,7 +184,7 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
             if count:
                 return Layout(batch, count, like.lists, like.spec, leaves, home)
     count, lists = read(batch, like.lists if like is not None else {}, samples)
-    spec, leaves = None if {"samples", "unclear"} & {*lists.values()} else TreeSpec.of(batch), []
+    spec, leaves = TreeSpec.of(batch) if {*lists.values()} <= {"fields"} else None, []
     if spec is not None:
         spec.flatten(batch, leaves)
     return Layout(batch, count, lists, spec, leaves, _count_alike(leaves)[1])
@@ -267,17 +252,12 @@ def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
     have = rows.shape[0]
     if n <= have:
         return rows.narrow(0, 0, n)
-    shape = (n, *rows.shape[1:])
-    grown = torch.empty(shape, dtype=rows.dtype, device=rows.device, memory_format=_memory_format(rows))
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rows.ndim, torch.contiguous_format)
+    is_last = rows.is_contiguous(memory_format=last) and not rows.is_contiguous()
+    memory_format = last if is_last else torch.contiguous_format
+    grown = torch.empty((n, *rows.shape[1:]), dtype=rows.dtype, device=rows.device, memory_format=memory_format)
     # Filled in place, not concatenated: a batch may be a large part of memory, and must not be there twice.
     whole = n - n % have
     grown[:whole].unflatten(0, (-1, have)).copy_(rows.expand(whole // have, *rows.shape))
     grown[whole:].copy_(rows[: n - whole])
     return grown
-
-
-def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
-    if channels_last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=channels_last):
-        return torch.contiguous_format
-    return channels_last

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -35,22 +36,29 @@ from torch.nn.utils.rnn import PackedSequence
 from autobatch._formatting import name_type, show_value, with_article
 from autobatch.batch.list_rules import (
     ROOT,
-    Fields,
     ListReading,
+    Marked,
     OpenList,
-    Samples,
+    are_alike,
+    are_images,
     find_only_count,
+    is_record,
     judge,
     refuse_to_guess,
+    rows_beneath,
 )
-from autobatch.batch.list_structure import are_alike, are_images, count_rows, is_record, rows_beneath, tensors_held
 from autobatch.batch.registry import find_type
-from autobatch.batch.tree import fields_of, is_sequence, leaves_of
+from autobatch.batch.tree import count_rows, fields_of, is_sequence, leaves_of
 from autobatch.errors import InvalidBatch
 
 __all__ = ["read"]
 
+_NUMBERS = (bool, int, float, complex, bytes)
 _UNORDERED = (set, frozenset, range)
+_KNOWN = (type(None), *_NUMBERS, str, *_UNORDERED, slice, torch.Tensor, torch.Size)
+
+_DEPTH, _WIDTH = 3, 64
+"""How far an unknown object is looked into: torch_geometric's ``Data`` has its tensors in a dict in a store in it."""
 
 
 class _Part(NamedTuple):
@@ -75,7 +83,8 @@ def read(
             whose rows cannot be viewed (sparse, nested, packed); with the paths and sizes.
     """
     lists: dict[str, ListReading] = {path: reading for path, reading in earlier.items() if reading != "unclear"}
-    count = _agree(list(_settle(batch, ROOT, _count(batch, lists, samples), lists)), batch)
+    count = _count(batch, lists, samples)
+    count = _agree([part for part in _survey(batch, ROOT, lists, count) if isinstance(part, _Part)], batch)
     _refuse_undivided(batch, ROOT, count, lists)
     return count, lists
 
@@ -85,94 +94,78 @@ def _count(batch: Any, lists: dict[str, ListReading], samples: int | None) -> in
     while True:
         found = list(_survey(batch, ROOT, lists))
         certain = [part for part in found if isinstance(part, _Part)]
-        open_lists = [entry for entry in found if isinstance(entry, OpenList)]
         if certain:
             return _agree(certain, batch)
         if samples is not None:
             return samples
-        judged = {entry.path: judge(entry) for entry in open_lists}
+        open_lists = [entry for entry in found if isinstance(entry, OpenList)]
+        judged = [(entry, judge(entry)) for entry in open_lists]
+        readings = {reading for _, reading in judged}
         # Samples first: they show a number, by which lists that could be read in two ways are decided.
-        decided = _pick(judged, "samples")
-        if not decided and (only := find_only_count(open_lists)) is not None:
+        if "samples" not in readings and (only := find_only_count(open_lists)) is not None:
             return only
-        decided = decided or _pick(judged, "fields")
-        if not decided:
-            unclear = _pick(judged, "unclear")
-            refuse_to_guess([entry for entry in open_lists if entry.path in unclear])
+        decided: ListReading = "samples" if "samples" in readings else "fields"
+        if decided not in readings:
+            for entry, reading in judged:
+                if reading == "unclear":
+                    refuse_to_guess(entry)
             return _agree(_counted_by_texts(open_lists), batch)
-        lists |= decided
+        lists |= {entry.path: decided for entry, reading in judged if reading == decided}
 
 
-def _pick(judged: Mapping[str, ListReading | None], reading: ListReading) -> dict[str, ListReading]:
-    return {path: reading for path, found in judged.items() if found == reading}
-
-
-def _survey(node: Any, path: str, lists: dict[str, ListReading]) -> Iterator[_Part | OpenList]:
-    """What is certain to have one entry a sample, and which lists are still to be decided."""
+def _survey(
+    node: Any, path: str, lists: dict[str, ListReading], count: int | None = None
+) -> Iterator[_Part | OpenList]:
+    """What is certain to have one entry a sample, and which lists are still to be decided: none with a count."""
     _refuse_unviewable(node, path)
     rows = count_rows(node)
     if rows is not None:
         yield _Part(path, rows)
         return
     if is_sequence(node):
-        reading = _reading_of(node, path, lists)
-        if reading is None:
+        is_open = not isinstance(node, Marked) and path not in lists and are_alike(node)
+        if is_open and count is None:
             yield OpenList(path, node)
             return
-        lists[path] = reading
-        if reading == "samples":
+        if is_open:
+            lists[path] = _decide(node, count)
+        else:
+            lists[path] = node.reading if isinstance(node, Marked) else lists.get(path, "fields")
+        if lists[path] != "fields":
             yield _Part(path, len(node))
             return
     for suffix, child in fields_of(node) or ():
-        yield from _survey(child, path + suffix, lists)
+        yield from _survey(child, path + suffix, lists, count)
 
 
-def _reading_of(node: Sequence[Any], path: str, lists: Mapping[str, ListReading]) -> ListReading | None:
-    if isinstance(node, Samples | Fields):
-        return "samples" if isinstance(node, Samples) else "fields"
-    return lists.get(path) or (None if are_alike(node) else "fields")
-
-
-def _settle(node: Any, path: str, count: int, lists: dict[str, ListReading]) -> Iterator[_Part]:
-    """Decide every open list now that the count is known; yields all that will be split."""
-    for found in _survey(node, path, lists):
-        if isinstance(found, _Part):
-            yield found
-            continue
-        lists[found.path] = _decide(found, count)
-        if lists[found.path] != "fields":
-            yield _Part(found.path, len(found.entries))
-            continue
-        for index, child in enumerate(found.entries):
-            yield from _settle(child, f"{found.path}[{index}]", count, lists)
-
-
-def _decide(found: OpenList, count: int) -> ListReading:
-    if len(found.entries) != count:
+def _decide(entries: Sequence[Any], count: int | None) -> ListReading:
+    """How a list of alike entries is read beside so many samples."""
+    if len(entries) != count:
         return "fields"
-    rows = list(rows_beneath(found.entries))
-    if not rows or any(size != count for size in rows) or are_images(found.entries):
+    rows = list(rows_beneath(entries))
+    if not rows or any(size != count for size in rows) or are_images(entries):
         return "samples"
     # A record for each sample, as detection targets are: two boxes in each of two images leave nothing open.
-    if all(is_record(entry) for entry in found.entries):
+    if all(is_record(entry) for entry in entries):
         return "samples"
     return "fields" if count == 1 else "unclear"
 
 
 def _counted_by_texts(open_lists: Sequence[OpenList]) -> list[_Part]:
     """Lists of texts or objects, which show the number of samples where no tensor does."""
-    for kind in (str, object):
-        found = [entry for entry in open_lists if all(_is_one(child, kind) for child in entry.entries)]
+    for is_one in (_is_text, _is_object):
+        found = [entry for entry in open_lists if all(map(is_one, entry.entries))]
         if found:
             return [_Part(entry.path, len(entry.entries)) for entry in found]
     return []
 
 
-def _is_one(entry: Any, kind: type) -> bool:
-    """Whether it is a text (or missing), or else an object that is no container and no number."""
-    if entry is None or isinstance(entry, str):
-        return kind is str
-    return kind is object and fields_of(entry) is None and not isinstance(entry, bool | int | float | complex | bytes)
+def _is_text(entry: Any) -> bool:
+    return entry is None or isinstance(entry, str)
+
+
+def _is_object(entry: Any) -> bool:
+    return not _is_text(entry) and not isinstance(entry, _NUMBERS) and fields_of(entry) is None
 
 
 def _agree(parts: Sequence[_Part], batch: Any) -> int:
@@ -195,8 +188,7 @@ def _explain_nothing(batch: Any) -> str:
     nothing = "the batch has no samples to count: no tensor or array with dimensions, no list of samples"
     opaque = next((leaf for leaf in leaves_of(batch) if _is_opaque(leaf) or isinstance(leaf, _UNORDERED)), None)
     if opaque is None:
-        is_container = bool(fields_of(batch))
-        return nothing if is_container else f"{nothing}; pass what a loader yields, not batch={show_value(batch)}"
+        return nothing if fields_of(batch) else f"{nothing}; pass what a loader yields, not batch={show_value(batch)}"
     if isinstance(opaque, Iterator):
         return f"{nothing}; {name_type(opaque)} can be read only once: pass one batch of it, such as next(iterator)"
     if isinstance(opaque, (*_UNORDERED, deque)):
@@ -208,6 +200,16 @@ def _explain_nothing(batch: Any) -> str:
     )
 
 
+def _tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+    """Tensors in the attributes of an object of unknown type, and in what those hold, up to a depth and a width."""
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif depth and not isinstance(node, (type, torch.nn.Module)):
+        children = [child for _, child in fields_of(node) or ()] or getattr(node, "__dict__", {}).values()
+        for child in islice(children, _WIDTH):
+            yield from _tensors_held(child, depth - 1)
+
+
 def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, ListReading]) -> None:
     """Refuse an object of unknown type with samples in it: each micro-batch would get it whole."""
     if count == 1 or lists.get(path) == "samples":
@@ -215,7 +217,7 @@ def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, List
     children = fields_of(node)
     for suffix, child in children or ():
         _refuse_undivided(child, path + suffix, count, lists)
-    if children is None and _is_opaque(node) and any(count_rows(tensor) == count for tensor in tensors_held(node)):
+    if children is None and _is_opaque(node) and any(count_rows(tensor) == count for tensor in _tensors_held(node)):
         name = type(node).__name__
         raise InvalidBatch(
             f"{path} is {with_article(name)}, no container that autobatch knows, and a tensor in it has {count} rows, "
@@ -225,8 +227,7 @@ def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, List
 
 
 def _is_opaque(leaf: Any) -> bool:
-    known = (type(None), bool, int, float, complex, str, bytes, set, frozenset, range, slice, torch.Tensor, torch.Size)
-    return not isinstance(leaf, known) and count_rows(leaf) is None
+    return not isinstance(leaf, _KNOWN) and count_rows(leaf) is None
 
 
 def _refuse_unviewable(node: Any, path: str) -> None:

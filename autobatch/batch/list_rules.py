@@ -1,7 +1,7 @@
 """Decides whether the entries of a list are samples or fields, by the entries alone or by a mark of the user's.
 
-Covers lists of alike entries in batches without a tensor outside them that shows the number of samples. Does not cover
-lists beside such tensors, nor lists that were read in an earlier batch (``layout_rules``).
+Covers lists of alike entries in batches without a tensor outside them that shows the number of samples, and how entries
+are compared. Does not cover lists beside such tensors, nor lists that were read in an earlier batch (``layout_rules``).
 
 The entries of a list are its samples where they are containers of one structure: the same container types, keys, dtypes
 and numbers of dimensions. That they were meant as fields cannot always be seen; but fields read as samples end in an
@@ -35,35 +35,47 @@ another list beside it leaves only one number of samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
 
 from autobatch._formatting import name_type
-from autobatch.batch.list_structure import (
-    are_alike,
-    are_images,
-    count_rows,
-    have_one_structure,
-    have_shapes_of_images,
-    is_labelled,
-    is_record,
-    rows_beneath,
-    shapes_of,
-)
-from autobatch.batch.tree import fields_of, is_sequence
+from autobatch.batch.registry import find_type
+from autobatch.batch.tree import count_rows, field_names, fields_of, is_array, is_sequence, leaves_of
 from autobatch.errors import InvalidArgument, InvalidBatch
 
-__all__ = ["ROOT", "Fields", "ListReading", "OpenList", "Samples", "find_only_count", "judge", "refuse_to_guess"]
+__all__ = [
+    "ROOT",
+    "Fields",
+    "ListReading",
+    "Marked",
+    "OpenList",
+    "Samples",
+    "are_alike",
+    "are_images",
+    "find_only_count",
+    "is_record",
+    "judge",
+    "refuse_to_guess",
+    "rows_beneath",
+]
 
 ROOT = "batch"
 
 _FEW = 4
 """From so many alike tensors on a list is hardly ``x, y, weight``."""
 
+_NUMBERS = (bool, int, float, complex)
+
 ListReading = Literal["samples", "fields", "unclear"]
 
 
-class _Marked(list[Any]):
+class Marked(list[Any]):
+    """A list that says itself how it is read."""
+
+    reading: ClassVar[ListReading]
+
     def __init__(self, entries: Iterable[Any] = (), /) -> None:
         """Refuse a text or a mapping, which would be taken apart, and what is no list."""
         if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
@@ -72,16 +84,20 @@ class _Marked(list[Any]):
         super().__init__(entries)
 
 
-class Samples(_Marked):
+class Samples(Marked):
     """A list in a batch with one entry for each sample.
 
     It is a ``list`` in every other way: ``step`` is called with one, and a collate function may return one. A plan
     holds how its example batch was read (``plan.batch_lists``), so batches of later steps need no mark.
     """
 
+    reading = "samples"
 
-class Fields(_Marked):
+
+class Fields(Marked):
     """A list in a batch whose entries are fields, such as inputs and targets: each holds all samples."""
+
+    reading = "fields"
 
 
 class OpenList(NamedTuple):
@@ -90,23 +106,73 @@ class OpenList(NamedTuple):
     path: str
     entries: Sequence[Any]
 
-    @property
-    def may_be_arguments(self) -> bool:
-        """Whether it is what a DataLoader or a collate function returns for a few fields."""
-        return self.path == ROOT and len(self.entries) < _FEW
-
 
 def judge(found: OpenList) -> ListReading | None:
     """How the list is read; ``"unclear"`` where it may be either, ``None`` where it holds no tensor."""
     entries = [entry for entry in found.entries if entry is not None]
     rows = {*rows_beneath(entries)}
     if not rows:
-        return _judge_texts(found, entries)
-    if all(count_rows(entry) is not None for entry in entries):
-        return _judge_tensors(found, entries, equal=len(rows) == 1)
-    if all(is_sequence(entry) for entry in entries):
-        return _judge_sequences(found, entries, equal=len(rows) == 1)
-    return _judge_records(found, entries, equal=len(rows) == 1)
+        return _judge_texts(entries) if found.path == ROOT else None
+    # Whether it is what a DataLoader or a collate function returns for a few fields.
+    may_be_arguments = found.path == ROOT and len(found.entries) < _FEW
+    judge_entries = _judge_containers if any(count_rows(entry) is None for entry in entries) else _judge_tensors
+    return judge_entries(
+        entries, equal=len(rows) == 1, is_tuple=isinstance(found.entries, tuple), may_be_arguments=may_be_arguments
+    )
+
+
+def _judge_tensors(entries: Sequence[Any], *, equal: bool, is_tuple: bool, may_be_arguments: bool) -> ListReading:
+    """Tensors, arrays or registered objects, all of one dtype and number of dimensions."""
+    if is_tuple and may_be_arguments:
+        return "fields"
+    if not equal:
+        return "samples"
+    if all(getattr(entry, "ndim", None) == 3 and count_rows(entry) in (1, 3) for entry in entries):
+        return "samples" if not may_be_arguments and are_images(entries) else "unclear"
+    if len(entries) == 1:
+        return "fields"
+    if len({tuple(entry.shape) if _is_dense(entry) else None for entry in entries}) == 1:
+        return "unclear"
+    # Crops of several sizes; videos [1 or 3, time, height, width] are single samples.
+    are_crops = all(getattr(entry, "ndim", 0) >= 4 and count_rows(entry) not in (1, 3) for entry in entries)
+    return "fields" if may_be_arguments or are_crops else "unclear"
+
+
+def _judge_containers(entries: Sequence[Any], *, equal: bool, is_tuple: bool, may_be_arguments: bool) -> ListReading:
+    """Lists or tuples, such as ``(image, label)``, or records."""
+    are_sequences = all(is_sequence(entry) for entry in entries)
+    if are_sequences and all(are_images(entry) for entry in entries):
+        return "fields"
+    if not _have_one_structure(entries):  # many are rather samples with something optional in them
+        return "fields" if len(entries) < _FEW else "unclear" if equal else "samples"
+    if len(entries) == 1:
+        is_sample = not equal or (_is_labelled(entries[0]) and not is_tuple)
+        return "samples" if is_sample else "fields" if is_tuple else "unclear"
+    if not are_sequences:
+        return "unclear" if equal and is_tuple and may_be_arguments else "samples"
+    if all(_is_labelled(entry) for entry in entries) and len(entries) >= _FEW:
+        return "samples"
+    # torch's default_collate makes lists of what a dataset gives as tuples: a tuple inside is one sample, not a column.
+    may_be_columns = is_tuple or any(isinstance(entry, list) for entry in entries)
+    is_transposed = _may_be_transposed(entries) and (may_be_columns or len(entries[0]) >= _FEW)
+    return "unclear" if is_transposed or (equal and may_be_columns) else "samples"
+
+
+def _judge_texts(entries: Sequence[Any]) -> ListReading | None:
+    """Entries without any tensor, at the root: below it a list of settings looks the same as one of samples."""
+    if all(is_record(entry) for entry in entries):
+        # One record with lists in it, which may hold one entry a sample.
+        is_column = len(entries) == 1 and any(is_sequence(child) for _, child in fields_of(entries[0]) or ())
+        return "samples" if _have_one_structure(entries) and not is_column else "unclear"
+    if not all(is_sequence(entry) for entry in entries):
+        return None
+    return "unclear" if len(entries) == 1 or _may_be_transposed(entries) else "samples"
+
+
+def _may_be_transposed(entries: Sequence[Any]) -> bool:
+    """Whether each entry may itself be the list of samples: alike, and as many in each; few columns, not many."""
+    is_even = len({len(entry) for entry in entries}) == 1
+    return is_even and all(are_alike(entry) for entry in entries) and not len(entries) >= _FEW > len(entries[0])
 
 
 def find_only_count(lists: Sequence[OpenList]) -> int | None:
@@ -119,101 +185,96 @@ def find_only_count(lists: Sequence[OpenList]) -> int | None:
         return None
     numbers = {number for length, rows in shapes for number in (length, *rows)}
     possible = [n for n in numbers if all(n == length or {n} == rows for length, rows in shapes)]
-    if len(possible) != 1 or any({length} == rows for length, rows in shapes):
-        return None
-    return possible[0]
+    is_clear = len(possible) == 1 and all({length} != rows for length, rows in shapes)
+    return possible[0] if is_clear else None
 
 
-def refuse_to_guess(unclear: Sequence[OpenList]) -> None:
-    """Raise InvalidBatch with what to pass for the first of these lists, if any."""
-    for path, entries in unclear:
-        rows = sorted({*rows_beneath(entries)})
-        inside = f", with tensors of {', '.join(map(str, rows[:3]))} rows," if rows else ""
-        raise InvalidBatch(
-            f"{path} is {name_type(entries)} of {len(entries)} alike entries{inside} and may hold one entry a "
-            f"sample, or fields: pass autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in its "
-            f"stead, or samples stacked into one tensor"
-        )
+def refuse_to_guess(unclear: OpenList) -> None:
+    """Raise InvalidBatch with what to pass for this list."""
+    path, entries = unclear
+    rows = sorted({*rows_beneath(entries)})
+    inside = f", with tensors of {', '.join(map(str, rows[:3]))} rows," if rows else ""
+    raise InvalidBatch(
+        f"{path} is {name_type(entries)} of {len(entries)} alike entries{inside} and may hold one entry a "
+        f"sample, or fields: pass autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in its "
+        f"stead, or samples stacked into one tensor"
+    )
 
 
-def _judge_tensors(found: OpenList, entries: Sequence[Any], *, equal: bool) -> ListReading:
-    """Tensors, arrays or registered objects, all of one dtype and number of dimensions."""
-    is_tuple = isinstance(found.entries, tuple)
-    if not equal:
-        return "fields" if is_tuple and found.may_be_arguments else "samples"
-    if is_tuple and found.may_be_arguments:
-        return "fields"
-    if have_shapes_of_images(entries):
-        return "samples" if not found.may_be_arguments and are_images(entries) else "unclear"
-    if len(entries) == 1:
-        return "fields"
-    if len(shapes_of(entries)) == 1:
-        return "unclear"
-    return "fields" if found.may_be_arguments or _are_batches_of_images(entries) else "unclear"
+def rows_beneath(node: Any) -> Iterator[int]:
+    """Rows of every tensor, array and registered object, as if all lists were fields."""
+    rows = count_rows(node)
+    if rows is not None:
+        yield rows
+    for _, child in fields_of(node) or ():
+        yield from rows_beneath(child)
 
 
-def _are_batches_of_images(entries: Sequence[Any]) -> bool:
-    """Crops of several sizes; videos ``[1 or 3, time, height, width]`` are single samples."""
-    return all(getattr(entry, "ndim", 0) >= 4 and count_rows(entry) not in (1, 3) for entry in entries)
+def are_alike(entries: Sequence[Any]) -> bool:
+    """Whether all entries are one kind of thing, as samples are; a missing one (``None``) is like any other."""
+    return len({_kind(entry) for entry in entries if entry is not None}) == 1
 
 
-def _judge_sequences(found: OpenList, entries: Sequence[Any], *, equal: bool) -> ListReading:
-    """Lists or tuples: samples such as ``(image, label)``, or fields with one entry a sample in each."""
-    if all(are_images(entry) for entry in entries):
-        return "fields"
-    if not have_one_structure(entries):
-        return _judge_unlike(entries, equal=equal)
-    if len(entries) == 1:
-        return _judge_single(found, entries[0], equal=equal)
-    if all(is_labelled(entry) for entry in entries) and len(entries) >= _FEW:
-        return "samples"
-    # torch's default_collate makes lists of what a dataset gives as tuples: a tuple inside is one sample, not a column.
-    may_be_columns = isinstance(found.entries, tuple) or any(isinstance(entry, list) for entry in entries)
-    if _may_be_transposed(entries) and (may_be_columns or len(entries[0]) >= _FEW):
-        return "unclear"
-    return "unclear" if equal and may_be_columns else "samples"
+def _kind(entry: Any) -> object:
+    if find_type(entry) is not None:
+        return type(entry)
+    if isinstance(entry, torch.Tensor) or is_array(entry):
+        return type(entry), str(entry.dtype), entry.ndim
+    if isinstance(entry, _NUMBERS):
+        return "number"
+    if isinstance(entry, Mapping):
+        return "mapping"
+    if is_sequence(entry):
+        return "list"
+    # Images of one batch may be objects of several classes, a JPEG beside a PNG.
+    return type(entry) if isinstance(entry, str | bytes) or is_record(entry) else "object"
 
 
-def _may_be_transposed(entries: Sequence[Any]) -> bool:
-    """Whether each entry may itself be the list of samples: alike, and as many in each; few columns, not many."""
-    is_even = len({len(entry) for entry in entries}) == 1
-    return is_even and all(are_alike(entry) for entry in entries) and not len(entries) >= _FEW > len(entries[0])
+def _have_one_structure(entries: Sequence[Any]) -> bool:
+    """Whether all entries have the same container types, keys, dtypes and numbers of dimensions; sizes may differ."""
+    present = [entry for entry in entries if entry is not None]
+    return all(_match(present[0], entry) for entry in present[1:])
 
 
-def _judge_records(found: OpenList, entries: Sequence[Any], *, equal: bool) -> ListReading:
-    """Mappings, dataclasses, namedtuples."""
-    if not have_one_structure(entries):
-        return _judge_unlike(entries, equal=equal)
-    if len(entries) == 1:
-        return _judge_single(found, entries[0], equal=equal)
-    return "unclear" if equal and isinstance(found.entries, tuple) and found.may_be_arguments else "samples"
+def _match(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return True
+    if _kind(one) != _kind(other):
+        return False
+    ours, theirs = fields_of(one), fields_of(other)
+    if ours is None or theirs is None:
+        return True
+    if type(one) is not type(other):
+        return False
+    if is_sequence(one) and len(ours) != len(theirs):  # as many words or boxes as a sample has
+        everything = [*one, *other]
+        return are_alike(everything) and _have_one_structure(everything)
+    named = dict(theirs)
+    return dict(ours).keys() == named.keys() and all(_match(child, named[name]) for name, child in ours)
 
 
-def _judge_unlike(entries: Sequence[Any], *, equal: bool) -> ListReading:
-    """Containers with other keys or types: fields, but many are rather samples with something optional in them."""
-    if len(entries) < _FEW:
-        return "fields"
-    return "unclear" if equal else "samples"
+def is_record(entry: Any) -> bool:
+    """Whether it is a container with named fields: a mapping, a dataclass, a namedtuple."""
+    return find_type(entry) is None and (isinstance(entry, Mapping) or field_names(entry) is not None)
 
 
-def _judge_single(found: OpenList, entry: Any, *, equal: bool) -> ListReading:
-    """One entry that is itself a container."""
-    if not equal or (is_labelled(entry) and isinstance(found.entries, list)):
-        return "samples"
-    return "fields" if isinstance(found.entries, tuple) else "unclear"
+def _is_labelled(entry: Any) -> bool:
+    """Whether a number, a text or a scalar tensor is beside something else, as in ``(image, label)``."""
+    is_label = [isinstance(leaf, (str, *_NUMBERS)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves_of(entry)]
+    return any(is_label) and not all(is_label)
 
 
-def _judge_texts(found: OpenList, entries: Sequence[Any]) -> ListReading | None:
-    """Entries without any tensor; below the root a list of settings looks the same as one of samples."""
-    if found.path != ROOT:
-        return None
-    if all(is_record(entry) for entry in entries):
-        return "samples" if have_one_structure(entries) and not _is_column(entries) else "unclear"
-    if not all(is_sequence(entry) for entry in entries):
-        return None
-    return "unclear" if len(entries) == 1 or _may_be_transposed(entries) else "samples"
+def are_images(entries: Sequence[Any]) -> bool:
+    """Whether each entry is or holds an image ``[1 or 3, height, width]``, and they are not all of one size."""
+    sizes = [_image_size(entry) for entry in entries]
+    return len(sizes) >= 2 and None not in sizes and len(set(sizes)) > 1
 
 
-def _is_column(entries: Sequence[Any]) -> bool:
-    """Whether it is one record with lists in it, which may hold one entry a sample."""
-    return len(entries) == 1 and any(is_sequence(child) for _, child in fields_of(entries[0]) or ())
+def _image_size(entry: Any) -> tuple[int, int] | None:
+    shapes = (tuple(leaf.shape) for leaf in leaves_of(entry) if _is_dense(leaf) and leaf.ndim == 3)
+    return next(((height, width) for channels, height, width in shapes if channels in (1, 3)), None)
+
+
+def _is_dense(leaf: Any) -> bool:
+    """Whether its shape has only numbers: a nested tensor's has symbols."""
+    return is_array(leaf) or (isinstance(leaf, torch.Tensor) and not leaf.is_nested)

@@ -56,11 +56,7 @@ class BatchType:
     def take_samples(self, batch: Any, indices: Sequence[int]) -> Any:
         """The samples at these indices, which may repeat; raises InvalidBatch for another type or number of samples."""
         part = self.take(batch, list(indices))
-        if not isinstance(part, self.type):
-            raise InvalidBatch(
-                f"take= of {self.type.__name__} returned {name_type(part)}: it must return "
-                f"{with_article(self.type.__name__)} with the samples at the given indices"
-            )
+        self._check_type("take=", part, "with the samples at the given indices")
         count = self.count_samples(part)
         if count != len(indices):
             raise InvalidBatch(
@@ -86,8 +82,7 @@ class BatchType:
     def map_tensors(self, batch: Any, function: OnTensor) -> Any:
         """The same batch with ``function(tensor)`` for each tensor; the given one is not changed.
 
-        Raises:
-            InvalidBatch: ``map`` returned another type, or changed the batch in place; or, by default, copying failed.
+        Raises InvalidBatch where ``map`` returned another type or changed the batch in place, or copying failed.
         """
         changed: list[bool] = []
 
@@ -97,11 +92,7 @@ class BatchType:
             return result
 
         mapped = self.map(batch, observe)
-        if not isinstance(mapped, self.type):
-            raise InvalidBatch(
-                f"map= of {self.type.__name__} returned {name_type(mapped)}: it must return "
-                f"{with_article(self.type.__name__)} in which each tensor is function(tensor)"
-            )
+        self._check_type("map=", mapped, "in which each tensor is function(tensor)")
         if mapped is batch and any(changed):
             raise InvalidBatch(f"map= of {self.type.__name__} changed the batch in place: it must return a new one")
         return mapped
@@ -116,6 +107,13 @@ class BatchType:
 
         self.map_tensors(batch, collect)
         return found
+
+    def _check_type(self, argument: str, returned: Any, must: str) -> None:
+        if not isinstance(returned, self.type):
+            name = self.type.__name__
+            raise InvalidBatch(
+                f"{argument} of {name} returned {name_type(returned)}: it must return {with_article(name)} {must}"
+            )
 
 
 _registered: Mapping[type, BatchType] = {}  # replaced, never changed in place: readers need no lock
@@ -151,9 +149,8 @@ def register(
             others cannot be called.
     """
     if not isinstance(type, _class) or type in _BUILT_IN:
-        raise InvalidArgument(
-            f"register() takes a class of your own, such as a batch of graphs, not {_name_kind(type)}"
-        )
+        given = type.__name__ if isinstance(type, _class) else name_type(type)
+        raise InvalidArgument(f"register() takes a class of your own, such as a batch of graphs, not {given}")
     for name, function in (("count", count), ("take", take), ("map", map)):
         if not callable(function) and not (name == "map" and function is None):
             raise InvalidArgument(f"register({type.__name__}, {name}=...) needs a function, not {name_type(function)}")
@@ -180,20 +177,10 @@ class _ReplacedTensors(TorchFunctionMode):
         super().__init__()
         self._function = function
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.Tensor.__deepcopy__:
             return self._function(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _name_kind(value: Any) -> str:
-    return value.__name__ if isinstance(value, type) else name_type(value)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

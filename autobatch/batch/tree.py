@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,12 @@ from autobatch.errors import InvalidBatch
 from autobatch.torch_internals.storages import bytes_of
 
 __all__ = [
+    "TreeSpec",
     "as_leaf",
     "count_bytes",
     "count_elements",
+    "count_rows",
+    "field_names",
     "fields_of",
     "holds_registered",
     "is_array",
@@ -41,6 +44,66 @@ __all__ = [
 
 # A shape describes, it holds no samples; a packed sequence's rows are time steps of several samples at once.
 _WHOLE = (torch.Size, PackedSequence)
+_VALUES = frozenset((type(None), bool, int, float, complex, str, bytes))
+
+
+class TreeSpec:
+    """The containers of a batch without its leaves, by which the next one of the kind is taken apart in a few calls.
+
+    Most batches have one: tuples, lists and dicts of dense tensors, numbers and strings. The name is pytree's.
+
+    Attributes:
+        is_pair: Whether it is a tuple of leaves, as inputs and labels are.
+    """
+
+    __slots__ = ("_children", "_keys", "_type", "is_pair")
+
+    def __init__(self, batch: Any) -> None:
+        """Read the containers; raises TypeError for a part that is neither plain container nor plain leaf."""
+        self._type = type(batch)
+        if self._type not in (tuple, list, dict):
+            raise TypeError(self._type.__name__)
+        self._keys = list(batch) if self._type is dict else None
+        values = batch if self._keys is None else batch.values()
+        self._children = [
+            None if type(value) is torch.Tensor or type(value) in _VALUES else TreeSpec(value) for value in values
+        ]
+        self.is_pair = self._type is tuple and not any(self._children)
+
+    @classmethod
+    def of(cls, batch: Any) -> TreeSpec | None:
+        """The spec of a batch, where it has one."""
+        try:
+            return cls(batch)
+        except TypeError:
+            return None
+
+    def flatten(self, batch: Any, leaves: list[Any]) -> bool:
+        """Append the leaves in order; returns whether the batch has these containers, else ``leaves`` is incomplete."""
+        if type(batch) is not self._type or len(batch) != len(self._children):
+            return False
+        values: Iterable[Any] = batch
+        if self._keys is not None:
+            if list(batch) != self._keys:
+                return False
+            values = batch.values()
+        for child, value in zip(self._children, values, strict=True):
+            if child is not None:
+                if not child.flatten(value, leaves):
+                    return False
+            elif type(value) is torch.Tensor or type(value) in _VALUES:
+                leaves.append(value)
+            else:
+                return False
+        return True
+
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
+        """A batch in containers of its own, of as many leaves as it needs; an iterator stays where it then is."""
+        leaves = iter(leaves)
+        values = [next(leaves) if child is None else child.unflatten(leaves) for child in self._children]
+        if self._keys is not None:
+            return dict(zip(self._keys, values, strict=True))
+        return values if self._type is list else tuple(values)
 
 
 def is_array(value: Any) -> bool:
@@ -54,10 +117,38 @@ def is_sequence(value: Any) -> bool:
     return isinstance(value, list | tuple) and not isinstance(value, _WHOLE) and not hasattr(value, "_fields")
 
 
+def field_names(node: Any) -> list[str] | None:
+    """The fields of a namedtuple, or those of a dataclass that have a value; ``None`` of anything else."""
+    if isinstance(node, tuple):
+        return list(node._fields) if hasattr(node, "_fields") and not isinstance(node, _WHOLE) else None
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+    return None
+
+
+def count_rows(leaf: Any) -> int | None:
+    """Rows of a tensor or array, samples of a registered type; ``None`` of anything else and of scalars."""
+    registered = find_type(leaf)
+    if registered is not None:
+        return registered.count_samples(leaf)
+    if isinstance(leaf, torch.Tensor) or is_array(leaf):
+        return int(leaf.shape[0]) if leaf.ndim > 0 else None
+    return None
+
+
 def fields_of(node: Any) -> list[tuple[str, Any]] | None:
     """What a container holds, each with its part of a path (``'["x"]'``, ``"[0]"``, ``".x"``); ``None`` for a leaf."""
     children = _children_of(node)
-    return None if children is None else list(zip(_suffixes_of(node), children, strict=True))
+    if children is None:
+        return None
+    if isinstance(node, Mapping):
+        keys = (json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key) for key in node)
+        suffixes = [f"[{key}]" for key in keys]
+    elif is_sequence(node):
+        suffixes = [f"[{index}]" for index in range(len(node))]
+    else:
+        suffixes = [f".{name}" for name in field_names(node) or ()]
+    return list(zip(suffixes, children, strict=True))
 
 
 def _children_of(node: Any) -> list[Any] | None:
@@ -68,23 +159,10 @@ def _children_of(node: Any) -> list[Any] | None:
         return None
     if isinstance(node, Mapping):
         return list(node.values())
-    if is_sequence(node) or _is_named(node):
-        return list(node)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [getattr(node, name) for name in _assigned(node)]
-    return None
-
-
-def _suffixes_of(node: Any) -> list[str]:
-    if isinstance(node, Mapping):
-        return [f"[{json.dumps(key, ensure_ascii=False) if isinstance(key, str) else repr(key)}]" for key in node]
     if is_sequence(node):
-        return [f"[{index}]" for index in range(len(node))]
-    return [f".{name}" for name in (node._fields if _is_named(node) else _assigned(node))]
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, _WHOLE)
+        return list(node)
+    names = field_names(node)
+    return None if names is None else [getattr(node, name) for name in names]
 
 
 def with_fields(node: Any, values: Sequence[Any]) -> Any:
@@ -93,17 +171,38 @@ def with_fields(node: Any, values: Sequence[Any]) -> Any:
     Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had. Raises
     InvalidBatch where a mapping of a foreign type cannot be made from a dict.
     """
-    if all(new is old for new, old in zip(values, _children_of(node) or [], strict=True)):
+    is_same = all(new is old for new, old in zip(values, _children_of(node) or [], strict=True))
+    return node if is_same else _rebuild(node, values)
+
+
+def with_fresh_containers(node: Any) -> Any:
+    """The same tree in new containers, so that popping or adding an entry does not change the original."""
+    children = _children_of(node)
+    if children is None:
         return node
-    if isinstance(node, Mapping):
-        return _with_values(node, values)
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)._make(values)  # type: ignore[attr-defined]
+    rebuild = _rebuild if isinstance(node, dict | UserDict) or is_sequence(node) else with_fields
+    return rebuild(node, [with_fresh_containers(child) for child in children])
+
+
+def _rebuild(node: Any, values: Sequence[Any]) -> Any:
     if is_sequence(node):
         return with_items(node, values)
+    if isinstance(node, tuple):
+        return type(node)._make(values)  # type: ignore[attr-defined]
+    if isinstance(node, Mapping) and not isinstance(node, dict | UserDict):
+        # Not copied: a foreign mapping's copy may share its storage with the original, the user's batch.
+        try:
+            return type(node)(dict(zip(node, values, strict=True)))  # type: ignore[call-arg]
+        except TypeError as error:
+            raise InvalidBatch(f"{name_type(node)} cannot be made from a dict ({error}): pass a dict") from error
+    # Copying keeps what the constructor does not take: a default factory, a tokenizer's encodings.
     changed = copy.copy(node)
-    for name, value in zip(_assigned(node), values, strict=True):
-        object.__setattr__(changed, name, value)
+    if isinstance(node, Mapping):
+        for key, value in zip(node, values, strict=True):  # transformers' outputs forbid update()
+            changed[key] = value
+    else:
+        for name, value in zip(field_names(node) or (), values, strict=True):
+            object.__setattr__(changed, name, value)
     return changed
 
 
@@ -131,7 +230,7 @@ def leaves_of(node: Any) -> Iterator[Any]:
 
 def holds_registered(node: Any) -> bool:
     """Whether it is of a registered type, or a container with such an object anywhere in it."""
-    return find_type(node) is not None or any(holds_registered(child) for child in _children_of(node) or ())
+    return find_type(node) is not None or any(map(holds_registered, _children_of(node) or ()))
 
 
 def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
@@ -155,20 +254,6 @@ def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def with_fresh_containers(node: Any) -> Any:
-    """The same tree in new containers, so that popping or adding an entry does not change the original."""
-    held = _children_of(node)
-    if held is None:
-        return node
-    children = [with_fresh_containers(child) for child in held]
-    if isinstance(node, dict | UserDict):
-        fresh = copy.copy(node)
-        for key, child in zip(node, children, strict=True):
-            fresh[key] = child
-        return fresh
-    return with_items(node, children) if is_sequence(node) else with_fields(node, children)
-
-
 def count_elements(batch: Any) -> int:
     """Elements of all tensors and NumPy arrays together."""
     return sum(leaf.numel() if isinstance(leaf, torch.Tensor) else leaf.size for leaf in _arrays_of(batch))
@@ -181,22 +266,3 @@ def count_bytes(batch: Any) -> int:
 
 def _arrays_of(batch: Any) -> Iterator[Any]:
     return (leaf for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) or is_array(leaf))
-
-
-def _assigned(node: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-
-
-def _with_values(node: Mapping[Any, Any], values: Sequence[Any]) -> Any:
-    replaced = dict(zip(node, values, strict=True))
-    # Copying keeps what the constructor does not take: a default factory, a tokenizer's encodings. A foreign mapping's
-    # copy may share its storage with the original, so that writing to it would write to the user's batch.
-    if isinstance(node, dict | UserDict):
-        changed = copy.copy(node)
-        for key, value in replaced.items():  # transformers' outputs forbid update()
-            changed[key] = value
-        return changed
-    try:
-        return type(node)(replaced)  # type: ignore[call-arg]
-    except TypeError as error:
-        raise InvalidBatch(f"{name_type(node)} cannot be made from a dict ({error}): pass a dict") from error

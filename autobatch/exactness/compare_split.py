@@ -1,13 +1,14 @@
 """Compares the gradient of a few samples with that of their parts, in a deterministic step, by the code that trains.
 
 Covers the order of things: float32 first; where that says inexact, float64, and then the causes. Also what follows from
-errors and from memory that ends. Does not cover measuring (``measurement``), judging (``verdict``) nor finding causes
-(``diagnosis``).
+errors and from memory that ends. Does not cover measuring (``measurement``), the scale on which a parameter is judged
+(``gradients``) nor finding causes (``diagnosis``).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,37 +18,28 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from autobatch.batch.layout import Layout, map_tensors
 from autobatch.batch.tree import is_array, leaves_of
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.exactness.determinism import deterministic, widen
-from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators
-from autobatch.exactness.measurement import Measurement, Sizes
+from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, fixed_statistics
+from autobatch.exactness.gradients import TOLERANCE
+from autobatch.exactness.measurement import Measurement
+from autobatch.exactness.partitions import Sizes, partitions_of
 from autobatch.exactness.sample_numbers import SampleNumbers
-from autobatch.exactness.verdict import (
-    blame_batch_norm,
-    confirm_exact,
-    find_modules,
-    find_obstacle,
-    find_partitions,
-    judge,
-    reference_norms,
-)
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint
+from autobatch.step.model_info import blame_batch_norms
 from autobatch.step.workload import Workload
 
-__all__ = ["NoMemoryError", "SplitComparison"]
+__all__ = ["SplitComparison"]
 
 _log = logging.getLogger("autobatch")
-
-
-class NoMemoryError(Exception):
-    """Memory ended before a sample was run, so fewer samples would not fit either."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +69,13 @@ class SplitComparison:
         started = time.perf_counter()
         for parameter in self.workload.parameters():
             parameter.grad = None
-        with torch.enable_grad():
-            verdict = self._try_samples()
+        verdict = self._try_samples()
         return verdict.model_copy(update={"seconds": time.perf_counter() - started})
 
     def _try_samples(self) -> Verdict:
         samples, ended = min(self.layout.count, self.most), ""
         while samples >= 2:
-            verdict, ended = self._try(samples)
+            verdict, ended = self.attempt(samples)
             if verdict is not None:
                 return verdict
             self.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
@@ -93,62 +84,68 @@ class SplitComparison:
             return _unchecked(f"memory ended with two samples at once ({ended})")
         return _unchecked("the batch has one sample, and one cannot be split")
 
-    def _try(self, samples: int) -> tuple[Verdict | None, str]:
-        """The verdict; or ``None`` and how memory ended."""
+    @torch.enable_grad()
+    def attempt(self, samples: int, partitions: Sequence[Sizes] = ()) -> tuple[Verdict | None, str]:
+        """The verdict on these partitions, or on those usually tried; or ``None``, and how memory ended.
+
+        Raises AutobatchError where the step is used wrongly, except after trials, and what the step itself raises.
+        """
         handled = sys.exc_info()[1]
         try:
-            alike = f"{samples} samples of the batch are all alike: pass a batch of samples that differ"
-            return self.compare(samples) if _differ(self.layout.spread(samples)) else _unchecked(alike), ""
-        except NoMemoryError as ended:
-            return _unchecked(str(ended)), ""
+            return self._compare(samples, partitions), ""
         except DoesNotFit as ended:
             return None, str(ended)
         except Exception as error:
             reason = describe_error(error, handled=handled)
             if is_oom(error, handled=handled):
                 return None, reason
-            if isinstance(error, AutobatchError):
-                if self.after_trials:
-                    return _unchecked(reason), ""
+            if isinstance(error, AutobatchError) and not self.after_trials:
                 raise
+            is_ours, kind = isinstance(error, AutobatchError), type(error).__name__
+        # By its type alone: the verdict is stored with its plan, and the text of the user's error may be anything.
+        if self.exact_at:
+            _log.info("autobatch: %d samples at once could not be compared: %s", samples, reason)
+            return _unchecked(f"more of them raise {kind}; its text is in the log"), ""
+        if is_ours:
+            return _unchecked(reason), ""
         if self.after_trials:
-            # By its type alone: that verdict is stored with its plan, and the text of the user's error may be anything.
             _log.info("autobatch: the step cannot be made deterministic: %s", reason)
             reason = f"{reason.partition(':')[0]}; its text is in the log"
         else:  # raises the step's error, where it is raised without our changes as well
-            self._measure(self.layout.spread(samples), SampleNumbers()).whole()
+            self._make_measurement(self.layout.spread(samples), SampleNumbers()).whole()
         return _unchecked(f"the step cannot be made deterministic ({reason})"), ""
 
-    def compare(self, samples: int, partitions: Sequence[Sizes] = ()) -> Verdict:
-        """The verdict on these partitions of so many samples, or on those that are usually tried.
-
-        Raises DoesNotFit or ``torch.OutOfMemoryError`` if memory ends; errors of the step or ``weigh`` come out too.
-        """
-        with self._make_deterministic(torch.float32) as random:
-            measured = self._measure(self._widened(samples, torch.float32), random)
-            verdict, before = self._compare(measured, partitions)
+    def _compare(self, samples: int, partitions: Sequence[Sizes]) -> Verdict:
+        if not partitions and not _differ(self.layout.spread(samples)):
+            return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
+        before: dict[Sizes, list[float]] = {}
+        with self._measuring(samples, torch.float32) as measured:
+            verdict = self._judge(measured, partitions)
+            if not (verdict.exact or verdict.unchecked or verdict.causes):
+                apart = {sizes: math.hypot(*measured.differences(sizes)) for sizes in verdict.partitions}
+                worst_first = sorted(apart, key=lambda sizes: apart[sizes], reverse=True)
+                before = {sizes: measured.reference_norms(sizes) for sizes in worst_first}
             measured.rewind_point.restore()  # the next comparison begins with the state with which this one began
         return self._confirm_or_explain(verdict, before) if before else verdict
 
-    def _compare(
-        self, measured: Measurement, partitions: Sequence[Sizes]
-    ) -> tuple[Verdict, Mapping[Sizes, Sequence[float]]]:
-        """The verdict of float32; and, where it has to be confirmed, its ``reference_norms``."""
-        if (obstacle := find_obstacle(measured)) is not None:
-            return _unchecked(obstacle), {}
-        partitions = partitions or find_partitions(measured)
+    def _judge(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
+        """The verdict of float32; without causes, where it is inexact and has to be confirmed."""
+        samples, norm = measured.layout.count, math.hypot(*measured.scales().sizes)
+        if norm == 0:
+            return _unchecked(f"{samples} samples of the batch count for nothing: no gradient to compare")
+        if not math.isfinite(norm):
+            return _unchecked(f"the gradient of {samples} samples of the batch at once is not finite")
+        partitions = partitions or _find_partitions(measured)
         if not partitions:
-            samples = measured.layout.count
-            reason = f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
-            return _unchecked(reason), {}
-        if self.after_trials and (blamed := blame_batch_norm(measured, partitions[0])) is not None:
-            return blamed, {}
-        verdict = judge(measured, partitions)
-        if verdict.exact:
-            return verdict, {}
-        if (uncontrolled := find_uncontrolled_generators(measured)) is not None:
-            return _unchecked(uncontrolled), {}
-        return verdict, reference_norms(measured, partitions)
+            few = f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
+            return _unchecked(few)
+        if self.after_trials and (blamed := _blame_batch_norm(measured, partitions[0])) is not None:
+            return blamed
+        error = _find_error(measured, partitions)
+        if error > TOLERANCE and (uncontrolled := find_uncontrolled_generators(measured)) is not None:
+            return _unchecked(uncontrolled)
+        exact, tried = error <= TOLERANCE, tuple(partitions)
+        return Verdict(exact=exact, relative_error=error, samples=samples, partitions=tried)
 
     def _confirm_or_explain(self, verdict: Verdict, before: Mapping[Sizes, Sequence[float]]) -> Verdict:
         """In float64: a difference that shrinks with the rounding was rounding. If that fails float32's word stands."""
@@ -160,11 +157,10 @@ class SplitComparison:
         return self._look_again(verdict, {}, torch.float32)
 
     def _look_again(self, verdict: Verdict, before: Mapping[Sizes, Sequence[float]], dtype: torch.dtype) -> Verdict:
-        with self._make_deterministic(dtype) as random:
-            measured = self._measure(self._widened(verdict.samples, dtype), random, diagnoses=True)
-            if before and (confirmed := confirm_exact(verdict, before, measured)) is not None:
-                return confirmed
-            modules = find_modules(measured, verdict.partitions)
+        with self._measuring(verdict.samples, dtype, diagnoses=True) as measured:
+            if before and (error := _error_left(before, measured)) is not None:
+                return verdict.model_copy(update={"exact": True, "relative_error": error})
+            modules = measured.find_modules(verdict.partitions)
             error = modules[0].relative_error if modules else verdict.relative_error
             found = {"relative_error": error, "modules": modules, "causes": self._explain(measured, verdict.partitions)}
             return verdict.model_copy(update=found)
@@ -181,7 +177,8 @@ class SplitComparison:
             return (f"its cause could not be found ({type(error).__name__}; its text is in the log)",)
 
     @contextmanager
-    def _make_deterministic(self, dtype: torch.dtype) -> Iterator[SampleNumbers]:
+    def _measuring(self, samples: int, dtype: torch.dtype, *, diagnoses: bool = False) -> Iterator[Measurement]:
+        """A measurement of samples that are spread over the batch, in a deterministic step."""
         handled = sys.exc_info()[1]
         with ExitStack() as stack:
             try:
@@ -190,17 +187,73 @@ class SplitComparison:
                 if not is_oom(error, handled=handled):
                     raise
                 reason = describe_error(error, handled=handled)
-                raise NoMemoryError(f"the model does not fit in memory in float32 ({reason})") from None
-            yield random
+                raise DoesNotFit(f"the model does not fit in memory in float32 ({reason})") from None
+            batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
+            layout = Layout(batch, samples, self.layout.lists)
+            yield self._make_measurement(layout, random, diagnoses=diagnoses)
 
-    def _widened(self, samples: int, dtype: torch.dtype) -> Layout:
-        batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
-        return Layout(batch, samples, self.layout.lists)
-
-    def _measure(self, layout: Layout, random: SampleNumbers, *, diagnoses: bool = False) -> Measurement:
+    def _make_measurement(self, layout: Layout, random: SampleNumbers, *, diagnoses: bool = False) -> Measurement:
         rewind_point = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        outside = ModuleState(self.workload.outside_modules())
+        modules = [module for module in self.workload.outside() if isinstance(module, nn.Module)]
+        outside = ModuleState([part for module in modules for part in module.modules()])
         return Measurement(self.workload, self.device, layout, rewind_point, outside, random, diagnoses=diagnoses)
+
+
+def _find_partitions(measured: Measurement) -> list[Sizes]:
+    """Partitions that run: BatchNorm refuses a single sample, and so does a model that squeezes its batch."""
+    partitions = partitions_of(measured.layout.count, 1)
+    handled = sys.exc_info()[1]
+    try:
+        measured.differences(partitions[0])
+    except Exception as error:
+        if isinstance(error, AutobatchError) or is_oom(error, handled=handled):
+            raise
+        return partitions_of(measured.layout.count, 2)
+    return partitions
+
+
+def _blame_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
+    """An inexact verdict, where BatchNorm in train mode alone explains this partition; ``None`` where not."""
+    error = measured.error([sizes])
+    if error <= TOLERANCE:
+        return None
+    with fixed_statistics(measured) as (names, fixed):
+        if not names or fixed.error([sizes]) > TOLERANCE:
+            return None
+    modules = measured.find_modules([sizes])
+    return Verdict(
+        exact=False,
+        relative_error=modules[0].relative_error if modules else error,
+        causes=(blame_batch_norms(names),),
+        samples=measured.layout.count,
+        partitions=(sizes,),
+        modules=modules,
+    )
+
+
+def _find_error(measured: Measurement, partitions: Sequence[Sizes]) -> float:
+    """The error of the worst partition; if several rows a sample are drawn, with the order of rows that fits better."""
+    error = measured.error(partitions)
+    if error > TOLERANCE and measured.random.flattened:
+        measured.random.samples_last = True
+        measured.forget()
+        if (turned := measured.error(partitions)) <= TOLERANCE:
+            return turned
+        measured.random.samples_last = False
+        measured.forget()
+    return error
+
+
+def _error_left(before: Mapping[Sizes, Sequence[float]], measured: Measurement) -> float | None:
+    """The error with less rounding than float32, if all differences are gone: a gradient of nearly 0 is rounding."""
+    errors = []
+    for sizes, scale in before.items():
+        measured.judge_against(scale)
+        errors.append(_find_error(measured, [sizes]))
+        if errors[-1] > TOLERANCE:
+            measured.judge_against(())
+            return None
+    return max(errors)
 
 
 def _differ(layout: Layout) -> bool:

@@ -23,14 +23,11 @@ from autobatch.exactness.sample_numbers import SampleNumbers
 __all__ = ["deterministic", "widen"]
 
 _LOCK = threading.RLock()  # ``torch.autocast`` and TF32 are settings of the whole process
-_FLOAT32 = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_FLOAT64 = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex64: torch.complex128,
+_HALF = (torch.float16, torch.bfloat16)
+_WIDER = {
+    torch.float32: dict.fromkeys(_HALF, torch.float32),
+    torch.float64: {**dict.fromkeys((*_HALF, torch.float32), torch.float64), torch.complex64: torch.complex128},
 }
-_WIDER = {torch.float32: _FLOAT32, torch.float64: _FLOAT64}
 # These pass their rate to a fused kernel (cuDNN's recurrent layers) or around the function mode below; and what a
 # checkpoint recomputes in the backward pass, it recomputes without that mode.
 _LAYERS_WITH_RATES: dict[type[nn.Module], str] = {
@@ -49,11 +46,7 @@ _DROPOUTS: dict[Callable[..., Any], tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
 }
 """Where each function takes its rate: the name, and the position in a call without names."""
-_CASTS = {
-    torch.Tensor.half: torch.float16,
-    torch.Tensor.bfloat16: torch.bfloat16,
-    torch.Tensor.float: torch.float32,
-}
+_CASTS = {torch.Tensor.half: torch.float16, torch.Tensor.bfloat16: torch.bfloat16, torch.Tensor.float: torch.float32}
 _FACTORIES = frozenset((
     torch.tensor, torch.zeros, torch.ones, torch.full, torch.empty,
     torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn,
@@ -67,19 +60,10 @@ def deterministic(
 ) -> Iterator[SampleNumbers]:
     """Make every forward and backward pass inside the block deterministic; afterwards all is as it was.
 
-    It takes memory: a model in half precision is there in ``dtype`` as well, as are its activations. No parameter in
-    half precision may have a ``.grad``: its dtype would be another than the parameter's. One thread at a time.
-
-    Args:
-        model: Its layers' dropout rates and its buffers are changed.
-        parameters: The parameters that take part.
-        dtype: ``torch.float32`` or ``torch.float64``: what is narrower is that wide inside.
-
-    Yields:
-        The random numbers, which need to know the samples of each forward pass.
-
-    Raises:
-        torch.OutOfMemoryError: The wider parameters do not fit; all is as it was.
+    It takes memory: a model in half precision is there in ``dtype`` (float32 or float64) as well, as are its
+    activations; where that does not fit the error comes out. No parameter in half precision may have a ``.grad``: its
+    dtype would be another than the parameter's. One thread at a time. Yields the random numbers, which need to know
+    the samples of each forward pass.
     """
     wider = _WIDER[dtype]
     with ExitStack() as stack:
@@ -114,13 +98,7 @@ class _NoDropoutNorCasts(TorchFunctionMode):
         super().__init__()
         self._wider = wider
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run the function with the changed arguments."""
         if func is torch.Tensor.view:  # reads the same bytes as another dtype, it does not cast
             return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ not tell apart the other ways in which samples of one micro-batch can depend on 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,10 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.exactness.gradients import TOLERANCE
 from autobatch.exactness.loss_weights import NO_MEAN, explain_weighing, is_explained_by, is_near
-from autobatch.exactness.measurement import Measurement, Sizes, ranges_of
+from autobatch.exactness.measurement import Measurement
+from autobatch.exactness.partitions import Sizes, ranges_of
 from autobatch.exactness.sample_numbers import Order
 from autobatch.state.random_state import HostRandomState
-from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
+from autobatch.step.model_info import batch_norms_in_train_mode, blame_batch_norms, show_names
 
 __all__ = ["find_causes", "find_uncontrolled_generators", "fixed_statistics"]
 
@@ -29,6 +30,14 @@ _SHUFFLED = (
     "in-batch shuffling: random numbers of the step pair or reorder the samples of a micro-batch (samples shuffled "
     "among themselves, mixup partners, sampled negatives), which no weighing makes exact: draw within each sample, or "
     "choose partners when the batch is made"
+)
+_SUMMED = (
+    "the loss is a sum and is read as a mean: return autobatch.Sum(loss, count), with the number of samples or "
+    "tokens that it sums over"
+)
+_ONCE_A_MICRO_BATCH = (
+    "a term that does not depend on the samples, such as a regulariser, counts once a micro-batch instead of once "
+    "a step: return it as autobatch.PerStep"
 )
 _COUPLED = (
     "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
@@ -45,7 +54,7 @@ def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: in
     """
     with fixed_statistics(measured) as (names, fixed):
         causes: tuple[str, ...] = (blame_batch_norms(names),) if names else ()
-        if not names or max(fixed.errors(partitions)) > TOLERANCE:
+        if not names or fixed.error(partitions) > TOLERANCE:
             causes += _find_further_causes(fixed, partitions)
     if not exact_at or causes[-1] not in (_COUPLED, NO_MEAN):
         return causes
@@ -60,34 +69,35 @@ def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: in
 
 def _find_further_causes(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:
     causes: tuple[str, ...] = ()
-    names, measured = _renew_where_it_matters(measured, partitions)
-    if names:
+    names = _moved_modules(measured)
+    if names and (renewed := _renew_where_it_matters(measured, partitions)) is not None:
+        measured = renewed
         moving = (
             f"state that moves with every forward pass ({show_names(names)}; such as spectral_norm's) is another for "
             f"each micro-batch: it moves once a micro-batch, not once a step"
         )
         causes = (moving,)
-        if max(measured.errors(partitions)) <= TOLERANCE:
+        if measured.error(partitions) <= TOLERANCE:
             return causes
+    return (*causes, _find_last_cause(measured, partitions))
+
+
+def _find_last_cause(measured: Measurement, partitions: Sequence[Sizes]) -> str:
     if measured.repeat_error() > TOLERANCE:
-        unsteady = "the same samples give another gradient each time: the step keeps state of its own, outside buffers"
-        return (*causes, unsteady)
-    if _is_shuffled(measured, partitions):
-        return (*causes, _SHUFFLED)
-    _measure_parts_alone(measured, partitions)
-    explain: Callable[[Measurement, Sequence[Sizes]], str | None]
-    for explain in (_explain_sum, _explain_term_per_step, explain_weighing):
-        explanation = explain(measured, partitions)
-        if explanation is not None:
-            return (*causes, explanation)
-    return (*causes, _COUPLED)
-
-
-def _measure_parts_alone(measured: Measurement, partitions: Sequence[Sizes]) -> None:
-    """Run each part by itself: if one shows draws to be of another kind, all that was measured before is void."""
-    for sizes in partitions:
+        return "the same samples give another gradient each time: the step keeps state of its own, outside buffers"
+    if measured.random.is_used() and any(_is_exact_in(order, measured, partitions) for order in _ORDERS):
+        return _SHUFFLED
+    for sizes in partitions:  # each part by itself: if one shows draws to be of another kind, all before is void
         for start, stop in ranges_of(sizes):
             measured.alone(start, stop)
+    if is_explained_by(measured, partitions, lambda _start, _stop: 1.0, normalise=False):
+        return _SUMMED
+    # A term that is added in each of K micro-batches is K - 1 times too much.
+    whole = measured.whole_values()
+    extra = [(measured.values(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
+    if len(extra) >= 2 and all(is_near(one, extra[0], scale=extra[0]) for one in extra[1:]):
+        return _ONCE_A_MICRO_BATCH
+    return explain_weighing(measured, partitions) or _COUPLED
 
 
 def find_uncontrolled_generators(measured: Measurement) -> str | None:
@@ -121,37 +131,19 @@ def fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measure
     before = [(layer, layer.training, layer.running_mean, layer.running_var) for layer in layers]
     try:
         for layer in layers:
-            _use_fixed_statistics(layer)
+            layer.eval()
+            if layer.running_mean is None:  # then eval mode too takes the micro-batch's own
+                like = next(layer.parameters(), torch.zeros(()))
+                layer.running_mean = torch.zeros(layer.num_features, dtype=like.dtype, device=like.device)
+                layer.running_var = torch.ones_like(layer.running_mean)
         yield names, measured.anew()
     finally:
         for layer, is_training, mean, variance in before:
             layer.training, layer.running_mean, layer.running_var = is_training, mean, variance
 
 
-def _use_fixed_statistics(module: _BatchNorm) -> None:
-    module.eval()
-    if module.running_mean is None:  # then eval mode too takes the micro-batch's own
-        like = next(module.parameters(), torch.zeros(()))
-        module.running_mean = torch.zeros(module.num_features, dtype=like.dtype, device=like.device)
-        module.running_var = torch.ones_like(module.running_mean)
-
-
-def _renew_where_it_matters(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[list[str], Measurement]:
-    """Names of modules with state that changes, and a measurement that restores it, if that gives other gradients."""
-    names = _moved_modules(measured)
-    if not names:
-        return [], measured
-    divided = [measured.values(sizes) for sizes in partitions]
-    measured.release()
-    renewed = measured.renewed()
-    moves = any(
-        not is_near(renewed.values(sizes), values, scale=values, tolerance=TOLERANCE)
-        for sizes, values in zip(partitions, divided, strict=True)
-    )
-    return (names, renewed) if moves else ([], measured)
-
-
 def _moved_modules(measured: Measurement) -> list[str]:
+    """Names of modules with state that changes in a forward pass."""
     model = measured.workload.model
     measured.repeat_error()
     moved = {id(module) for module in measured.rewind_point.find_moved()}
@@ -159,35 +151,22 @@ def _moved_modules(measured: Measurement) -> list[str]:
     return [*dict.fromkeys(name.removeprefix("parametrizations") or type(model).__name__ for name in names)]
 
 
-def _explain_sum(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
-    if not is_explained_by(measured, partitions, lambda _start, _stop: 1.0, normalise=False):
-        return None
-    return (
-        "the loss is a sum and is read as a mean: return autobatch.Sum(loss, count), with the number of samples or "
-        "tokens that it sums over"
+def _renew_where_it_matters(measured: Measurement, partitions: Sequence[Sizes]) -> Measurement | None:
+    """A measurement that restores buffers before each part, if that gives other gradients."""
+    divided = [measured.values(sizes) for sizes in partitions]
+    measured.release()
+    renewed = measured.renewed()
+    is_same = all(
+        is_near(renewed.values(sizes), values, scale=values, tolerance=TOLERANCE)
+        for sizes, values in zip(partitions, divided, strict=True)
     )
-
-
-def _explain_term_per_step(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
-    """A term that is added in each of K micro-batches is K - 1 times too much."""
-    whole = measured.whole_values()
-    extra = [(measured.values(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
-    if len(extra) < 2 or not all(is_near(one, extra[0], scale=extra[0]) for one in extra[1:]):
-        return None
-    return (
-        "a term that does not depend on the samples, such as a regulariser, counts once a micro-batch instead of once "
-        "a step: return it as autobatch.PerStep"
-    )
-
-
-def _is_shuffled(measured: Measurement, partitions: Sequence[Sizes]) -> bool:
-    """Whether the difference is gone with random numbers that are all alike, or that leave samples in order."""
-    return measured.random.is_used and any(_is_exact_in(order, measured, partitions) for order in _ORDERS)
+    return None if is_same else renewed
 
 
 def _is_exact_in(order: Order, measured: Measurement, partitions: Sequence[Sizes]) -> bool:
+    """Whether the difference is gone with random numbers that are all alike, or that leave samples in order."""
     measured.random.ordered = order
     try:
-        return max(measured.anew().errors(partitions)) <= TOLERANCE
+        return measured.anew().error(partitions) <= TOLERANCE
     finally:
         measured.random.ordered = ""

@@ -9,8 +9,9 @@ noise where that is larger. Does not cover how that noise is measured (``measure
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 
@@ -24,7 +25,6 @@ __all__ = [
     "relate",
     "sample_values",
     "take_gradients",
-    "total",
 ]
 
 Gradients = Sequence[torch.Tensor | None]
@@ -100,37 +100,24 @@ def distances(found: Gradients, expected: Gradients) -> list[float]:
     return roots
 
 
-def total(sizes: Iterable[float]) -> float:
-    """The Euclidean norm over all parameters, from those of each; nan where any is."""
-    return math.sqrt(sum(size * size for size in sizes))
-
-
 def _square_difference(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    if one is not None and other is not None:
-        return _sum_squares(_double(first) - second for first, second in zip(_chunks(one), _chunks(other), strict=True))
-    present = other if one is None else one
-    return None if present is None else _sum_squares(map(_double, _chunks(present)))
-
-
-def _sum_squares(chunks: Iterator[torch.Tensor]) -> torch.Tensor:
-    result = next(chunks).square().sum()
-    for chunk in chunks:
-        result = result + chunk.square().sum()
-    return result
-
-
-def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (tensor,) if tensor.numel() <= _CHUNK else tensor.reshape(-1).split(_CHUNK)
-
-
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.device.type == "mps" else tensor.double()  # MPS has no float64
+    one, other = (other, one) if one is None else (one, other)
+    if one is None:
+        return None
+    wide = torch.float32 if one.device.type == "mps" else torch.float64  # MPS has no float64
+    others = repeat(0.0) if other is None else other.reshape(-1).split(_CHUNK)
+    chunks = zip(one.reshape(-1).split(_CHUNK), others, strict=False)  # zeros without an end
+    return torch.stack([(chunk.to(wide) - second).square().sum() for chunk, second in chunks]).sum()
 
 
 def bound_noise(noise: Sequence[float], sizes: Sequence[float]) -> list[float]:
     """How much of each parameter's difference between two runs can be rounding, given the norms of all gradients."""
-    most = _MOST_NOISE * max((size for size in sizes if math.isfinite(size)), default=0.0)
+    most = _MOST_NOISE * _largest(sizes)
     return [min(one, most) for one in noise]
+
+
+def _largest(sizes: Sequence[float]) -> float:
+    return max(filter(math.isfinite, sizes), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -166,8 +153,7 @@ class Scales:
 
     def divisors(self) -> list[float]:
         """What brings all parameters to one scale, and those that hold only noise to nearly 0."""
-        largest = max((size for size in self.sizes if math.isfinite(size)), default=0.0)
-        return [max(size, self.floor(index)) or largest for index, size in enumerate(self.sizes)]
+        return [max(size, self.floor(index)) or _largest(self.sizes) for index, size in enumerate(self.sizes)]
 
     def _scale(self, index: int, apart: float) -> float:
         before = self.before[index] if self.before else 0.0
@@ -176,7 +162,5 @@ class Scales:
 
 def relate(apart: float, scale: float) -> float:
     """``apart / scale``; 0 for 0 / 0, infinite where the result is not finite."""
-    if apart == 0:
-        return 0.0
-    error = apart / scale if scale else math.inf
+    error = 0.0 if apart == 0 else apart / scale if scale else math.inf
     return error if math.isfinite(error) else math.inf

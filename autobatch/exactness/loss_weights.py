@@ -1,22 +1,27 @@
 """Finds what a loss is a mean over: weights with which the gradients of the parts add up to that of the whole.
 
-Covers samples, counts that the batch shows, of which the best one is advised and never what was passed, and whether any
-weights would do. Does not cover other causes (``diagnosis``).
+Covers samples, counts that the batch shows (tokens, valid labels, masks, boxes of each image), of which the best one is
+advised and never what was passed, and whether any weights would do. Does not cover other causes (``diagnosis``), nor
+counts that only the loss knows, such as class weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
+from autobatch.batch.layout import Layout
+from autobatch.batch.tree import fields_of
 from autobatch.exactness.gradients import relate
-from autobatch.exactness.measurement import Measurement, Sizes, ranges_of
-from autobatch.exactness.units import Unit, units_of
+from autobatch.exactness.measurement import Measurement
+from autobatch.exactness.partitions import Sizes, ranges_of
 
-__all__ = ["NO_MEAN", "explain_weighing", "is_explained_by", "is_near"]
+__all__ = ["NO_MEAN", "Unit", "explain_weighing", "is_explained_by", "is_near", "units_of"]
 
 NO_MEAN = (
     "the loss is not a mean over samples: what each counts for depends on the losses themselves (a maximum, logsumexp, "
@@ -33,8 +38,98 @@ _BETTER = 10.0
 _NO_ERROR = 1e-6
 """Candidates that are nearer than this are equally good, and the commonest of them is named."""
 
+_FILLERS = (-100, 0, -1, 1)
+"""What stands for "no label" or "padding": torch's ignore_index, and the usual padding tokens."""
+
 _Weigh = Callable[[int, int], float]
 """What samples ``start`` to ``stop`` count for."""
+
+_Count = Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Something a batch has a number of: how it is counted, as Python with ``batch`` in it, and the counting itself."""
+
+    code: str
+    count: Callable[[Any], float]
+
+
+class _Source(NamedTuple):
+    """A tensor of a batch; or all that the samples of a list have under one path, which ``within`` is then."""
+
+    path: str
+    within: str
+    values: torch.Tensor
+    ndim: int
+
+    def unit(self, code: str, count: _Count) -> Unit:
+        path, within = self.path, self.within
+        if not within:
+            return Unit(code.format(path), lambda batch: float(count(_tensors("batch", batch)[path])))
+        return Unit(
+            f"sum({code.format(within)} for item in {path})",
+            lambda batch: float(sum(float(count(_tensors("item", item)[within])) for item in _at(batch, path))),
+        )
+
+    def units(self, code: str, count: _Count) -> Iterator[Unit]:
+        yield self.unit(code, count)
+        if self.ndim >= 2 and not self.within:
+            # A language model's labels are its inputs, shifted by one: the first of each row is no label.
+            yield self.unit(code.format("{}[:, 1:]"), lambda tensor: count(tensor[:, 1:]))
+
+
+def units_of(layout: Layout) -> Iterator[Unit]:
+    """Everything in this batch that a mean may be over, the most common first."""
+    found = [*_sources(layout)]
+    masks = [s.values.dtype == torch.bool or bool(((s.values == 0) | (s.values == 1)).all()) for s in found]
+    for source in found:
+        if source.within:
+            yield source.unit("len({})", len)
+    for filler in _FILLERS:
+        for source, is_mask in zip(found, masks, strict=True):
+            if not is_mask and not source.values.is_floating_point():
+                yield from source.units(f"({{}} != {filler}).sum()", _count_unequal(filler))
+    for source, is_mask in zip(found, masks, strict=True):
+        if is_mask or (source.ndim == 1 and bool((source.values >= 0).all())):
+            yield from source.units("{}.sum()", lambda tensor: tensor.double().sum())
+
+
+def _count_unequal(filler: int) -> _Count:
+    return lambda tensor: (tensor != filler).sum()
+
+
+def _sources(layout: Layout) -> Iterator[_Source]:
+    lists = [path for path, reading in layout.lists.items() if reading == "samples"]
+    for path, tensor in _tensors("batch", layout.batch).items():
+        if not any(path.startswith(f"{of_samples}[") for of_samples in lists):
+            yield _Source(path, "", tensor, tensor.ndim)
+    for path in lists:
+        items = [_tensors("item", item) for item in _at(layout.batch, path)]
+        for name in items[0] if items else ():
+            if all(name in item for item in items):
+                values = torch.cat([item[name].reshape(-1) for item in items])
+                yield _Source(path, name, values, items[0][name].ndim)
+
+
+def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        return {path: node} if node.ndim and not node.is_complex() else {}
+    found: dict[str, torch.Tensor] = {}
+    for suffix, child in fields_of(node) or ():
+        found.update(_tensors(path + suffix, child))
+    return found
+
+
+def _at(batch: Any, path: str) -> Any:
+    """What a container holds at this path."""
+    waiting = [("batch", batch)]
+    while waiting:
+        reached, node = waiting.pop()
+        if reached == path:
+            return node
+        waiting += [(reached + suffix, child) for suffix, child in fields_of(node) or ()]
+    return ()
 
 
 def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
@@ -47,33 +142,35 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str 
             "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
             "or state the number of samples as its count"
         )
-    best = _find_best_unit(measured, partitions)
-    if best is not None and best[1] <= most:
-        return _advise(measured, best[0], passed, best[1])
-    return _explain_weights(measured, partitions)
+    counted = "what weigh() counts" if measured.workload.weigh is not None else "samples"
+    code, error = _find_best_unit(measured, partitions)
+    if error <= most:
+        pass_ = f"pass weigh=lambda batch: {code}"
+        if measured.states_counts:
+            counted, pass_ = "what it states as its count", f"state {code} as its count"
+        left = f"below {_NO_ERROR:.0e}" if error < _NO_ERROR else f"of {error:.1e}"
+        return (
+            f"the loss is a mean over {code}, not over {counted}: {pass_} (that leaves a relative error "
+            f"{left} instead of {passed:.1e})"
+        )
+    weights = [found for sizes in partitions if (found := _find_weights(measured, sizes)) is not None]
+    if len(weights) < len(partitions):
+        return None
+    if _are_of_samples(partitions, weights) and not _depend_on_losses(measured, partitions, weights):
+        return (
+            f"the loss is a mean over something else than {counted}, such as class weights: pass weigh= "
+            f"that sums what the loss is divided by"
+        )
+    return NO_MEAN
 
 
-def _advise(measured: Measurement, unit: Unit, passed: float, reached: float) -> str:
-    counted = "what it states as its count" if measured.states_counts else _counted(measured)
-    state = f"state {unit.code} as its count" if measured.states_counts else f"pass weigh=lambda batch: {unit.code}"
-    left = f"below {_NO_ERROR:.0e}" if reached < _NO_ERROR else f"of {reached:.1e}"
-    return (
-        f"the loss is a mean over {unit.code}, not over {counted}: {state} (that leaves a relative error "
-        f"{left} instead of {passed:.1e})"
-    )
-
-
-def _counted(measured: Measurement) -> str:
-    return "what weigh() counts" if measured.workload.weigh is not None else "samples"
-
-
-def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[Unit, float] | None:
-    """The candidate that leaves the least error, and that error; the first of those that leave almost none."""
-    best: tuple[Unit, float] | None = None
+def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, float]:
+    """The code that leaves the least error, and that error; the first of those that leave almost none."""
+    best = "", math.inf
     for unit in units_of(measured.layout):
         error = _error_of(measured, partitions, _weigh_by(unit, measured))
-        if best is None or error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):
-            best = unit, error
+        if error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):
+            best = unit.code, error
     return best
 
 
@@ -109,29 +206,13 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return relate(float((found - expected).norm()), float(expected.norm()))
 
 
-def _explain_weights(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
-    """One sentence where the whole is a sum of its parts' gradients with weights that no count gives."""
-    weights = [_find_weights(measured, sizes) for sizes in partitions]
-    found = [one for one in weights if one is not None]
-    if len(found) < len(weights):
-        return None
-    if _are_of_samples(partitions, found) and not _depend_on_losses(measured, partitions, found):
-        return (
-            f"the loss is a mean over something else than {_counted(measured)}, such as class weights: pass weigh= "
-            f"that sums what the loss is divided by"
-        )
-    return NO_MEAN
-
-
 def _are_of_samples(partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
     """Whether weights are positive, sum to 1, and give a range of samples the same in every partition."""
     reached = {0: 0.0}
     for sizes, found in zip(partitions, weights, strict=True):
         if abs(sum(found) - 1) > _EXPLAINS or min(found) < -_EXPLAINS:
             return False
-        so_far = 0.0
-        for (_, stop), weight in zip(ranges_of(sizes), found, strict=True):
-            so_far += weight
+        for (_, stop), so_far in zip(ranges_of(sizes), accumulate(found), strict=True):
             if abs(reached.setdefault(stop, so_far) - so_far) > 2 * _EXPLAINS:
                 return False
     ordered = [reached[stop] for stop in sorted(reached)]

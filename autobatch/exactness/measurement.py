@@ -6,9 +6,9 @@ differ (``diagnosis``) nor what makes a step repeatable (``determinism``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -26,8 +26,10 @@ from autobatch.exactness.gradients import (
     sample_values,
     take_gradients,
 )
+from autobatch.exactness.partitions import Sizes, ranges_of
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
+from autobatch.records import ModuleError
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import states_counts
@@ -35,23 +37,19 @@ from autobatch.step.workload import Step, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
 
-__all__ = ["Measurement", "Sizes", "ranges_of"]
+__all__ = ["Measurement"]
 
-Sizes = tuple[int, ...]
-"""A partition: how many samples each of its parts has."""
+_Ranges = tuple[tuple[int, int], ...]
 
 _FACTOR = 1.1
 """Not a power of two, so that every number of the backward pass is rounded differently."""
 
 
-def ranges_of(sizes: Sizes) -> list[tuple[int, int]]:
-    """Where each part begins and ends."""
-    return [*pairwise([0, *accumulate(sizes)])]
-
-
 @dataclass(eq=False)
 class Measurement:
     """Runs of one deterministic workload on the same samples; gradients of parts are reduced to a few numbers.
+
+    Where memory ends all methods that run something raise DoesNotFit.
 
     Attributes:
         workload: What is run; its gradients are overwritten.
@@ -59,7 +57,7 @@ class Measurement:
         outside: What modules that the step can reach outside the model held, such as a teacher.
         random: Draws the step's random numbers, by sample.
         before: See ``Scales.before``.
-        diagnoses: Whether values of each partition's gradient are stored for ``values``.
+        diagnoses: Whether values of gradients are stored for ``values`` and ``alone``.
         renews: Whether the model is rewound before each part of a run too, not only before the run.
         states_counts: Whether the step said itself what a loss was divided by.
     """
@@ -74,16 +72,14 @@ class Measurement:
     diagnoses: bool = False
     renews: bool = False
     states_counts: bool = False
-    _whole: Gradients | None = None
-    _scales: Scales | None = None
-    _alone: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
-    _differences: dict[Sizes, list[float]] = field(default_factory=dict)
-    _values: dict[Sizes, torch.Tensor] = field(default_factory=dict)
+    _whole: Gradients | None = field(default=None, init=False)
+    _scales: Scales | None = field(default=None, init=False)
+    _measured: dict[_Ranges, tuple[list[float], torch.Tensor]] = field(default_factory=dict, init=False)
 
     def whole(self) -> Gradients:
-        """The gradient of all samples at once. Where memory ends this and all methods that follow raise DoesNotFit."""
+        """The gradient of all samples at once."""
         if self._whole is None:
-            self._whole = self._run([(0, self.layout.count)])
+            self._whole = self._run(((0, self.layout.count),))
         return self._whole
 
     def scales(self) -> Scales:
@@ -101,38 +97,39 @@ class Measurement:
         """Free the whole gradient; it is measured again when it is needed."""
         self._whole = None
 
+    def forget(self) -> None:
+        """Measure everything again."""
+        self._whole, self._scales, self._measured = None, None, {}
+
+    def renewed(self) -> Measurement:
+        """The same with buffers restored before every part."""
+        return replace(self, renews=True)
+
+    def anew(self) -> Measurement:
+        """The same, measured again because something in the model or in its random numbers was changed."""
+        return replace(self, rewind_point=RewindPoint([*self.workload.model.modules()], self.device.torch_device))
+
     def differences(self, sizes: Sizes) -> list[float]:
         """How far this partition's gradient is from the whole one, parameter by parameter."""
-        while sizes not in self._differences:
-            whole = self.whole()
-            found = self._run(ranges_of(sizes))
-            if not self._forget_if_learned():
-                if self.diagnoses:
-                    self._values[sizes] = self._sample(found)
-                self._differences[sizes] = distances(found, whole)
-        return self._differences[sizes]
+        return self._measure(ranges_of(sizes))[0]
 
-    def error(self, sizes: Sizes) -> float:
-        """The relative error of the worst parameter, of consecutive parts accumulated as training would.
+    def error(self, partitions: Sequence[Sizes]) -> float:
+        """The relative error of the worst parameter in the worst partition, accumulated as training would.
 
         More than ``TOLERANCE`` only where it is more than the parameter's rounding noise as well.
         """
-        return self._judge(self.differences(sizes))
-
-    def errors(self, partitions: Sequence[Sizes]) -> list[float]:
-        """The relative error of each partition."""
         for sizes in partitions:
             self.differences(sizes)
-        return [self.error(sizes) for sizes in partitions]  # measures again what a later partition has made void
+        # Some again: a later partition may have made an earlier one void.
+        return max(self._judge(self.differences(sizes)) for sizes in partitions)
 
     def repeat_error(self) -> float:
         """The relative error of all samples at once, run again."""
-        return self._judge(distances(self._run([(0, self.layout.count)]), self.whole()))
+        return self._judge(distances(self._run(((0, self.layout.count),)), self.whole()))
 
     def values(self, sizes: Sizes) -> torch.Tensor:
-        """Values of one partition's gradient, as ``sample_values`` picks them; needs ``diagnoses``."""
-        self.differences(sizes)
-        return self._values[sizes]
+        """Values of one partition's gradient, as ``sample_values`` picks them."""
+        return self._measure(ranges_of(sizes))[1]
 
     def whole_values(self) -> torch.Tensor:
         """Values of the whole gradient."""
@@ -140,12 +137,9 @@ class Measurement:
 
     def alone(self, start: int, stop: int) -> torch.Tensor | None:
         """Values of one part's gradient, as if it were the whole batch; ``None`` where it counts for nothing."""
-        while (start, stop) not in self._alone:
-            self.whole()  # first: a part's random numbers are rows of the whole's
-            found = self._run([(start, stop)]) if self._counts(self.part(start, stop)) else None
-            if not self._forget_if_learned():
-                self._alone[start, stop] = None if found is None else self._sample(found)
-        return self._alone[start, stop]
+        ranges = ((start, stop),)
+        is_run = ranges in self._measured or self._counts(self.part(start, stop))
+        return self._measure(ranges)[1] if is_run else None
 
     def part(self, start: int, stop: int) -> Layout:
         """Samples ``start`` to ``stop`` as a batch."""
@@ -153,30 +147,39 @@ class Measurement:
         batch = map_tensors(self.layout.take(start, stop), as_leaf)
         return Layout(batch, stop - start, self.layout.lists)
 
-    def renewed(self) -> Measurement:
-        """The same with buffers restored before every part."""
-        return replace(self._empty(), renews=True)
+    def reference_norms(self, sizes: Sizes) -> list[float]:
+        """The norm of each parameter's gradient, or its difference where that is larger; 0 where neither is finite."""
+        pairs = zip(self.scales().sizes, self.differences(sizes), strict=True)
+        return [max(filter(math.isfinite, pair), default=0.0) for pair in pairs]
 
-    def anew(self) -> Measurement:
-        """The same, measured again because something in the model or in its random numbers was changed."""
-        return replace(
-            self._empty(), rewind_point=RewindPoint([*self.workload.model.modules()], self.device.torch_device)
-        )
+    def find_modules(self, partitions: Sequence[Sizes]) -> tuple[ModuleError, ...]:
+        """Modules with parameters that differ, and by how much in the worst partition, the worst first."""
+        self.error(partitions)
+        model, parameters = self.workload.model, self.workload.parameters()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        worst = dict[str, float]()
+        for sizes in partitions:
+            for index, error in self.scales().report(self.differences(sizes)).items():
+                name = names.get(id(parameters[index]))
+                if name is None:
+                    module = "a parameter of the optimizer alone"
+                else:
+                    module = name.rpartition(".")[0] or type(model).__name__
+                worst[module] = max(worst.get(module, 0.0), error)
+        ordered = sorted(worst.items(), key=lambda found: -found[1])
+        return tuple(ModuleError(module=module, relative_error=error) for module, error in ordered)
 
-    def forget_parts(self) -> None:
-        """Measure all partitions again."""
-        self._alone, self._differences, self._values = {}, {}, {}
-
-    def _empty(self) -> Measurement:
-        return replace(self, _whole=None, _scales=None, _alone={}, _differences={}, _values={})
-
-    def _forget_if_learned(self) -> bool:
-        """A part may show that random numbers are used otherwise than the whole did: then all is measured again."""
-        learned = self.random.take_learned()
-        if learned:
-            self._whole, self._scales = None, None
-            self.forget_parts()
-        return learned
+    def _measure(self, ranges: _Ranges) -> tuple[list[float], torch.Tensor]:
+        """How far the gradient of these parts is from the whole one, and its values for a diagnosis."""
+        while ranges not in self._measured:
+            whole = self.whole()  # first: a part's random numbers are rows of the whole's
+            found = self._run(ranges)
+            if self.random.take_learned():
+                self.forget()  # random numbers are used otherwise than the whole did
+            else:
+                values = self._sample(found) if self.diagnoses else torch.zeros(0)
+                self._measured[ranges] = distances(found, whole), values
+        return self._measured[ranges]
 
     def _judge(self, apart: list[float]) -> float:
         worst = max(self.scales().judge(apart), default=0.0)
@@ -194,7 +197,7 @@ class Measurement:
         scales = self.scales()
         if scales.noise:
             return
-        found = self._run([(0, self.layout.count)], _FACTOR)
+        found = self._run(((0, self.layout.count),), _FACTOR)
         for tensor in found:
             if tensor is not None:
                 tensor.div_(_FACTOR)
@@ -204,7 +207,7 @@ class Measurement:
         self._measure_noise()
         return sample_values(found, self.whole(), self.scales().divisors())
 
-    def _run(self, ranges: Sequence[tuple[int, int]], factor: float = 1.0) -> Gradients:
+    def _run(self, ranges: _Ranges, factor: float = 1.0) -> Gradients:
         self.rewind_point.restore()
         parameters = self.workload.parameters()  # only now: what the last run has made is gone
         for parameter in parameters:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from autobatch.exactness.sample_numbers import SampleNumbers
@@ -34,13 +35,7 @@ class PerSampleRandom(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._random = random
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: _Arguments | None = None) -> Any:
         """Run the operator, or what stands in for it."""
         schema = func._schema  # noqa: SLF001 - not public
         draw = _DRAWS.get(schema.name)
@@ -164,20 +159,11 @@ def _gamma(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
     return numbers.to(shape.dtype)
 
 
-def _dirichlet(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
-    parts = _gamma(given, random)
-    return parts / parts.sum(dim=-1, keepdim=True)
-
-
 def _dropout(given: _Arguments, _: SampleNumbers) -> tuple[torch.Tensor, torch.Tensor]:
     """Drop nothing. The factor stays: the backward operator applies it too, from what autograd has saved."""
     inputs, chance, training = given["input"], given["p"], given.get("train") is not False
     factor = 1.0 if not training else 0.0 if chance == 1 else 1 / (1 - chance)
     return inputs * factor, torch.ones_like(inputs, dtype=torch.bool)
-
-
-def _fused_dropout(given: _Arguments, _: SampleNumbers) -> tuple[torch.Tensor, torch.Tensor]:
-    return given["self"] / given["p"], torch.ones_like(given["self"], dtype=torch.uint8)
 
 
 def _rrelu(given: _Arguments, _: SampleNumbers) -> torch.Tensor:
@@ -186,11 +172,6 @@ def _rrelu(given: _Arguments, _: SampleNumbers) -> torch.Tensor:
     given["noise"].copy_(slopes)  # what the backward operator multiplies by
     result: torch.Tensor = inputs * slopes
     return result
-
-
-def _rrelu_in_place(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
-    tensor: torch.Tensor = given["self"]
-    return tensor.copy_(_rrelu(given, random))
 
 
 _DRAWS: dict[str, _Draw] = {
@@ -219,9 +200,12 @@ _DRAWS: dict[str, _Draw] = {
     "aten::poisson": lambda given, random: _counts_near(given["self"], given["self"], random),
     "aten::binomial": _binomial,
     "aten::_standard_gamma": _gamma,
-    "aten::_sample_dirichlet": _dirichlet,
+    "aten::_sample_dirichlet": lambda given, random: F.normalize(_gamma(given, random), p=1, dim=-1),
     "aten::native_dropout": _dropout,
-    "aten::_fused_dropout": _fused_dropout,
+    "aten::_fused_dropout": lambda given, _: (
+        given["self"] / given["p"],
+        torch.ones_like(given["self"], dtype=torch.uint8),
+    ),
     "aten::rrelu_with_noise": _rrelu,
-    "aten::rrelu_with_noise_": _rrelu_in_place,
+    "aten::rrelu_with_noise_": lambda given, random: given["self"].copy_(_rrelu(given, random)),
 }

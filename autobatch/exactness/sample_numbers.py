@@ -59,7 +59,6 @@ class SampleNumbers:
         self._failed: set[_Site] = set()
         self._learned = False
 
-    @property
     def is_used(self) -> bool:
         """Whether the step has drawn anything."""
         return bool(self._whole)
@@ -77,7 +76,9 @@ class SampleNumbers:
         """End the part: whether it drew as often as the whole did shows which draws are made in a loop."""
         if self._stop and not self._is_whole():
             for site, calls in self._calls.items():
-                self._compare_calls(site, calls)
+                kind = self._kinds.get(site, "once")
+                self._kinds[site] = self._find_kind(site, calls, kind)
+                self._learned = self._learned or self._kinds[site] != kind
         self._calls.clear()
         self._replays.clear()
         self._failed.clear()
@@ -97,12 +98,13 @@ class SampleNumbers:
         site, call = self._identify()
         if self._stop and self._is_whole() and call == len(self._whole.setdefault(site, [])):
             self._whole[site].append(shape)
-        kind = self._kinds.get(site, "once")
         if self.ordered:
             return _in_order(shape, self.ordered)
+        kind = self._kinds.get(site, "once")
         if kind != "alike":
-            order = call if kind == "once" else self._calls_a_sample(site) * self._start + call
-            found = self._cut(site, order, shape)
+            is_loop = kind == "per sample" and not self._is_whole()
+            calls_a_sample = len(self._whole.get(site, [])) // self.samples if is_loop else 0
+            found = self._cut(site, calls_a_sample * self._start + call, shape)
             if found is not None:
                 return found
             self._failed.add(site)
@@ -121,14 +123,16 @@ class SampleNumbers:
 
     def _cut(self, site: _Site, order: int, shape: _Shape) -> torch.Tensor | None:
         """This part's rows of what the whole draws there; ``None`` where the shapes do not show them."""
+        # By the order of sites, not by their addresses: a second process, and float64, get the same numbers.
+        sites = self._whole if site in self._whole else {**self._whole, site: []}
+        seed = [*sites].index(site) * 1_000_003 + order
         if not self._stop or self._is_whole():
-            return _random(shape, self._seed(site, order))
+            return _random(shape, seed)
         shapes = self._whole.get(site, [])
         if order >= len(shapes) or len(shapes[order]) != len(shape):
             return None
-        whole = shapes[order]
-        numbers: torch.Tensor | None = _random(whole, self._seed(site, order))
-        for dim, (size, full) in enumerate(zip(shape, whole, strict=True)):
+        numbers: torch.Tensor | None = _random(shapes[order], seed)
+        for dim, (size, full) in enumerate(zip(shape, shapes[order], strict=True)):
             if numbers is not None and size != full:
                 numbers = self._take(numbers, dim, size, full)
         return numbers
@@ -143,29 +147,17 @@ class SampleNumbers:
             return by_row.narrow(dim + 1, self._start, length).flatten(dim, dim + 1)
         return numbers.narrow(dim, self._start * rows, size)
 
-    def _compare_calls(self, site: _Site, calls: int) -> None:
+    def _find_kind(self, site: _Site, calls: int, kind: _Kind) -> _Kind:
+        """What kind a draw is that a part made so often, where it was of that kind before."""
         known, length = len(self._whole.get(site, [])), self._stop - self._start
         loops = known % self.samples == 0 and calls * self.samples == known * length
-        kind = self._kinds.get(site, "once")
         if kind == "once" and calls != known and loops:
-            self._learn(site, "per sample")
-        elif kind != "alike" and (site in self._failed or not (loops if kind == "per sample" else calls == known)):
-            self._learn(site, "alike")
-
-    def _calls_a_sample(self, site: _Site) -> int:
-        return 0 if self._is_whole() else len(self._whole.get(site, [])) // self.samples
-
-    def _learn(self, site: _Site, kind: _Kind) -> None:
-        self._kinds[site] = kind
-        self._learned = True
+            return "per sample"
+        fits = loops if kind == "per sample" else calls == known
+        return kind if fits and site not in self._failed else "alike"
 
     def _is_whole(self) -> bool:
         return self._stop - self._start == self.samples
-
-    def _seed(self, site: _Site, order: int) -> int:
-        # By the order of sites, not by their addresses: a second process, and float64, get the same numbers.
-        sites = self._whole if site in self._whole else {**self._whole, site: []}
-        return [*sites].index(site) * 1_000_003 + order
 
 
 def _in_order(shape: _Shape, order: Order) -> torch.Tensor:

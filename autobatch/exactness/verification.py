@@ -1,11 +1,14 @@
 """Asks whether splitting a step is exact, and if not, why: ``verify`` for users, ``check_split`` for ``fit``.
 
-Does not cover how that is found out (``compare_split``), nor a count that is consistent but not the intended one: class
-weights with samples as their count split exactly.
+A few samples are compared first, and then, as a step may depend on how many samples its micro-batch has, the whole
+target or batch, or as many samples as fit at once. Does not cover the comparison itself (``compare_split``), nor a
+count that is consistent but not the intended one: class weights with samples as their count split exactly.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from torch import nn
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
 from autobatch.exactness.compare_split import SplitComparison
-from autobatch.exactness.full_size import FullSize
+from autobatch.exactness.partitions import divide_at_full_size, wholes_of
 from autobatch.memory.budget import find_allowance
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
@@ -25,7 +28,7 @@ from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 
-__all__ = ["check_split", "verify"]
+__all__ = ["FullSize", "check_split", "verify"]
 
 _MOST_SAMPLES = 16
 """Enough for four quarters of four, which are needed to tell the causes apart; few enough to be quick."""
@@ -100,3 +103,49 @@ def check_split(workload: Workload, layout: Layout, device: Device, most: int, f
     """
     comparison = SplitComparison(workload, layout, device, min(max(2, most), _MOST_SAMPLES), after_trials=True)
     return full_size.extend(comparison, comparison.run())
+
+
+@dataclass(frozen=True)
+class FullSize:
+    """What a step runs at its real size.
+
+    Attributes:
+        target: Samples of the step.
+        size: Samples of its micro-batches; they have run, or are known to be wanted.
+        most: Samples that should fit at once; fewer are compared where they do not.
+        smallest: The fewest samples that the model can run.
+    """
+
+    target: int
+    size: int
+    most: int
+    smallest: int = 1
+
+    def extend(self, comparison: SplitComparison, few: Verdict) -> Verdict:
+        """The verdict of a few samples together with that of many, or as it is where it was not exact.
+
+        Raises AutobatchError, except after trials, where the step is used wrongly, which only many samples show.
+        """
+        if not few.exact:
+            return few
+        started = time.perf_counter()
+        found = self._compare(replace(comparison, exact_at=few.samples), few)
+        return found.model_copy(update={"seconds": few.seconds + time.perf_counter() - started})
+
+    def _compare(self, comparison: SplitComparison, few: Verdict) -> Verdict:
+        reason, verdict, compared = "no more fit in memory", few, few.samples
+        for whole in wholes_of(self.target, self.size, self.most, few.samples):
+            sizes = divide_at_full_size(self.target, self.size, whole, self.smallest)
+            if not sizes:
+                break
+            many, _ = comparison.attempt(sum(sizes), (sizes,))
+            comparison.device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+            if many is not None and not many.unchecked:
+                verdict, compared = many, sum(sizes)
+                if many.exact:
+                    error = max(few.relative_error, many.relative_error)
+                    verdict = few.model_copy(update={"relative_error": error, "larger_partition": sizes})
+                break
+            reason = many.unchecked if many is not None else reason
+        at_most = f"at most {compared} of {self.target} samples were compared at once: {reason}"
+        return verdict.model_copy(update={"not_compared": at_most if compared < self.target else ""})

@@ -20,8 +20,7 @@ from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
-from autobatch.exactness.full_size import FullSize
-from autobatch.exactness.verification import check_split
+from autobatch.exactness.verification import FullSize, check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.budget import find_allowance
@@ -35,9 +34,8 @@ from autobatch.planning.reuse import Wanted
 from autobatch.records import Verdict
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
-from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
-from autobatch.step.model_info import identify_model
+from autobatch.step.model_info import identify_model, warn_of_batch_norms
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 
 __all__ = ["fit"]

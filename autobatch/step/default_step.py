@@ -92,9 +92,6 @@ def _mean_of_floats(output: Any) -> torch.Tensor:
     if not floats:
         raise InvalidStep(f"the model returned {type(output).__name__} without a float tensor: pass step= with a loss")
     total = sum(tensor.numel() for tensor in floats)
-    means = [_mean(tensor).to(floats[0].device) * (tensor.numel() / total) for tensor in floats]
-    return sum(means[1:], start=means[0])
-
-
-def _mean(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32))
+    means = [tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floats]
+    parts = [mean.to(floats[0].device) * (tensor.numel() / total) for mean, tensor in zip(means, floats, strict=True)]
+    return sum(parts[1:], start=parts[0])

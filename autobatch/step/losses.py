@@ -1,22 +1,25 @@
-"""Defines what a step may return: a loss, or several, each with what it is a mean over.
+"""Defines what a step may return, a loss or several, and reads what each is a mean over.
 
-Covers ``Mean``, ``Sum`` and ``PerStep``, which state what a bare tensor leaves open, and how terms are read
-from what a step returned. Does not cover how terms of many micro-batches are divided (``training.loss_denominators``).
+Covers ``Mean``, ``Sum`` and ``PerStep``, which state what a bare tensor leaves open, and what ``weigh`` returned. Does
+not cover how terms of many micro-batches are divided (``training.loss_denominators``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidBatch, InvalidStep
 from autobatch.state.gradients import NARROW
-from autobatch.step.weights import read_count
 
-__all__ = ["Mean", "PerStep", "Sum", "Term", "read_terms", "states_counts"]
+__all__ = ["Mean", "PerStep", "Sum", "Term", "Weigh", "read_terms", "read_weights", "states_counts"]
+
+Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
+_Kind = Literal["mean", "sum", "per step"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class Term:
 
     name: str
     loss: torch.Tensor
-    kind: Literal["mean", "sum", "per step"] = "mean"
+    kind: _Kind = "mean"
     count: float | None = None
     is_narrow: bool = False
 
@@ -105,21 +108,18 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
 
 
 def _read_term(name: str, returned: Any) -> Term:
-    if isinstance(returned, Mean):
-        return _make_term(name, returned.loss, "mean", read_count(returned.over, _argument_of(name, "Mean(over=)")))
-    if isinstance(returned, Sum):
-        return _make_term(name, returned.loss, "sum", read_count(returned.count, _argument_of(name, "Sum(count=)")))
-    if isinstance(returned, PerStep):
-        return _make_term(name, returned.loss, "per step", None)
-    return _make_term(name, returned, "mean", None)
-
-
-def _argument_of(name: str, argument: str) -> str:
-    return f"{argument} of the term {name!r}" if name else argument
-
-
-def _make_term(name: str, loss: Any, kind: Literal["mean", "sum", "per step"], count: float | None) -> Term:
-    what = f"the term {name!r} of step()" if name else "step()"
+    what, of_term = (f"the term {name!r} of step()", f" of the term {name!r}") if name else ("step()", "")
+    kind: _Kind = "mean"
+    count = None
+    match returned:
+        case Mean(loss, over):
+            count = _read_count(over, f"Mean(over=){of_term}")
+        case Sum(loss, stated):
+            kind, count = "sum", _read_count(stated, f"Sum(count=){of_term}")
+        case PerStep(loss):
+            kind = "per step"
+        case loss:
+            pass
     if not isinstance(loss, torch.Tensor):
         raise InvalidStep(
             f"{what} returned {type(loss).__name__}; it must return a scalar tensor, the mean loss, or (loss, aux)"
@@ -144,3 +144,51 @@ def states_counts(returned: Any) -> bool:
     loss = returned[0] if isinstance(returned, tuple) and returned else returned
     terms = loss.values() if isinstance(loss, Mapping) else (loss,)
     return any(isinstance(term, Mean | Sum) for term in terms)
+
+
+def read_weights(returned: Any, samples: int) -> dict[str, float]:
+    """What ``weigh`` of a micro-batch of so many samples returned, by term; ``""`` stands for every term.
+
+    Raises InvalidBatch where a weight is no number, negative or not finite.
+    """
+    if not isinstance(returned, Mapping):
+        return {"": _read_weight(returned, "", samples)}
+    if not returned:
+        raise InvalidBatch("weigh() returned an empty dict: it must name the step's terms, or return one number")
+    return {str(name): _read_weight(value, f" for {name!r}", samples) for name, value in returned.items()}
+
+
+def _read_weight(value: Any, what: str, samples: int) -> float:
+    weight = _read_number(value)
+    if weight is None:
+        raise InvalidBatch(
+            f"weigh() returned {type(value).__name__}{what}; it must return one number, or a dict of them by term"
+        )
+    if not 0 <= weight < math.inf:
+        raise InvalidBatch(
+            f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a finite number >= 0"
+        )
+    return weight
+
+
+def _read_count(value: Any, argument: str) -> float:
+    count = _read_number(value)
+    if count is None:
+        raise InvalidStep(f"{argument} is {type(value).__name__}; it must be one number")
+    if not 0 <= count < math.inf:
+        raise InvalidStep(f"{argument} is {count}; it must be a finite number >= 0")
+    return count
+
+
+def _read_number(value: Any) -> float | None:
+    """A number, or a tensor of one, as a Python number; ``None`` where it is neither. The device's errors come out."""
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
+    if isinstance(value, str | bytes):  # of which float() reads some
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None

@@ -19,9 +19,8 @@ from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import BACKWARD, LoopGuard
-from autobatch.step.losses import Term, read_terms
+from autobatch.step.losses import Term, Weigh, read_terms, read_weights
 from autobatch.step.reachable import find_outside
-from autobatch.step.weights import Weigh, read_weights
 from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "split_output", "warn_of_no_optimizer"]
@@ -48,13 +47,8 @@ class Workload:
     _was_called: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check what is given.
-
-        Raises:
-            InvalidArgument: A part is of the wrong kind; the optimizer needs a closure; a parameter is updated inside
-                the backward pass.
-        """
-        _check_kinds(self.model, self.step, self.weigh, self.optimizer)
+        """Raise InvalidArgument for what is of the wrong kind, or cannot be split exactly."""
+        _check_kinds(self.model, self.step, self.weigh)
         if self.optimizer is not None:
             _check_optimizer(self.model, self.optimizer)
         for name, parameter in self.model.named_parameters():
@@ -88,10 +82,6 @@ class Workload:
         """Modules and tensors that the step can reach, and that belong to neither the model nor the optimizer."""
         return find_outside(self.step, self.model)
 
-    def outside_modules(self) -> list[nn.Module]:
-        """The modules among them, with their submodules."""
-        return [part for module in self.outside() if isinstance(module, nn.Module) for part in module.modules()]
-
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state as it is now: none before its first step."""
         return sum(bytes_of(tensor) for tensor in self._state_tensors())
@@ -103,29 +93,17 @@ class Workload:
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
         """What the micro-batch counts for, by term: ``weigh`` of it, or its samples; ``""`` stands for every term.
 
-        Raises:
-            InvalidBatch: A weight is no number, negative or not finite.
+        Raises InvalidBatch where a weight is no number, negative or not finite.
         """
-        if self.weigh is None:
-            return {"": float(samples)}
-        return read_weights(self.weigh(micro_batch), samples)
+        return {"": float(samples)} if self.weigh is None else read_weights(self.weigh(micro_batch), samples)
 
     def run(self, micro_batch: Any) -> StepOutput:
-        """Call the user's step and check that a gradient can come from what it returned.
-
-        Raises:
-            InvalidStep: As ``call_step``; or a loss is no tensor, has more than one element, or has no graph, or a
-                second one stands beside it.
-        """
+        """Call the user's step; raises InvalidStep where no gradient can come from what it returned."""
         loss, aux = split_output(self.call_step(micro_batch))
         return StepOutput(read_terms(loss), aux)
 
     def call_step(self, micro_batch: Any) -> Any:
-        """What the user's step returns.
-
-        Raises:
-            InvalidStep: The step called ``backward``, or ``step()`` of an optimizer or a scheduler.
-        """
+        """What the user's step returns; raises InvalidStep where it does the training loop's work (``loop_guard``)."""
         guard = self._guard
         if not guard.is_active:
             with self.guard(self.parameters()):
@@ -148,11 +126,7 @@ class Workload:
         return returned
 
     def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
-        """A context around several calls of the step, which enter none of their own then.
-
-        Args:
-            parameters: Which no backward pass may reach in them.
-        """
+        """A context around several calls of the step; no backward pass may reach these parameters in them."""
         guard = self._guard
         if guard.refusals is None:
             guard.find(self.step, self.optimizer, parameters)
@@ -165,11 +139,7 @@ class Workload:
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
-    """The losses that a step returned, and what it returned beside them, detached.
-
-    Raises:
-        InvalidStep: A second loss stands beside the first.
-    """
+    """The losses that a step returned, and the rest, detached; raises InvalidStep for a second loss beside them."""
     loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
         read_terms(loss)  # what is wrong with it is said first
@@ -184,13 +154,7 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
     """Refuse a loss that trains a parameter of neither the model nor the optimizer: a retry could not undo that.
 
     Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
-
-    Args:
-        loss: With its graph.
-        parameters: Of the model and of the optimizer.
-
-    Raises:
-        InvalidStep: A parameter that the loss depends on is in neither.
+    Raises InvalidStep; ``parameters`` are those of the model and of the optimizer.
     """
     known = {id(parameter) for parameter in parameters}
     for leaf in _leaves_of_graph(loss):
@@ -223,26 +187,26 @@ def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def _check_kinds(model: Any, step: Any, weigh: Any, optimizer: Any) -> None:
+def _check_kinds(model: Any, step: Any, weigh: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
     if not callable(step):
         raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
     if weigh is not None and not callable(weigh):
         raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
-    if optimizer is not None and not (hasattr(optimizer, "param_groups") and is_instance_with(optimizer, "step")):
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    if not (hasattr(optimizer, "param_groups") and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
             f"optimizer={_show(optimizer)} is no optimizer; with several, use Runner(..., "
             f"optimizer=None).accumulate() and step them yourself"
         )
-    if isinstance(optimizer, torch.optim.LBFGS) or (optimizer is not None and not takes_none(optimizer, "step")):
+    if isinstance(optimizer, torch.optim.LBFGS) or not takes_none(optimizer, "step"):
         raise InvalidArgument(
             f"{type(optimizer).__name__} calls a closure several times a step, which cannot be split exactly; use "
             f"another"
         )
-
-
-def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held and not any(id(parameter) in held for parameter in model.parameters()):
         raise InvalidArgument(

@@ -29,9 +29,8 @@ from autobatch.planning.pacing import Pace
 from autobatch.planning.retry_size import CLEAN_STEPS, compiled_ladder, eager_ladder
 from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
-from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
-from autobatch.step.model_info import is_compiled
+from autobatch.step.model_info import is_compiled, refuses_one_sample
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage

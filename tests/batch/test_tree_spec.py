@@ -10,7 +10,7 @@ import torch
 from workloads import cut
 
 from autobatch.batch.layout import Layout, describe
-from autobatch.batch.tree_spec import TreeSpec
+from autobatch.batch.tree import TreeSpec
 from autobatch.errors import InvalidBatch
 
 pytestmark = pytest.mark.quick

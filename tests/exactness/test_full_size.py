@@ -24,8 +24,8 @@ import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.compare_split import SplitComparison
-from autobatch.exactness.full_size import FullSize, divide_at_full_size, halvings, wholes_of
-from autobatch.exactness.verification import verify
+from autobatch.exactness.partitions import divide_at_full_size, halvings, wholes_of
+from autobatch.exactness.verification import FullSize, verify
 from autobatch.memory.cpu import CpuDevice
 from autobatch.planning.planner import balance
 from autobatch.step.workload import Workload
