@@ -39,7 +39,7 @@ LOOP_GUARD = "autobatch/step/loop_guard.py"
 
 REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
-RETRY_SIZE = "autobatch/planning/retry_size.py"
+PACING = "autobatch/planning/pacing.py"
 RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -838,14 +838,14 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        RETRY_SIZE,
+        PACING,
         "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
         "least_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        RETRY_SIZE,
+        PACING,
         "        wait = self.wait // 2\n",
         "        wait = self.wait\n",
         PACING_TESTS,
