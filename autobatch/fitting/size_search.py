@@ -19,8 +19,8 @@ from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.probe import Probe
-from autobatch.memory.budget import Allowance
 from autobatch.memory.device import Device
+from autobatch.memory.devices import Allowance
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.next_trial import Question, choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord

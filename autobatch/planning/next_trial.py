@@ -136,7 +136,7 @@ def most_trials(question: Question) -> int:
 class _Evidence:
     """What is settled and what is open. Failures below a size that fits settle nothing: memory may not be monotone.
 
-    ``answers`` are the candidates that fit, ``lowest`` the largest of them or 0, ``limiting`` the smallest size above it
+    ``answers`` are the candidates that fit, ``lowest`` the largest of them or 0, ``limiting`` the smallest above it
     that does not fit, ``open`` the candidates between them, and ``peaks`` the bytes that grow with the size, by size.
     """
 
