@@ -1,7 +1,7 @@
 """Checks plain arguments: counts, choices, bytes, paths, and objects by the methods that are called on them.
 
 Covers what one argument means by itself, without torch. Does not cover devices (``memory.devices``), headroom
-(``memory.budget``), models, batches and steps.
+(``memory.devices``), models, batches and steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Defines ``Plan``: what ``fit`` returns and ``Runner`` applies.
 
-Covers what a user does with a plan: print, explain, save, load, translate. The data is ``planning.plan_record``, the
-texts are ``report``.
+Covers what a user does with a plan: print, explain, save, load, translate into another framework's settings. The data
+is ``planning.plan_record``, the texts are ``report``. Other frameworks' loops take one fixed size and cannot run ragged
+micro-batches, so theirs is the largest exact divisor of the share.
 """
 
 from __future__ import annotations
@@ -11,14 +12,22 @@ import os
 from pydantic import ValidationError
 
 from autobatch._arguments import check_path
-from autobatch._formatting import format_bytes
+from autobatch._formatting import format_bytes, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.settings import settings_for
+from autobatch.planning.planner import divide_evenly
 from autobatch.records import spell_invalid
 from autobatch.report.text import explain_plan, summarise_plan
 
 __all__ = ["Plan"]
+
+_SETTINGS = {
+    "huggingface": ("per_device_train_batch_size", "gradient_accumulation_steps"),
+    "lightning": ("batch_size", "accumulate_grad_batches"),
+    "accelerate": ("batch_size", "gradient_accumulation_steps"),
+    "deepspeed": ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+}
+"""What each framework calls the micro-batch size and the accumulation steps."""
 
 _LARGEST_FILE = 64 * 2**20
 """Four times what the most micro-batches take."""
@@ -48,15 +57,33 @@ class Plan(PlanRecord):
         return render_fragment(self)
 
     def settings(self, framework: str) -> dict[str, int]:
-        """The same plan as settings of another framework, with an exact divisor of the target as the size.
+        """The same plan as settings of another framework; size x accumulation x world size is the target exactly.
 
         Args:
             framework: ``"huggingface"``, ``"lightning"``, ``"accelerate"`` or ``"deepspeed"``.
 
         Raises:
-            InvalidArgument: The framework is not known, or the ranks cannot share the target equally.
+            InvalidArgument: The framework is not known, the target cannot be shared equally by the ranks, or a rank's
+                share not divided into equal micro-batches that the model can run.
         """
-        return settings_for(self, framework)
+        if not isinstance(framework, str) or framework not in _SETTINGS:
+            known = ", ".join(map(repr, _SETTINGS))
+            raise InvalidArgument(f"settings({show_value(framework)}): not known; one of {known}")
+        if self.target_batch % self.world_size:
+            raise InvalidArgument(
+                f"settings({framework!r}): a target batch of {self.target_batch} cannot be shared equally by "
+                f"{self.world_size} ranks; take a multiple of {self.world_size}"
+            )
+        share, smallest = self.target_batch // self.world_size, self.smallest_micro_batch
+        size, steps = divide_evenly(share, self.micro_batch_size)
+        if size < smallest:
+            raise InvalidArgument(
+                f"settings({framework!r}): {share} samples have no divisor from {smallest} to {self.micro_batch_size}, "
+                f"and the model cannot run micro-batches of fewer than {smallest}: take another target_batch, such as "
+                f"{share + 1} a rank"
+            )
+        settings = dict(zip(_SETTINGS[framework], (size, steps), strict=True))
+        return {"train_batch_size": self.target_batch, **settings} if framework == "deepspeed" else settings
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.

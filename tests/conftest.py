@@ -21,7 +21,7 @@ from hypothesis import settings
 from process_state import read_process_state
 
 from autobatch.memory import cpu
-from autobatch.memory.live_storage import LiveStorage
+from autobatch.memory.cpu import LiveStorage
 from autobatch.prediction.child_process import run_apart
 
 # A deadline measures the machine, not the code. Each run draws new examples: a property holds for all of them.

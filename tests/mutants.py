@@ -39,13 +39,13 @@ LOOP_GUARD = "autobatch/step/loop_guard.py"
 
 REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
-RETRY_SIZE = "autobatch/planning/retry_size.py"
+PACING = "autobatch/planning/pacing.py"
 RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
 BATCH = "autobatch/batch/"
 
-LIVE_STORAGE = "autobatch/memory/live_storage.py"
+CPU = "autobatch/memory/cpu.py"
 DISPATCH = "autobatch/torch_internals/dispatch_mode.py"
 
 ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
@@ -614,14 +614,14 @@ MUTANTS = (
     ),
     Mutant(
         "fit leaves the user's objects frozen",
-        "autobatch/memory/reference_leaks.py",
+        "autobatch/memory/device.py",
         "        gc.unfreeze()\n",
         "        pass\n",
         ("tests/fitting/test_fit_cost.py",),
     ),
     Mutant(
         "fit unfreezes what the user has frozen",
-        "autobatch/memory/reference_leaks.py",
+        "autobatch/memory/device.py",
         "    if gc.get_freeze_count():\n",
         "    if False:\n",
         ("tests/fitting/test_fit_cost.py",),
@@ -838,14 +838,14 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        RETRY_SIZE,
+        PACING,
         "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
         "least_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        RETRY_SIZE,
+        PACING,
         "        wait = self.wait // 2\n",
         "        wait = self.wait\n",
         PACING_TESTS,
@@ -866,21 +866,21 @@ MUTANTS = (
     ),
     Mutant(
         "Python code runs when a tensor is freed",
-        LIVE_STORAGE,
+        CPU,
         "_StorageReference(storage, self._dead.add)",
         "_StorageReference(storage, lambda dead: self._dead.add(dead))",
         ("tests/memory/test_live_storage.py",),
     ),
     Mutant(
         "an interrupt may come between the total and a storage's part in it",
-        LIVE_STORAGE,
+        CPU,
         "            self._total, reference.byte_count = self._total - reference.byte_count, 0\n",
         "            self._total -= reference.byte_count\n            reference.byte_count = 0\n",
         ("tests/memory/test_live_storage.py",),
     ),
     Mutant(
         "what another storage has at the address of a dead one is forgotten",
-        LIVE_STORAGE,
+        CPU,
         "reference.key if reference.key in known and known[reference.key] is reference else None",
         "reference.key",
         ("tests/memory/test_live_storage.py",),

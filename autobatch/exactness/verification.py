@@ -18,9 +18,8 @@ from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
 from autobatch.exactness.compare_split import SplitComparison
 from autobatch.exactness.partitions import divide_at_full_size, wholes_of
-from autobatch.memory.budget import find_allowance
 from autobatch.memory.device import Device
-from autobatch.memory.devices import find_device
+from autobatch.memory.devices import find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.records import Verdict
 from autobatch.state.process_lock import one_at_a_time

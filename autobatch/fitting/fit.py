@@ -23,11 +23,9 @@ from autobatch.events import Event, PlanMade, emit
 from autobatch.exactness.verification import FullSize, check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
-from autobatch.memory.budget import find_allowance
-from autobatch.memory.device import Device
-from autobatch.memory.devices import find_device
+from autobatch.memory.device import Device, collecting_new_objects
+from autobatch.memory.devices import find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
-from autobatch.memory.reference_leaks import collecting_new_objects
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.reuse import Wanted

@@ -19,13 +19,12 @@ from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.probe import Probe
-from autobatch.memory.budget import Allowance
 from autobatch.memory.device import Device
+from autobatch.memory.devices import Allowance
 from autobatch.planning.curve import MemoryCurve, fit_curve
-from autobatch.planning.evidence import Question
-from autobatch.planning.next_trial import next_size, next_smaller_size
+from autobatch.planning.next_trial import Question, choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.planning.planner import balance, choose_size, least_size, useful_sizes
+from autobatch.planning.planner import balance, least_size, useful_sizes
 from autobatch.planning.reuse import Wanted, find_remembered, why_not_confirmed
 from autobatch.prediction.prior import Expectation, expect_largest
 from autobatch.records import Trial

@@ -1,7 +1,7 @@
 """Measures and limits the memory of a CUDA (or ROCm) card through torch's caching allocator.
 
-Covers what the allocator holds and may hold. Does not cover memory outside of it: the CUDA context, NCCL's buffers and
-other libraries' memory show only in how little the driver has free.
+Does not cover memory outside of it: the CUDA context, NCCL's buffers and other libraries' memory show only in how
+little the driver has free.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from autobatch.memory import nvml
 from autobatch.memory.device import Device
-from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["CudaDevice", "find_fraction"]
@@ -127,7 +126,7 @@ class CudaDevice(Device):
 
     def reclaim(self) -> None:
         """Free what nothing refers to, then give cached blocks back to the driver."""
-        drop_stale_references()
+        super().reclaim()
         torch.cuda.empty_cache()
 
 
@@ -139,6 +138,4 @@ def find_fraction(limit_bytes: int, total_bytes: int) -> float:
     it the last 2 MiB segment of a budget that is a whole number of them. The next double loses none, and adds less
     than one while the limit is below 2**52 bytes.
     """
-    if limit_bytes >= total_bytes:
-        return 1.0
-    return math.nextafter(limit_bytes / total_bytes, 1.0)
+    return 1.0 if limit_bytes >= total_bytes else math.nextafter(limit_bytes / total_bytes, 1.0)

@@ -1,21 +1,23 @@
-"""Defines the protocol through which all other modules see a device's memory, with what most devices do alike.
+"""Defines the protocol through which all other modules see a device's memory, and frees what is no longer used.
 
-``cuda``, ``cpu`` and ``unmonitored`` are the real devices, ``autobatch.testing.FakeDevice`` is simulated; any other
-object with these methods will do.
+``CudaDevice``, ``CpuDevice`` and ``UnmonitoredDevice`` are the real devices, ``autobatch.testing.FakeDevice`` is
+simulated; any other object with these methods will do. Does not cover the frames of an exception that is still being
+handled: nothing can free those from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from autobatch.memory.reference_leaks import drop_stale_references
 from autobatch.records import DeviceInfo, MemoryUsage
 
-__all__ = ["Device"]
+__all__ = ["Device", "UnmonitoredDevice", "collecting_new_objects", "drop_stale_references"]
 
 
 @runtime_checkable
@@ -91,3 +93,83 @@ class Device(Protocol):
     def reclaim(self) -> None:
         """Free what nothing refers to. Never call it inside an ``except`` block: the failed frames are alive there."""
         drop_stale_references()
+
+
+class UnmonitoredDevice(Device):
+    """Any torch device (MPS, XPU...) with nothing measured and nothing enforced: sizes are found by running out."""
+
+    measures = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def describe(self) -> DeviceInfo:
+        """The type of the device, which is all that every backend has."""
+        kind = self.torch_device.type
+        return DeviceInfo(kind=kind, name=kind.upper(), total_bytes=self.available_bytes())
+
+    def available_bytes(self) -> int:
+        """What Metal recommends as the most for MPS, 0 (not known) elsewhere."""
+        return torch.mps.recommended_max_memory() if self.torch_device.type == "mps" else 0
+
+    def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
+        """Enforces nothing."""
+        return nullcontext()
+
+    def limit_bytes(self, budget_bytes: int) -> int:
+        """Any budget: nothing is enforced."""
+        return budget_bytes
+
+    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
+        """Never: nothing is enforced."""
+        return False
+
+    def usage(self) -> MemoryUsage:
+        """All zero: not known."""
+        return MemoryUsage()
+
+    def synchronize(self) -> None:
+        """Wait, where the backend's module can."""
+        self._call("synchronize")
+
+    def reclaim(self) -> None:
+        """Free what nothing refers to, then empty the device's cache where it has one."""
+        super().reclaim()
+        self._call("empty_cache")
+
+    def _call(self, name: str) -> None:
+        # torch.mps, torch.xpu...; a backend from outside torch registers its own. "meta" has none.
+        module: Any = getattr(torch, self.torch_device.type, None)
+        if hasattr(module, name):
+            getattr(module, name)()
+
+
+def drop_stale_references() -> None:
+    """Break cycles that hold tensors, and free the graph of a failed backward pass.
+
+    After an error torch's engine leaves the nodes that were ready to run, and with them the rest of the graph and what
+    it has saved, in this thread's queue until the thread's next backward pass (``Engine::thread_main`` in
+    torch/csrc/autograd/engine.cpp). So there is one, of a single number, which no dispatch mode sees.
+    """
+    with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).backward()
+    gc.collect()
+
+
+@contextmanager
+def collecting_new_objects() -> Iterator[None]:
+    """While this lasts, garbage collections look only at objects made inside it.
+
+    A full collection takes 0.1 to 0.2 s in a process that has imported torch and SciPy, several times as long as a
+    trial of a small model. Objects that were there before are in the permanent generation meanwhile, and in the oldest
+    one afterwards, where any collection would have put them. Where the user has frozen objects nothing is changed: to
+    unfreeze ours would be to unfreeze theirs.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,24 +1,38 @@
-"""Finds the device of a model, or one that a user names, and the ``Device`` that measures its memory.
+"""Finds a device, the ``Device`` that measures its memory, and how many bytes of it this process may use.
 
-Covers the choice and its errors. There is one object for each torch device in the process, as there is one allocator.
+Covers the choice and its errors, the budget, and the headroom left free of it. There is one object for each torch
+device in the process, as there is one allocator. Does not cover how a budget is enforced (``cuda``, ``cpu``).
 """
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from autobatch._formatting import show_value
+from autobatch._arguments import SIZES, parse_bytes, read_bytes
+from autobatch._formatting import format_bytes, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.cuda import CudaDevice
-from autobatch.memory.device import Device
-from autobatch.memory.unmonitored import UnmonitoredDevice
+from autobatch.memory.device import Device, UnmonitoredDevice
+from autobatch.records import Record
 
-__all__ = ["device_for", "find_device", "open_device"]
+__all__ = [
+    "DEFAULT_HEADROOM",
+    "Allowance",
+    "device_for",
+    "find_allowance",
+    "find_device",
+    "open_device",
+    "parse_headroom",
+]
+
+DEFAULT_HEADROOM = 0.05
+"""Fraction of the budget left free, for longer batches and for fragmentation."""
 
 
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
@@ -29,11 +43,9 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
             theirs.
     """
     home = _find_home(parameters, model_name)
-    if device is None:
-        return device_for(home)
-    if isinstance(device, Device) and not isinstance(device, type):
-        return device
-    asked = _parse_device(device)
+    asked = _parse_device(home if device is None else device)
+    if isinstance(asked, Device):
+        return asked
     if asked.type != home.type or asked.index not in (None, home.index or 0):
         raise InvalidArgument(
             f"device={str(device)!r}, but the model is on {home}; move the model first, or leave device= out"
@@ -47,9 +59,9 @@ def open_device(device: Any) -> Device:
     Raises:
         InvalidArgument: It is none, or torch cannot use it here.
     """
-    if isinstance(device, Device) and not isinstance(device, type):
-        return device
     asked = _parse_device(device)
+    if isinstance(asked, Device):
+        return asked
     try:
         torch.empty(0, device=asked)
     except torch.OutOfMemoryError:
@@ -93,7 +105,9 @@ def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.dev
     return home
 
 
-def _parse_device(device: Any) -> torch.device:
+def _parse_device(device: Any) -> torch.device | Device:
+    if isinstance(device, Device) and not isinstance(device, type):
+        return device
     try:
         if isinstance(device, (str, torch.device)):
             return torch.device(device)
@@ -103,3 +117,62 @@ def _parse_device(device: Any) -> torch.device:
         f"device={show_value(device)} is no device: pass a torch.device, a name such as 'cuda:0' or 'cpu', or leave it "
         f"out"
     )
+
+
+class Allowance(Record):
+    """Bytes that a process may hold on a device; both 0 where the user gave none and the device does not report any."""
+
+    budget_bytes: int
+    headroom_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def limit_bytes(self) -> int:
+        """What a trial has to stay within."""
+        return self.budget_bytes - self.headroom_bytes
+
+
+def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> Allowance:
+    """The user's budget, or what is available on the device; never more than that.
+
+    Raises:
+        InvalidArgument: A size cannot be understood.
+    """
+    available = device.available_bytes()
+    budget_bytes = available if budget is None else parse_bytes("budget", budget)
+    warnings: tuple[str, ...] = ()
+    if 0 < available < budget_bytes:
+        warnings = (
+            f"budget={show_value(budget)} is more than is available now: {format_bytes(available)} are the budget",
+        )
+        budget_bytes = available
+    headroom_bytes = parse_headroom(headroom, budget_bytes)
+    return Allowance(budget_bytes=budget_bytes, headroom_bytes=headroom_bytes if budget_bytes else 0, warnings=warnings)
+
+
+def parse_headroom(value: Any, budget_bytes: int) -> int:
+    """Bytes to leave free: an int, a text, or a fraction of the budget, of which something has to be left.
+
+    Raises:
+        InvalidArgument: It is none of them, or leaves nothing of the budget.
+    """
+    if value is None:
+        value = DEFAULT_HEADROOM
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        fraction: Any = value
+        if not 0 <= fraction < 1:
+            raise InvalidArgument(
+                f"headroom={show_value(value)}: a fraction must be at least 0 and less than 1, such as 0.1; for bytes "
+                f"pass an int or '512MiB'"
+            )
+        # In NumPy's float32 the product would be rounded, up to the whole budget.
+        return int(budget_bytes * float(fraction))
+    is_zero = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value == 0
+    size = 0 if is_zero else read_bytes(value)
+    if size is None:
+        raise InvalidArgument(f"headroom={show_value(value)} is no size: {SIZES}; a fraction is a float such as 0.1")
+    if budget_bytes and size >= budget_bytes:
+        raise InvalidArgument(
+            f"headroom={show_value(value)} leaves nothing of a budget of {format_bytes(budget_bytes)}"
+        )
+    return size

@@ -1,7 +1,7 @@
 """Reads how much memory this process may use on the host: the container's limit, or the machine's RAM.
 
 Covers Linux control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``; on other systems only
-the installed RAM is known. Does not cover what the process's tensors hold (``live_storage``).
+the installed RAM is known. Does not cover what the process's tensors hold (``cpu``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ from pathlib import Path
 from autobatch.records import Record
 
 __all__ = ["HostMemory", "read_host_memory"]
+
+_GROUP_FILES = {
+    "cgroup v2": ("memory.max", "memory.current", "inactive_file "),
+    "cgroup v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+}
+"""By version: the files with the limit and the use, and the line of ``memory.stat`` with droppable page cache."""
 
 
 class HostMemory(Record):
@@ -33,11 +39,8 @@ class HostMemory(Record):
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
     """The tightest of the machine's RAM and every control group above this process.
 
-    Args:
-        root: Where ``proc`` and ``sys`` are mounted.
-
-    Raises:
-        OSError: The platform does not report how much RAM is installed.
+    ``root`` is where ``proc`` and ``sys`` are mounted. Raises ``OSError`` where the platform does not report how much
+    RAM is installed.
     """
     limits = [_read_ram(root), *_control_groups(root)]
     tightest = min(limits, key=lambda limit: limit.total_bytes)
@@ -49,18 +52,13 @@ def _read_ram(root: Path) -> HostMemory:
         lines = (root / "proc/meminfo").read_text().splitlines()
         fields = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
         total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-        return HostMemory(total_bytes=total, available_bytes=available, source="RAM")
     except (OSError, KeyError, ValueError, IndexError):
-        return _read_installed_ram()
-
-
-def _read_installed_ram() -> HostMemory:
-    if not hasattr(os, "sysconf"):
-        raise OSError(
-            "this platform does not report how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
-        )
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return HostMemory(total_bytes=total, available_bytes=total, source="RAM")
+        if not hasattr(os, "sysconf"):
+            raise OSError(
+                "this platform does not report how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
+            ) from None
+        total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return HostMemory(total_bytes=total, available_bytes=available, source="RAM")
 
 
 def _control_groups(root: Path) -> Iterator[HostMemory]:
@@ -70,41 +68,30 @@ def _control_groups(root: Path) -> Iterator[HostMemory]:
     except OSError:
         return
     for line in memberships:
-        _, _, membership = line.partition(":")
-        controllers, _, path = membership.partition(":")
+        controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
-            yield from _walk(root / "sys/fs/cgroup", path, "cgroup v2")
+            mount, source = root / "sys/fs/cgroup", "cgroup v2"
         elif "memory" in controllers.split(","):
-            yield from _walk(root / "sys/fs/cgroup/memory", path, "cgroup v1")
-
-
-def _walk(mount: Path, path: str, source: str) -> Iterator[HostMemory]:
-    # Inside a container the path is often the host's and does not exist here: the mount itself is then our own group.
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    for depth in range(len(parts), -1, -1):
-        limit = _read_group(mount.joinpath(*parts[:depth]), source)
-        if limit is not None:
-            yield limit
+            mount, source = root / "sys/fs/cgroup/memory", "cgroup v1"
+        else:
+            continue
+        # Inside a container the path is often the host's and does not exist here: the mount is then our own group.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            if (limit := _read_group(mount.joinpath(*parts[:depth]), source)) is not None:
+                yield limit
 
 
 def _read_group(folder: Path, source: str) -> HostMemory | None:
-    names = (
-        ("memory.max", "memory.current")
-        if source == "cgroup v2"
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
+    *names, cache = _GROUP_FILES[source]
     try:
         limit, used = (int((folder / name).read_text()) for name in names)  # "max" means no limit: ValueError
     except (OSError, ValueError):
         return None
-    held = max(used - _droppable_cache(folder, source), 0)
-    return HostMemory(total_bytes=limit, available_bytes=max(limit - held, 0), source=source)
-
-
-def _droppable_cache(folder: Path, source: str) -> int:
-    key = "inactive_file" if source == "cgroup v2" else "total_inactive_file"
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key + " "))
+        droppable = next(int(line.split()[1]) for line in lines if line.startswith(cache))
     except (OSError, ValueError, StopIteration, IndexError):
-        return 0
+        droppable = 0
+    held = max(used - droppable, 0)
+    return HostMemory(total_bytes=limit, available_bytes=max(limit - held, 0), source=source)

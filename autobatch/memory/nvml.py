@@ -1,8 +1,7 @@
 """Asks NVIDIA's driver about a card: its memory, and which other processes hold some of it.
 
-Covers one card by UUID, and all cards, through ``pynvml`` (nvidia-ml-py). Whatever fails in ``query`` (no module, no
-driver, no permission, another vendor) is logged once and never raised. Inside a container the driver may number
-processes as the host does; then this process looks like another one. Does not cover our own allocator (``cuda``).
+Inside a container the driver may number processes as the host does; then this process looks like another one. Does not
+cover our own allocator (``cuda``).
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ class CardReading(Record):
 
 
 def query(uuid: str) -> CardReading | None:
-    """Read one card or slice; ``None`` where that is not possible.
+    """Read one card or slice; ``None``, and one line in the log, where that is not possible for whatever reason.
 
-    Args:
-        uuid: With or without its prefix: ``torch.cuda.get_device_properties(i).uuid`` has none, and a whole card and a
-            MIG slice are then tried in turn. An index is never used: CUDA and NVML number cards differently.
+    ``torch.cuda.get_device_properties(i).uuid`` has no prefix: a whole card and a MIG slice are then tried in turn. An
+    index is never used, as CUDA and NVML number cards differently.
     """
     try:
         with _session() as nvml:
@@ -76,7 +74,7 @@ def query_all() -> tuple[CardReading, ...]:
     try:
         with _session() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-            return tuple(_read_card(nvml, _read_text(nvml.nvmlDeviceGetUUID(handle)), handle) for handle in handles)
+            return tuple(_read_card(nvml, _text(nvml.nvmlDeviceGetUUID(handle)), handle) for handle in handles)
     except Exception as error:
         raise LookupError(f"{type(error).__name__}: {error}") from error
 
@@ -104,19 +102,18 @@ def _session() -> Iterator[Any]:
 
 def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    held = _list_processes(nvml, handle)
-    held.pop(os.getpid(), None)
     tenants = (
-        Tenant(pid=pid, used_bytes=used, name=_name_program(_ask_text(nvml, "nvmlSystemGetProcessName", pid)))
-        for pid, used in held.items()
+        Tenant(pid=pid, used_bytes=used, name=_name_program(_text(_ask(nvml, "nvmlSystemGetProcessName", pid))))
+        for pid, used in _list_processes(nvml, handle).items()
+        if pid != os.getpid()
     )
     return CardReading(
         uuid=uuid,
         total_bytes=int(memory.total),
         free_bytes=int(memory.free),
         tenants=tuple(sorted(tenants, key=lambda tenant: (-tenant.used_bytes, tenant.pid))),
-        driver=_ask_text(nvml, "nvmlSystemGetDriverVersion"),
-        name=_ask_text(nvml, "nvmlDeviceGetName", handle),
+        driver=_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
+        name=_text(_ask(nvml, "nvmlDeviceGetName", handle)),
         divided=_is_divided(nvml, handle),
     )
 
@@ -124,9 +121,8 @@ def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
 def _find(nvml: Any, uuid: str) -> tuple[str, Any]:
     names = (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
     for name in names:
-        try:
-            handle = nvml.nvmlDeviceGetHandleByUUID(name)
-        except nvml.NVMLError:
+        handle = _ask(nvml, "nvmlDeviceGetHandleByUUID", name)
+        if handle is None:
             continue
         if _is_divided(nvml, handle):
             raise LookupError(f"{name} is divided into MIG slices, and which one is ours is not known")
@@ -136,36 +132,29 @@ def _find(nvml: Any, uuid: str) -> tuple[str, Any]:
 
 def _is_divided(nvml: Any, handle: Any) -> bool:
     """Whether this is a whole card whose memory is handed out in MIG slices: its totals say nothing about ours."""
-    try:
-        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
-    except (nvml.NVMLError, AttributeError):  # a slice itself, a card or a module too old for MIG
-        return False
-    return bool(current)
+    modes = _ask(nvml, "nvmlDeviceGetMigMode", handle)  # current and pending; refused for a slice itself or an old card
+    return modes is not None and bool(modes[0])
 
 
 def _list_processes(nvml: Any, handle: Any) -> dict[int, int]:
     """Bytes by process, for those whose bytes are reported."""
     held: dict[int, int] = {}
-    for process in _running(nvml, handle):
-        if process.usedGpuMemory is None:  # the driver's "not available": Windows, or a slice without permission
-            _log_once(f"the memory of process {process.pid} is not available")
-        else:
-            held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory))
-    return held
-
-
-def _running(nvml: Any, handle: Any) -> list[Any]:
-    processes: list[Any] = []
     refusals: list[str] = []
     for name in _PROCESS_LISTS:
         try:
-            processes += getattr(nvml, name)(handle)
+            processes = getattr(nvml, name)(handle)
         except (nvml.NVMLError, AttributeError) as error:
             refusals.append(str(error))
+            continue
+        for process in processes:
+            if process.usedGpuMemory is None:  # the driver's "not available": Windows, or a slice without permission
+                _log_once(f"the memory of process {process.pid} is not available")
+            else:
+                held[process.pid] = max(held.get(process.pid, 0), int(process.usedGpuMemory))
     # One or two are refused on many cards (no graphics on a slice, no MPS in an old driver) and nothing is missed.
     if len(refusals) == len(_PROCESS_LISTS):
         _log_once(refusals[0])
-    return processes
+    return held
 
 
 def _name_program(command: str) -> str:
@@ -173,16 +162,16 @@ def _name_program(command: str) -> str:
     return command.rpartition("\\")[2] if "\\" in command else command.partition(" ")[0].rpartition("/")[2]
 
 
-def _ask_text(nvml: Any, function: str, *arguments: Any) -> str:
-    """Text that nothing measured depends on: empty where the driver does not answer."""
+def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
+    """The driver's answer, ``None`` where it refuses, or where an old module lacks the function."""
     try:
-        return _read_text(getattr(nvml, function)(*arguments))
+        return getattr(nvml, function)(*arguments)
     except (nvml.NVMLError, AttributeError, UnicodeDecodeError):
-        return ""
+        return None
 
 
-def _read_text(value: Any) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+def _text(value: Any) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 def _log_once(reason: str) -> None:

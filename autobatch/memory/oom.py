@@ -114,16 +114,14 @@ def describe_error(error: BaseException, *, handled: BaseException | None = None
 
 def _unchain(error: BaseException, handled: BaseException | None) -> list[BaseException]:
     """The error and what it was raised from, outermost first, as a traceback would show them, down to ``handled``."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    # By identity: an exception class may compare its instances as it likes.
-    while link is not None and not any(link is seen for seen in chain):
-        chain.append(link)
-        if link is handled:  # the error itself, raised once more: it counts, and what is behind it does not
-            break
+    chain = [error]
+    while chain[-1] is not handled:  # where it is the error itself, raised once more: it counts, what is behind not
         # Setting a cause, also the None of `from None`, suppresses the context.
-        link = link.__cause__ if link.__suppress_context__ else link.__context__
-        link = None if link is handled else link
+        link = chain[-1].__cause__ if chain[-1].__suppress_context__ else chain[-1].__context__
+        # By identity: an exception class may compare its instances as it likes.
+        if link is None or link is handled or any(link is seen for seen in chain):
+            break
+        chain.append(link)
     return chain
 
 

@@ -49,14 +49,11 @@ class CountedGrowth:
         self._kinds: dict[Hashable, list[_Row]] = {}
 
     def covers(self, kind: Hashable, sizes: Sequence[float], held_bytes: int, limit_bytes: int) -> bool:
-        """Whether a step can run uncounted now; called once before each step.
+        """Whether a step can run uncounted now, within ``limit_bytes``; called once before each step.
 
-        Args:
-            kind: What must be equal: the micro-batch size, train or eval mode, and so on.
-            sizes: What takes more memory the larger each is; as many for each step of a kind.
-            held_bytes: What is held now. What uncounted steps made and others hold is not in it, so what was held
-                before the last counted step is taken where that is more.
-            limit_bytes: What may be held at most.
+        ``kind`` is what must be equal (the micro-batch size, train or eval mode...), ``sizes`` what takes more memory
+        the larger each is. ``held_bytes`` lacks what uncounted steps made and others hold, so what was held before the
+        last counted step is taken where that is more.
         """
         for row in self._kinds.get(kind, ()):
             fits = max(held_bytes, row.held) + row.growth <= limit_bytes
@@ -68,36 +65,28 @@ class CountedGrowth:
     def add(
         self, kind: Hashable, sizes: Sequence[float], *, held_bytes: int, peak_bytes: int, left_bytes: int = 0
     ) -> None:
-        """A step was counted.
+        """A step that began with ``held_bytes`` was counted, and left so much behind, gradients apart.
 
-        Args:
-            kind: As in ``covers``.
-            sizes: As in ``covers``.
-            held_bytes: What was held before it.
-            peak_bytes: The most that was held during it.
-            left_bytes: What it left behind, gradients apart. Where that is much, its memory is not given back, as in
-                the step that makes the optimizer's state: it says nothing of the steps that follow.
+        Where that is much, its memory is not given back, as in the step that makes the optimizer's state: it says
+        nothing of the steps that follow.
         """
         growth = peak_bytes - held_bytes
-        stays = left_bytes > _TOLERANCE * growth
+        is_lasting = left_bytes > _TOLERANCE * growth
         row = self._find(kind, sizes)
-        if stays:
-            if row is not None:
-                row.agreed = 0
-        elif row is None:
-            self._append(kind, _Row(tuple(sizes), growth, held_bytes))
+        if row is None:
+            if not is_lasting:
+                self._append(kind, _Row(tuple(sizes), growth, held_bytes))
+        elif is_lasting:
+            row.agreed = 0
         else:
-            row.held = held_bytes
+            row.held, row.agreed = held_bytes, row.agreed + 1
             if growth > (1 + _TOLERANCE) * row.growth:
                 row.disagree()
-            else:
-                row.agreed += 1
             row.growth = max(row.growth, growth)
 
     def add_shortage(self, kind: Hashable, sizes: Sequence[float]) -> None:
         """A step ran out of memory, counted or not: what was counted did not say so."""
-        row = self._find(kind, sizes)
-        if row is not None:
+        if row := self._find(kind, sizes):
             row.disagree()
 
     def _find(self, kind: Hashable, sizes: Sequence[float]) -> _Row | None:
@@ -112,8 +101,7 @@ class CountedGrowth:
         if most > (1 + _TOLERANCE) * row.growth:
             row.disagree()
         row.growth = max(row.growth, most)
-        larger = [other for other in rows if other not in smaller]
-        self._kinds[kind] = [*larger[1 - _MOST_ROWS :], row]
+        self._kinds[kind] = [*[other for other in rows if other not in smaller][1 - _MOST_ROWS :], row]
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
 

@@ -7,8 +7,8 @@ which sizes are worth a trial (``next_trial``).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field, Strict
@@ -17,13 +17,15 @@ from autobatch._bounds import LONGEST_LIST, Bytes
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record, Trial
 
-__all__ = ["UNLIMITED", "Knots", "Line", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
+__all__ = ["UNLIMITED", "Line", "MemoryCurve", "fit_curve", "growing_allocated", "growing_reserved", "ran"]
 
 UNLIMITED = sys.maxsize
 """What ``MemoryCurve.largest`` returns where memory does not grow with the size at all."""
 
+_Point = tuple[int, int]
 
-def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+
+def _check_knots(knots: tuple[_Point, ...]) -> tuple[_Point, ...]:
     if any(next_size <= size or next_peak < peak for (size, peak), (next_size, next_peak) in pairwise(knots)):
         raise ValueError("knots must go up in size and never down in bytes")
     if any(_bend(*triple) < 0 for triple in zip(knots, knots[1:], knots[2:], strict=False)):
@@ -32,7 +34,7 @@ def _check_knots(knots: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], .
 
 
 _Knot = tuple[Annotated[int, Strict(), Field(ge=0, le=2**31)], Bytes]
-Knots = Annotated[tuple[_Knot, ...], Field(min_length=2, max_length=LONGEST_LIST), AfterValidator(_check_knots)]
+_Knots = Annotated[tuple[_Knot, ...], Field(min_length=2, max_length=LONGEST_LIST), AfterValidator(_check_knots)]
 """``(size, bytes)`` at the ends of straight pieces, in order of size; the outer pieces go on beyond them."""
 
 
@@ -66,14 +68,14 @@ class MemoryCurve(Record):
     whichever holds most. The optimizer's step does not depend on the size, so it is a floor under the growing part.
 
     Attributes:
-        allocated: Knots of the growing part, in bytes of tensors.
-        reserved: Knots of the growing part, in bytes that the allocator holds: what meets the limit.
+        allocated: _Knots of the growing part, in bytes of tensors.
+        reserved: _Knots of the growing part, in bytes that the allocator holds: what meets the limit.
         allocated_floor: Bytes of tensors at any size: what is resident, or the optimizer's step where that is more.
         reserved_floor: The same, as the allocator holds it.
     """
 
-    allocated: Knots
-    reserved: Knots
+    allocated: _Knots
+    reserved: _Knots
     allocated_floor: Bytes = 0
     reserved_floor: Bytes = 0
 
@@ -118,10 +120,10 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
     resident = min(trial.resident_bytes for trial in measured)
     plateaus = [trial for trial in measured if _optimizer_leads(trial)]
     return MemoryCurve(
-        allocated=_fit_knots(((t.micro_batch_size, growing_allocated(t)) for t in measured), resident),
-        reserved=_fit_knots(((t.micro_batch_size, growing_reserved(t)) for t in measured), resident),
+        allocated=_fit_knots([(trial.micro_batch_size, growing_allocated(trial)) for trial in measured], resident),
+        reserved=_fit_knots([(trial.micro_batch_size, growing_reserved(trial)) for trial in measured], resident),
         allocated_floor=max([resident, *(max(trial.peak_allocated, trial.optimizer_peak) for trial in plateaus)]),
-        reserved_floor=max([resident, *(_peak_reserved(trial) for trial in plateaus)]),
+        reserved_floor=max([resident, *map(_peak_reserved, plateaus)]),
     )
 
 
@@ -132,9 +134,7 @@ def ran(trial: Trial) -> bool:
 
 def growing_allocated(trial: Trial) -> int:
     """The bytes in tensors that depend on the size: the backward's peak, also where the optimizer's hides it."""
-    if _optimizer_leads(trial) and trial.backward_allocated is not None:
-        return trial.backward_allocated
-    return trial.peak_allocated
+    return (trial.backward_allocated or 0) if _optimizer_leads(trial) else trial.peak_allocated
 
 
 def growing_reserved(trial: Trial) -> int:
@@ -143,9 +143,8 @@ def growing_reserved(trial: Trial) -> int:
     Where the backward leads in tensors, what the allocator took later is fragmentation, not a plateau: it grows with
     the size and counts.
     """
-    if _optimizer_leads(trial) and trial.backward_reserved is not None:
-        return trial.backward_reserved
-    return _peak_reserved(trial)
+    hidden = trial.backward_reserved if _optimizer_leads(trial) else None
+    return _peak_reserved(trial) if hidden is None else hidden
 
 
 def _optimizer_leads(trial: Trial) -> bool:
@@ -157,11 +156,10 @@ def _peak_reserved(trial: Trial) -> int:
     return max(trial.peak_reserved, trial.peak_allocated)
 
 
-def _fit_knots(points: Iterable[tuple[int, int]], resident: int) -> tuple[tuple[int, int], ...]:
-    highest, by_size = 0, {}
-    for size, peak in sorted(points):  # a size is taken to need no less than a smaller one did
-        by_size[size] = highest = max(highest, peak)
-    rising = list(by_size.items())
+def _fit_knots(points: Sequence[_Point], resident: int) -> tuple[_Point, ...]:
+    sizes, peaks = zip(*sorted(points), strict=True)
+    # A size is taken to need no less than a smaller one did, and the most that any trial of it did.
+    rising = [*dict(zip(sizes, accumulate(peaks, max), strict=True)).items()]
     if len(rising) == 1:
         [(size, peak)] = rising
         return ((0, min(resident, peak)), (size, peak))
@@ -173,9 +171,9 @@ def _fit_knots(points: Iterable[tuple[int, int]], resident: int) -> tuple[tuple[
     return _cover(rising)
 
 
-def _cover(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _cover(points: Sequence[_Point]) -> tuple[_Point, ...]:
     """The greatest convex function below the points, moved up by the most that a point lies above it."""
-    hull: list[tuple[int, int]] = []
+    hull: list[_Point] = []
     for point in points:
         while len(hull) > 1 and _bend(hull[-2], hull[-1], point) <= 0:
             hull.pop()
@@ -184,13 +182,13 @@ def _cover(points: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple((size, peak + shift) for size, peak in hull)
 
 
-def _bend(first: tuple[int, int], middle: tuple[int, int], last: tuple[int, int]) -> int:
+def _bend(first: _Point, middle: _Point, last: _Point) -> int:
     """Positive where the slope rises at the middle point, 0 on a line, negative where it falls."""
     rise, run = middle[1] - first[1], middle[0] - first[0]
     return (last[1] - middle[1]) * run - rise * (last[0] - middle[0])
 
 
-def _evaluate(knots: Sequence[tuple[int, int]], n: int) -> int:
+def _evaluate(knots: Sequence[_Point], n: int) -> int:
     # A convex piecewise linear function is the maximum of its pieces, each gone on with in both directions.
     return max(
         peak - (size - n) * (next_peak - peak) // (next_size - size)  # minus a floor: rounded up, on either side

@@ -1,7 +1,7 @@
-"""Chooses which micro-batch size to try next.
+"""Chooses which micro-batch size to try next, and at the end which of those that ran a plan may promise.
 
-Covers the policy alone: sizes and outcomes in, one size out; the same trials always lead to the same next size. Does
-not cover running a trial (``fitting.probe``), nor the curve of a plan (``curve``).
+Covers the policy alone: sizes and outcomes in, one size out; the same trials always lead to the same size. Does not
+cover running a trial (``fitting.probe``), nor the curve of a plan (``curve``).
 
 The search rests on memory that grows convexly with the size, so that a straight line through two measured sizes never
 lies above what a larger size takes: measure two small sizes, jump to where the line meets the limit, confirm. It does
@@ -12,12 +12,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from autobatch.planning.evidence import Evidence, Question, smallest_as_fast
-from autobatch.records import Trial
+from pydantic import Field, model_validator
 
-__all__ = ["most_trials", "next_size", "next_smaller_size"]
+from autobatch.planning.curve import Line, growing_allocated, growing_reserved
+from autobatch.planning.planner import Objective
+from autobatch.records import Record, Trial
+
+__all__ = ["Question", "choose_size", "draw_line", "fits", "most_trials", "next_size", "next_smaller_size"]
+
+_AS_FAST = 0.98
+"""The share of the best rate that still counts as no slower; timings of one size differ by about as much."""
 
 _STRAIGHT = 200
 """Points lie on a line when they are within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB."""
@@ -29,38 +34,98 @@ _SEGMENT = 20 * 2**20
 """Bytes that the CUDA allocator takes at once for what is smaller than half of that."""
 
 
-def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
-    """The next size to try, ``None`` when ``largest_fitting`` is the answer.
+class Question(Record):
+    """What a search is to find: the largest useful size that stays within a limit.
 
-    That answer is the largest candidate, or the next candidate has failed, or a straight line puts it over the limit
-    that runs through at least three sizes (or all that exist below), or through two where a prediction agrees. So it
-    is exact on memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of them;
-    on memory that grows linearly at most four, none of which runs out of memory, as long as two samples fit.
+    Attributes:
+        bound: No size above this is tried: a rank's share of the target, or what the user allows.
+        limit_bytes: What a step may hold at its peak. A trial that ran with more than this does not fit.
+        measures: Whether trials carry bytes. Where not, running out of memory is the only signal.
+        smallest_probe: 2 for models that cannot run one sample; 1, if it is a candidate, is tried after 2 has failed.
+        candidates: The sizes worth answering with, ascending (``planner.useful_sizes``); empty for all up to the bound.
+        expected: The answer that a prediction gives, 0 where there is none: it says where to begin, and with a line
+            through what was measured where to end.
+        expects_no_more: Whether the prediction says that the next candidate does not fit, not only that this one does.
     """
-    seen = Evidence(question, trials)
+
+    bound: int = Field(ge=1)
+    limit_bytes: int = Field(ge=0)
+    measures: bool = True
+    smallest_probe: int = Field(default=1, ge=1, le=2)
+    candidates: tuple[int, ...] = ()
+    expected: int = Field(default=0, ge=0)
+    expects_no_more: bool = True
+
+    @model_validator(mode="after")
+    def _check_candidates(self) -> Question:
+        start = [*range(1, min(self.bound, 2) + 1)]  # where every search may have to begin and to end
+        candidates = [*self.candidates]
+        if candidates and self.smallest_probe > 1 and candidates[0] in (2, 3):
+            start = candidates[:1]  # a batch of an odd number of samples cannot be divided into parts of 2
+        if candidates and (candidates != sorted({*candidates, *start}) or candidates[-1] > self.bound):
+            raise ValueError(f"candidates must ascend from {start} to at most {self.bound}, not {candidates}")
+        return self
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The possible answers, ascending."""
+        return self.candidates or range(1, self.bound + 1)
+
+
+def fits(question: Question, trial: Trial) -> bool:
+    """Whether the trial ran, without thrashing and within the limit."""
+    within = max(trial.peak_reserved, trial.peak_allocated) <= question.limit_bytes
+    return trial.outcome == "fits" and (within or not question.measures)
+
+
+def choose_size(question: Question, trials: Sequence[Trial], objective: Objective = "throughput") -> int | None:
+    """The micro-batch size that a plan may promise: a candidate that has run and fits; ``None`` where none does.
+
+    ``"throughput"`` takes the largest: the rates of single trials are too noisy to overrule fewer, fuller steps, and
+    what crawls near the limit has the outcome ``"thrash"``. ``"memory"`` takes the smallest within 2 % of the best
+    rate in samples per second; without rates the largest, since nothing says that a smaller one is as fast.
+    """
+    rates = dict.fromkeys(_Evidence(question, trials).answers, 0.0)
+    for trial in trials:
+        if trial.micro_batch_size in rates:
+            rates[trial.micro_batch_size] = max(rates[trial.micro_batch_size], trial.samples_per_second)
+    best = max(rates.values(), default=0.0)
+    if objective == "throughput" or best == 0:
+        return max(rates, default=None)
+    return min(size for size, rate in rates.items() if rate >= _AS_FAST * best)
+
+
+def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
+    """The next size to try, ``None`` when the largest that fits is found.
+
+    It is the largest candidate, or the next candidate has failed, or a straight line puts it over the limit that runs
+    through at least three sizes (or all that exist below), or through two where a prediction agrees. So it is exact on
+    memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of them; on memory that
+    grows linearly at most four, none of which runs out of memory, as long as two samples fit.
+    """
+    seen = _Evidence(question, trials)
     if not seen.open or _is_proven(seen):
         return None
-    tried = {trial.micro_batch_size for trial in trials}
-    left = most_trials(question) - len(trials)
-    wish = _Wish(seen.open[len(seen.open) // 2])
-    for wish in _wishes(seen):
-        if wish.size not in tried and _affords(left, seen.open, wish):
-            return wish.size
+    left = most_trials(question) - len(trials) - 1
+    wish = seen.open[len(seen.open) // 2]
+    for wish, reserve in _wishes(seen):
+        if wish not in seen.fitting | seen.failing and _affords(left - reserve, seen.open, wish):
+            return wish
     return _nearest_affordable(left, seen.open, wish)
 
 
 def next_smaller_size(question: Question, trials: Sequence[Trial]) -> int | None:
-    """After ``next_size`` is done: the next size to time for ``smallest_as_fast``, ``None`` when that is the answer.
+    """After ``next_size`` is done: the next size to time for the objective ``"memory"``, ``None`` when it has one.
 
     Halves the smallest size that is as fast as the best, until half of it has been timed and is slower.
     """
-    smallest = smallest_as_fast(question, trials)
+    smallest = choose_size(question, trials, "memory")
     if smallest is None or not any(trial.seconds for trial in trials):
         return None
     index = bisect_right(question.sizes, smallest // 2)
     half = question.sizes[index - 1] if index else 0
-    tried = {trial.micro_batch_size for trial in trials}
-    return None if half < question.smallest_probe or half in tried else half
+    is_tried = any(trial.micro_batch_size == half for trial in trials)
+    return None if half < question.smallest_probe or is_tried else half
 
 
 def most_trials(question: Question) -> int:
@@ -68,15 +133,54 @@ def most_trials(question: Question) -> int:
     return question.bound.bit_length() + (3 if question.measures else 0)
 
 
-class _Wish(NamedTuple):
-    """A size worth trying, and how many more trials must be left for what it prepares."""
+class _Evidence:
+    """What is settled and what is open. Failures below a size that fits settle nothing: memory may not be monotone.
 
-    size: int
-    reserve: int = 0
+    ``answers`` are the candidates that fit, ``lowest`` the largest of them or 0, ``limiting`` the smallest above it
+    that does not fit, ``open`` the candidates between them, and ``peaks`` the bytes that grow with the size, by size.
+    """
+
+    def __init__(self, question: Question, trials: Sequence[Trial]) -> None:
+        self.question, self.trials = question, trials
+        self.failing = {trial.micro_batch_size for trial in trials if not fits(question, trial)}
+        self.fitting = {trial.micro_batch_size for trial in trials} - self.failing
+        sizes = question.sizes
+        self.answers = [size for size in self.fitting if size in sizes]
+        self.lowest = max(self.answers, default=0)
+        self.limiting = min((size for size in self.failing if size > self.lowest), default=None)
+        end = len(sizes) if self.limiting is None else bisect_left(sizes, self.limiting)
+        self.open = sizes[bisect_right(sizes, self.lowest) : end]
+        self.measured = [trial for trial in trials if trial.outcome == "fits" and question.measures]
+        self.peaks = {trial.micro_batch_size: growing_reserved(trial) for trial in self.measured}
+
+    def safe_reach(self, size: int, peak: int) -> int:
+        """The largest size within the limit on the line from what is resident at 0, steeper than linear memory is."""
+        resident = min(trial.resident_bytes for trial in self.measured)
+        return Line(size, peak, size, peak - resident).reach(self.question.limit_bytes)
+
+    def snap(self, size: int, above: int) -> int:
+        """The largest open candidate up to ``size``, so that the trial can be the answer; if none is left, ``size``."""
+        index = bisect_right(self.open, size)
+        return self.open[index - 1] if index and self.open[index - 1] > above else size
 
 
-def _affords(left: int, open_sizes: Sequence[int], wish: _Wish) -> bool:
-    """Whether the trials left suffice whichever way this one ends.
+def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
+    """Through the largest of at least two measured sizes and the largest of at most 7/8 of it.
+
+    Reserved bytes are a staircase, and two close sizes are often on one step: so not through the two largest, and never
+    less steep than the bytes in tensors, which know no steps and which the allocator cannot outrun for long. One
+    sample is another program, so it only serves where there is but one other size.
+    """
+    largest = max(peaks)
+    others = [size for size in peaks if size != largest and (size > 1 or len(peaks) == 2)]
+    other = max((size for size in others if size <= largest * 7 // 8), default=min(others))
+    tensors = {trial.micro_batch_size: growing_allocated(trial) for trial in trials}
+    rise = max(peaks[largest] - peaks[other], tensors[largest] - tensors[other])
+    return Line(largest, peaks[largest], largest - other, rise)
+
+
+def _affords(left: int, open_sizes: Sequence[int], size: int) -> bool:
+    """Whether the trials left after this one suffice whichever way it ends.
 
     Bisecting ``k`` open candidates takes at most ``k.bit_length()`` trials, since the larger part of the other
     ``k - 1`` is ``k // 2``. Invariant: ``len(open).bit_length() <= left``. It holds at the start, where at most
@@ -84,22 +188,21 @@ def _affords(left: int, open_sizes: Sequence[int], wish: _Wish) -> bool:
     midpoint always is, as it takes one from the right side and at least one from the left. A search ends at the latest
     when nothing is open, so it never takes more than ``most_trials``. None of this depends on what memory does.
     """
-    below = bisect_left(open_sizes, wish.size)
-    is_open = below < len(open_sizes) and open_sizes[below] == wish.size
-    worst = max(below, len(open_sizes) - below - 1) if is_open else len(open_sizes)
-    return worst.bit_length() <= left - 1 - wish.reserve
+    below = bisect_left(open_sizes, size)
+    worst = max(below, len(open_sizes) - below - 1) if size in open_sizes else len(open_sizes)
+    return worst.bit_length() <= left
 
 
-def _nearest_affordable(left: int, open_sizes: Sequence[int], wish: _Wish) -> int:
+def _nearest_affordable(left: int, open_sizes: Sequence[int], wish: int) -> int:
     """The open candidate nearest to the wish after which the trials left still suffice (``_affords``)."""
-    most_open = (1 << max(left - 1, 0)) - 1
-    first, last = len(open_sizes) - 1 - most_open, most_open
+    last = (1 << max(left, 0)) - 1
+    first = len(open_sizes) - 1 - last
     if first > last:  # the caller has already used more trials than a search takes
         return open_sizes[len(open_sizes) // 2]
-    return open_sizes[min(max(bisect_left(open_sizes, wish.size), first, 0), last, len(open_sizes) - 1)]
+    return open_sizes[min(max(bisect_left(open_sizes, wish), first, 0), last, len(open_sizes) - 1)]
 
 
-def _is_proven(seen: Evidence) -> bool:
+def _is_proven(seen: _Evidence) -> bool:
     """Whether the next candidate is known to be too large without its trial: what was measured leads over the limit.
 
     On convex memory two points would do, as the line beyond them is never above the truth. That it is convex here is
@@ -108,22 +211,19 @@ def _is_proven(seen: Evidence) -> bool:
     question, peaks = seen.question, seen.peaks
     if not seen.lowest or len(peaks) < 2:
         return False
-    line, following = seen.line, seen.open[0]
+    line, following = draw_line(peaks, seen.trials), seen.open[0]
     if line.reach(question.limit_bytes) >= following:
         return False
     if question.expects_no_more and 0 < question.expected < following:
         return True
     enough = len(peaks) >= 3 or all(size in peaks for size in range(question.smallest_probe, seen.lowest + 1))
-    return enough and _is_straight(seen, following)
+    return enough and _is_straight(seen, line, following)
 
 
-def _is_straight(seen: Evidence, following: int) -> bool:
-    """Whether no measured size lies so far off the line that it might be wrong of the next candidate.
-
-    A single sample is another program: it is left out where there are three others.
-    """
-    question, line, peaks = seen.question, seen.line, seen.peaks
-    counted = [size for size in peaks if size > 1 or len(peaks) < 4]
+def _is_straight(seen: _Evidence, line: Line, following: int) -> bool:
+    """Whether no measured size lies so far off the line that it might be wrong of the next candidate."""
+    question, peaks = seen.question, seen.peaks
+    counted = [size for size in peaks if size > 1 or len(peaks) < 4]  # a single sample is another program
     tolerance = question.limit_bytes // _STRAIGHT
     if question.expected:  # on a card: its allocator takes segments, and fragments by a tenth and more
         turned = line.height(following) - question.limit_bytes
@@ -132,79 +232,65 @@ def _is_straight(seen: Evidence, following: int) -> bool:
     return all(line.passes(size, peaks[size], tolerance) for size in counted)
 
 
-def _wishes(seen: Evidence) -> Iterator[_Wish]:
-    """The sizes worth trying, best first; where none can be afforded, the middle of the open sizes is next."""
+def _wishes(seen: _Evidence) -> Iterator[tuple[int, int]]:
+    """The sizes worth trying, best first, each with how many more trials must be left for what it prepares.
+
+    Where none can be afforded, the middle of the open sizes is next.
+    """
     question = seen.question
     if len(seen.peaks) > 1:
-        yield from _wishes_on_line(seen)
+        yield from _wishes_on_line(seen, draw_line(seen.peaks, seen.trials))
     elif seen.peaks:
         yield from _wishes_from_one(seen)
     elif question.measures and question.expected > 1:
         # A quarter of what is predicted, so that even a prediction that is twice too high does not run out.
         quarter = max(min(question.expected, seen.open[-1]) // 4, question.smallest_probe, 2)
-        yield _Wish(_snap(seen, quarter, above=0), reserve=1)
+        yield seen.snap(quarter, above=0), 1
     elif question.measures and (few := [size for size in seen.open[:2] if size > 1]):
-        yield _Wish(few[0])  # not 1, which is another program; the less memory, the less it costs to be wrong
+        yield few[0], 0  # not 1, which is another program; the less memory, the less it costs to be wrong
 
 
-def _wishes_from_one(seen: Evidence) -> Iterator[_Wish]:
+def _wishes_from_one(seen: _Evidence) -> Iterator[tuple[int, int]]:
     """A second size, so far above the first as is sure to fit on a line; below it, where nothing above is sure."""
     [(size, peak)] = seen.peaks.items()
     safe, last = seen.safe_reach(size, peak), seen.open[-1]
     if safe >= last and seen.limiting is None:
-        yield _Wish(last)
+        yield last, 0
     second = min(4 * size, safe, last)
     if second > size:
-        yield _Wish(_snap(seen, second, above=size), reserve=1)
+        yield seen.snap(second, above=size), 1
     if size // 2 >= seen.question.smallest_probe:
-        yield _Wish(size // 2, reserve=1)
-    yield _Wish(_next_open(seen))
+        yield size // 2, 1
+    yield _next_open(seen), 0
 
 
-def _wishes_on_line(seen: Evidence) -> Iterator[_Wish]:
+def _wishes_on_line(seen: _Evidence, line: Line) -> Iterator[tuple[int, int]]:
     """Where the line meets the limit, by way of half of it if that is far; the next candidate if it meets it here."""
-    question, line = seen.question, seen.line
-    reach = line.reach(question.limit_bytes)
-    if reach < seen.open[0]:
+    limit, expected, following = seen.question.limit_bytes, seen.question.expected, seen.open[0]
+    reach = line.reach(limit)
+    if reach < following:
         # A prediction may say that the next size fits where the line is over the limit by less than a card can spare.
-        spare = question.limit_bytes // _SPARE
-        if question.expected < seen.open[0] or line.height(seen.open[0]) > question.limit_bytes + spare:
-            yield from map(_Wish, _thirds(seen))
-        yield _Wish(_next_open(seen))
+        if expected < following or line.height(following) > limit + limit // _SPARE:
+            # Sizes below the largest show, with two others, whether memory is straight, and cannot run out.
+            sizes = [size for size in seen.peaks if size > 1]
+            if len(sizes) == 2:
+                yield sum(sizes) // 2, 0
+            if len(sizes) < 3:
+                yield seen.question.smallest_probe, 0
+        yield _next_open(seen), 0
     elif seen.limiting is not None and reach >= seen.limiting:
-        yield _Wish(seen.open[len(seen.open) * 3 // 4])  # the line was too hopeful, but seldom by much
+        yield seen.open[len(seen.open) * 3 // 4], 0  # the line was too hopeful, but seldom by much
     else:
-        if question.expected > seen.lowest and line.rise <= 2 * _SEGMENT:
-            reach = min(reach, question.expected)  # a line that rises by no more than that is a segment's, not a step's
-        yield from _wishes_within(seen, reach)
+        if expected > seen.lowest and line.rise <= 2 * _SEGMENT:
+            reach = min(reach, expected)  # a line that rises by no more than that is a segment's, not a step's
+        aim, reached = seen.open[bisect_right(seen.open, reach) - 1], max(seen.fitting, default=0)
+        # Within the limit even if memory turns twice as steep, as it does where ResNet-18 bends.
+        cautious = min(line.reach(limit, steepness=2), seen.safe_reach(line.size, line.peak))
+        if aim > 4 * reached and aim > cautious:
+            yield seen.snap(aim // 2, above=reached), 1
+        yield aim, 0
 
 
-def _wishes_within(seen: Evidence, reach: int) -> Iterator[_Wish]:
-    """The largest candidate within reach, by way of half of it if that is far."""
-    aim = seen.open[bisect_right(seen.open, reach) - 1]
-    reached, line = max(seen.fitting, default=0), seen.line
-    # Within the limit even if memory turns twice as steep, as it does where ResNet-18 bends.
-    cautious = min(line.reach(seen.question.limit_bytes, steepness=2), seen.safe_reach(line.size, line.peak))
-    if aim > 4 * reached and aim > cautious:
-        yield _Wish(_snap(seen, aim // 2, above=reached), reserve=1)
-    yield _Wish(aim)
-
-
-def _thirds(seen: Evidence) -> Iterator[int]:
-    """Sizes below the largest that show, with two others, whether memory is straight: trials that cannot run out."""
-    sizes = [size for size in seen.peaks if size > 1]
-    if len(sizes) == 2:
-        yield sum(sizes) // 2
-    if len(sizes) < 3:
-        yield seen.question.smallest_probe
-
-
-def _next_open(seen: Evidence) -> int:
+def _next_open(seen: _Evidence) -> int:
     """The smallest open candidate, but not one sample before the smallest probe has failed."""
     return max(seen.open[0], min(seen.question.smallest_probe, seen.open[-1]))
-
-
-def _snap(seen: Evidence, size: int, above: int) -> int:
-    """The largest open candidate up to ``size``, so that the trial can be the answer; if none is left, ``size``."""
-    index = bisect_right(seen.open, size)
-    return seen.open[index - 1] if index and seen.open[index - 1] > above else size

@@ -12,17 +12,90 @@ reading does not explain, one clean step later. Only a size that fails again as 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.retry_size import CLEAN_STEPS, Setback, shrink
 
-__all__ = ["Pace", "Reason"]
+__all__ = ["CLEAN_STEPS", "LONGEST_WAIT", "Pace", "Reason", "shrink"]
+
+CLEAN_STEPS = 20
+"""Clean steps before one of the sizes below a failed one is tried while it waits, and the first wait after thrash."""
+
+LONGEST_WAIT = 64 * CLEAN_STEPS
+"""The most clean steps before a failed size is tried again."""
 
 Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
+
+
+def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> int:
+    """The next size to try: at least 1, always smaller than the one that failed.
+
+    What the curve says fits is tried first. Where the curve says that the failed size fits, it is wrong today (longer
+    sequences, another tenant, fragmentation), but it was right on an earlier day: so only a quarter is given up.
+    Without a curve or a limit, half. ``limit_bytes`` is what the step may hold now, with what is resident.
+    """
+    if failed < 2:
+        raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller")
+    if curve is None or limit_bytes is None:
+        return failed // 2
+    fitting = curve.largest(limit_bytes)
+    return failed * 3 // 4 if fitting >= failed else max(fitting, 1)
+
+
+@dataclass(frozen=True)
+class _Setback:
+    """A size that failed, and when it comes back."""
+
+    size: int  # to come back to
+    ran: int  # the largest size that has run instead
+    failed: int  # the smallest size that failed
+    wait: int  # how many clean steps it has to wait each time; halved by each step that goes well at `size`
+    left: int  # how many of them are still to come; 0: it is tried
+    trial: int | None = None  # a size between `ran` and `size` that is tried first
+
+    @property
+    def goal(self) -> int:
+        """The size for now."""
+        if self.trial is not None:
+            return self.trial
+        return self.ran if self.left else self.size
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the size for now is one that has not yet run since the failure."""
+        return self.goal > self.ran
+
+    def count_step(self) -> _Setback:
+        """A clean step. After a long wait the smallest size that failed is tried first: it is the likelier to run."""
+        left = max(self.left - 1, 0)
+        is_due = self.left > left == 0 and self.wait >= CLEAN_STEPS and self.failed < self.size
+        return replace(self, left=left, trial=self.failed if is_due else self.trial)
+
+    def try_between(self, rungs: Sequence[int]) -> _Setback:
+        """Try a size halfway between the largest that ran and the smallest that failed, if one is left."""
+        between = [rung for rung in rungs if self.ran < rung < self.failed]
+        return replace(self, trial=between[len(between) // 2]) if between else self
+
+    def succeed(self) -> _Setback | None:
+        """The size for now went well; ``None`` once nothing is left to wait for."""
+        if self.trial is not None:
+            return replace(self, ran=self.trial, failed=self.failed if self.left else self.size, trial=None)
+        wait = self.wait // 2
+        return replace(self, wait=wait) if wait else None
+
+    def fail(self, ran: int, failed: int, least_wait: int) -> _Setback:
+        """The size for now failed, and ``ran`` ran instead: twice the wait, unless only a size in between was tried.
+
+        ``ran`` never falls: a smaller size that failed too, in the same step, was no lasting loss.
+        """
+        ran = max(ran, self.ran)
+        known = min((size for size in (failed, self.failed) if size > ran), default=self.size)
+        wait = self.wait if self.left else min(max(2 * self.wait, least_wait), LONGEST_WAIT)
+        return replace(self, ran=ran, failed=known, trial=None, wait=wait, left=self.left or wait)
 
 
 @dataclass(frozen=True)
@@ -48,9 +121,8 @@ class Pace:
         smallest: The fewest samples that the model can run; no smaller size is chosen.
         patience: Clean steps before the size may grow: 0 where a change costs nothing, more for compiled models.
         reason: Why the size last changed; ``None`` before the first change.
-        setbacks: Sizes that failed and are to come back, the largest first.
-        clean_steps: Clean steps at this size that say something about it: a batch so small that a larger size would
-            not have changed it does not.
+        setbacks: Sizes that failed and are to come back, the largest first; the last decides the size for now.
+        clean_steps: Clean steps at this size, of batches that a larger size would have changed.
         thrashed_steps: Steps in a row in which the allocator thrashed.
         failure: What went wrong in the step that is under way, if anything.
     """
@@ -61,7 +133,7 @@ class Pace:
     smallest: int = 1
     patience: int = 0
     reason: Reason | None = None
-    setbacks: tuple[Setback, ...] = ()
+    setbacks: tuple[_Setback, ...] = ()
     clean_steps: int = 0
     thrashed_steps: int = 0
     failure: _Failure | None = None
@@ -85,14 +157,9 @@ class Pace:
         return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
 
     @property
-    def last(self) -> Setback | None:
-        """The setback that decides the size for now."""
-        return self.setbacks[-1] if self.setbacks else None
-
-    @property
     def goal(self) -> int:
         """The size that the last steps allow, whatever is free now."""
-        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]  # not `last`: each step asks
+        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
 
     def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
         """The size for a step that begins with so much memory; this very pace where the size stays.
@@ -102,13 +169,17 @@ class Pace:
 
         ``most_bytes`` is what a step can reach at most, with what is resident; ``limit_bytes`` is without the headroom.
         """
-        size = self.goal
-        if self.curve is not None and most_bytes is not None and not self._fits(size, most_bytes):
-            limit = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes)
-            lower = [rung for rung in self.rungs if rung < size]
-            size = max((rung for rung in lower if self._fits(rung, limit)), default=(lower or [size])[0])
-            if size < self.size < self.goal and self._fits(self.size, most_bytes):
-                size = self.size
+        goal = size = self.goal
+        if self.curve is not None and most_bytes is not None and self.curve.peak_reserved(goal) > most_bytes:
+            # What one sample needs is needed at any size, the optimizer's step included: less would not help.
+            peak, floor = self.curve.peak_reserved, self.curve.peak_reserved(1)
+            most = max(most_bytes, floor)
+            limit = most if limit_bytes is None else max(min(most_bytes, limit_bytes), floor)
+            lower = [rung for rung in self.rungs if rung < goal] if peak(goal) > most else []
+            if lower:
+                size = max((rung for rung in lower if peak(rung) <= limit), default=lower[0])
+                if size < self.size < goal and peak(self.size) <= most:
+                    size = self.size
         if size > self.size and self.clean_steps < self.patience:
             return self
         return _move(self, size, "less is free" if size < self.size else "grown back")
@@ -121,10 +192,7 @@ class Pace:
         asked again.
 
         ``failed`` are the samples in the micro-batch that did not fit, and ``least`` the fewest into which the rest of
-        the step can be divided.
-
-        Raises:
-            InvalidArgument: ``failed`` is no more than ``least`` or ``smallest``: it cannot be made smaller.
+        the step can be divided; ``InvalidArgument`` where it cannot be made smaller.
         """
         rungs = self.rungs
         least = max(least, rungs[0])
@@ -133,8 +201,8 @@ class Pace:
         explains = self.curve is not None and limit_bytes is not None and self.curve.largest(limit_bytes) < failed
         is_blind = self.failure is not None and not (self.failure.is_explained or explains)
         wanted = shrink(failed, None if is_blind else self.curve, limit_bytes)
-        if self.last and self.last.is_tried and self.last.ran < failed and not explains:
-            wanted = self.last.ran
+        if self.setbacks and self.setbacks[-1].is_tried and self.setbacks[-1].ran < failed and not explains:
+            wanted = self.setbacks[-1].ran
         size = max(rungs[max(bisect_right(rungs, min(wanted, failed - 1)) - 1, 0)], least)
         began = self.failure or _Failure(self.goal, self.size, is_explained=True)
         failed = min(rungs[bisect_left(rungs, failed)], began.failed)
@@ -156,13 +224,8 @@ class Pace:
         if pace.thrashed_steps < 2 or not lower:
             return pace
         failure = _Failure(pace.goal, pace.size, is_explained=False)
-        ran = self.last.ran if self.last and self.last.is_tried else lower[-1]
+        ran = self.setbacks[-1].ran if self.setbacks and self.setbacks[-1].is_tried else lower[-1]
         return _set_back(_move(pace, min(ran, lower[-1]), "thrash"), failure, CLEAN_STEPS, CLEAN_STEPS)
-
-    def _fits(self, size: int, limit_bytes: int) -> bool:
-        assert self.curve is not None  # noqa: S101 - narrows for mypy
-        # What one sample needs is needed at any size, the optimizer's step included: less would not help.
-        return self.curve.peak_reserved(size) <= max(limit_bytes, self.curve.peak_reserved(1))
 
 
 def _set_back_by_shortage(pace: Pace, failure: _Failure) -> Pace:
@@ -179,10 +242,10 @@ def _set_back_by_shortage(pace: Pace, failure: _Failure) -> Pace:
 
 def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -> Pace:
     """Remember what failed in a step that went on with ``pace.size``; ``least_wait`` is for one that fails again."""
-    if pace.last and pace.last.is_tried:
-        setback = pace.last.fail(pace.size, failure.failed, least_wait)
+    if pace.setbacks and pace.setbacks[-1].is_tried:
+        setback = pace.setbacks[-1].fail(pace.size, failure.failed, least_wait)
         return replace(pace, setbacks=(*pace.setbacks[:-1], setback))
-    setback = Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
+    setback = _Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
     return replace(pace, setbacks=(*pace.setbacks, setback))
 
 
@@ -190,16 +253,16 @@ def _count(pace: Pace, largest: int) -> Pace:
     """A clean step: it brings sizes that wait nearer, and proves one that is tried."""
     if pace.thrashed_steps:
         pace = replace(pace, thrashed_steps=0)
-    if not pace.setbacks and pace.size == pace.ladder[-1]:
-        return pace  # nothing to come back to: most steps
-    last = pace.last
-    is_tried = last is not None and last.is_tried and pace.size == last.goal
-    least = last.ran + 1 if last and is_tried else pace.size // 2 + 1
-    if largest < least:
+    if not pace.setbacks:
+        # Nothing to come back to: most steps.
+        if pace.size == pace.ladder[-1] or largest <= pace.size // 2:
+            return pace
+        return replace(pace, clean_steps=pace.clean_steps + 1)
+    last = pace.setbacks[-1]
+    is_tried = last.is_tried and pace.size == last.goal
+    if largest <= (last.ran if is_tried else pace.size // 2):
         return pace
     pace = replace(pace, clean_steps=pace.clean_steps + 1)
-    if last is None:
-        return pace
     setbacks = [setback.count_step() for setback in pace.setbacks]
     if is_tried:
         setbacks[-1:] = [proven] if (proven := setbacks[-1].succeed()) else []
@@ -210,7 +273,7 @@ def _count(pace: Pace, largest: int) -> Pace:
     return _move(pace, pace.goal, "grown back") if pace.size == last.goal else pace
 
 
-def _merge(setbacks: list[Setback]) -> tuple[Setback, ...]:
+def _merge(setbacks: list[_Setback]) -> tuple[_Setback, ...]:
     """Setbacks that have all waited long enough come back as one."""
     while len(setbacks) > 1 and not setbacks[-1].left and not setbacks[-2].left:
         outer, inner = setbacks[-2:]

@@ -1,41 +1,34 @@
-"""Divides a target batch over ranks, and then into micro-batches of nearly one size.
+"""Divides a target batch into micro-batches of nearly one size, and lists the sizes that are worth running.
 
-Covers arithmetic on samples and the choice of the size among those that ran. Does not cover the plan itself
-(``plan_record``) nor which sizes to run (``next_trial``). What is less than one sample raises ``InvalidArgument``.
+Covers arithmetic on samples. Does not cover the plan itself (``plan_record``) nor which sizes run (``next_trial``).
+What is less than one sample raises ``InvalidArgument``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from functools import lru_cache
 from typing import Literal
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.evidence import Question, largest_fitting, smallest_as_fast
-from autobatch.records import Trial
 
-__all__ = ["Objective", "balance", "choose_size", "least_size", "spread", "useful_sizes"]
+__all__ = [
+    "COMPILED_SIZES",
+    "Objective",
+    "balance",
+    "compiled_ladder",
+    "divide_evenly",
+    "eager_ladder",
+    "least_size",
+    "useful_sizes",
+]
 
 Objective = Literal["throughput", "memory"]
 
-
-def choose_size(question: Question, trials: Sequence[Trial], objective: Objective = "throughput") -> int | None:
-    """The micro-batch size that a plan may promise: one that has run and fits; ``None`` where none does.
-
-    ``"throughput"`` takes the largest: the rates of single trials are too noisy to overrule fewer, fuller steps, and
-    what crawls near the limit has the outcome ``"thrash"``. ``"memory"`` takes the smallest that is no slower.
-    """
-    return largest_fitting(question, trials) if objective == "throughput" else smallest_as_fast(question, trials)
-
-
-def spread(total: int, parts: int) -> tuple[int, ...]:
-    """``total`` samples in so many parts that differ by at most one, larger first; parts beyond ``total`` are 0."""
-    if total < 0:
-        raise InvalidArgument(f"{total} samples cannot be divided")
-    if parts < 1:
-        raise InvalidArgument(f"{total} samples cannot be spread over {parts} parts")
-    size, larger = divmod(total, parts)
-    return (size + 1,) * larger + (size,) * (parts - larger)
+COMPILED_SIZES = 3
+"""Rungs for a compiled step. A batch in balanced parts has at most two sizes, so three rungs are six graphs of the
+eight that ``torch._dynamo.config.recompile_limit`` allows: two are left for evaluation or the epoch's short last batch.
+"""
 
 
 @lru_cache(maxsize=256)
@@ -49,13 +42,18 @@ def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
         InvalidArgument: Each division has a part of fewer than ``smallest`` samples, the fewest that the model can
             run: ``largest`` is less than ``least_size(total, smallest)``, or ``total`` than ``smallest``.
     """
-    _check_largest(largest)
+    _check_samples(max(total, 1), largest)
+    if total < 1:
+        if total < 0:
+            raise InvalidArgument(f"{total} samples cannot be divided")
+        return ()
     steps = -(-total // largest)
-    if total > 0 and total // steps < smallest:
+    size, larger = divmod(total, steps)
+    if size < smallest:
         raise InvalidArgument(
             f"{total} samples cannot be divided into parts of at least {smallest} and at most {largest}"
         )
-    return spread(total, steps) if total else ()
+    return (size + 1,) * larger + (size,) * (steps - larger)
 
 
 @lru_cache(maxsize=256)
@@ -65,9 +63,7 @@ def least_size(total: int, smallest: int) -> int:
     ``least_size(9, 2)`` is 3, as 9 samples in parts of at most 2 leave one alone. Any larger size allows a division
     too. A ``total`` below ``smallest`` stays whole.
     """
-    _check_total(total)
-    if smallest < 1:
-        raise InvalidArgument(f"a micro-batch must have at least one sample, not at least {smallest}")
+    _check_samples(total, smallest)
     return -(-total // max(total // smallest, 1))
 
 
@@ -77,8 +73,7 @@ def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
     Any other size needs as many steps as the next smaller useful one, and more memory. There are at most
     ``2 * sqrt(total)`` of them; 1 is always one, and 2 where ``total`` and ``bound`` allow it.
     """
-    _check_total(total)
-    _check_largest(bound)
+    _check_samples(total, bound)
     sizes = []
     steps = 1
     while steps < total:
@@ -89,11 +84,31 @@ def useful_sizes(total: int, bound: int) -> tuple[int, ...]:
     return tuple(size for size in reversed(sizes) if size <= bound)
 
 
-def _check_total(total: int) -> None:
+def eager_ladder(target: int, size: int) -> tuple[int, ...]:
+    """The sizes worth going on with where a new size costs nothing: ``useful_sizes`` up to the plan's, ascending."""
+    sizes = useful_sizes(target, size)
+    return sizes if sizes[-1] == size else (*sizes, size)
+
+
+def compiled_ladder(size: int) -> tuple[int, ...]:
+    """A few sizes where each new one is compiled anew: ``size``, its half and its quarter, ascending.
+
+    One sample is left out: ``torch.compile`` specialises on it even where sizes are dynamic.
+    """
+    _check_samples(1, size)
+    halves = (size >> times for times in reversed(range(COMPILED_SIZES)))
+    return tuple(half for half in halves if half > 1 or half == size)
+
+
+def divide_evenly(total: int, largest: int) -> tuple[int, int]:
+    """``(size, steps)`` with ``size * steps == total`` exactly and ``size`` as large as ``largest`` allows."""
+    small = (divisor for divisor in range(1, math.isqrt(total) + 1) if total % divisor == 0)
+    size = max(part for divisor in small for part in (divisor, total // divisor) if part <= largest)
+    return size, total // size
+
+
+def _check_samples(total: int, size: int) -> None:
     if total < 1:
         raise InvalidArgument(f"a batch must have at least one sample, not {total}")
-
-
-def _check_largest(largest: int) -> None:
-    if largest < 1:
-        raise InvalidArgument(f"a micro-batch must have at least one sample, not at most {largest}")
+    if size < 1:
+        raise InvalidArgument(f"a micro-batch must have at least one sample, not at most {size}")

@@ -1,6 +1,5 @@
 """Decides which remembered plan may stand in for a search, and whether a plan suits the model it is used with.
 
-Covers the choice among plans of one fingerprint, the trial that confirms one, and what speaks against a plan in words.
 Does not cover where plans are stored (``ledger``) nor how a model is recognised (``step.model_info``).
 """
 
@@ -59,15 +58,14 @@ def find_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered:
     """
     measured = [plan for plan in plans if not plan.predicted]
     asked = [plan for plan in measured if not _describe_question(plan, wanted)]
-    against = [_why_not(plan, wanted) for plan in asked]
-    usable = [plan for plan, reason in zip(asked, against, strict=True) if not reason]
+    usable = [plan for plan in asked if not _why_not(plan, wanted)]
     if usable:
         fewest_steps = wanted.objective == "throughput"
         return Remembered(max(usable, key=lambda plan: plan.micro_batch_size if fewest_steps else 0))
-    if asked:
-        return Remembered(None, against[0], asked[0].id)
-    if measured:
-        return Remembered(None, f"it was made for {_describe_question(measured[0], wanted)}", measured[0].id)
+    for newest in asked[:1]:
+        return Remembered(None, _why_not(newest, wanted), newest.id)
+    for newest in measured[:1]:
+        return Remembered(None, f"it was made for {_describe_question(newest, wanted)}", newest.id)
     return Remembered(None)
 
 
@@ -77,14 +75,17 @@ def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
     The trial is compared with the curve of the search, which is handed on from plan to plan: compared with the last
     confirmation, many small changes would pass one by one. ``limit_bytes`` is what a step may hold today.
     """
-    size = trial.micro_batch_size
+    size, curve, peak = trial.micro_batch_size, plan.curve, trial.peak_reserved
     if trial.outcome == "oom":
         return f"{size} samples ran out of memory this time"
     if trial.outcome == "thrash":
         return f"{size} samples fit this time only because the allocator gave memory back"
-    if trial.peak_reserved > limit_bytes:
-        return f"{size} samples took {format_bytes(trial.peak_reserved)}, and the limit is {format_bytes(limit_bytes)}"
-    for found, known in _compare_bytes(plan, trial):
+    if peak > limit_bytes:
+        return f"{size} samples took {format_bytes(peak)}, and the limit is {format_bytes(limit_bytes)}"
+    compared = [(peak, plan.peak_bytes)]
+    if curve is not None:  # at the peak, and in the passes alone, which the update may hide
+        compared = [(peak, curve.peak_reserved(size)), (growing_reserved(trial), curve.growing_reserved(size))]
+    for found, known in compared:
         if abs(found - known) > _tolerance(plan, known):
             return (
                 f"{size} samples took {format_bytes(found)} this time and {format_bytes(known)} then: something that "
@@ -116,14 +117,6 @@ def _describe_model(model: str, identity: ModelIdentity) -> str:
     return f"{model or 'a model'} with {identity.parameters} parameters in {identity.tensors} tensors"
 
 
-def _compare_bytes(plan: PlanRecord, trial: Trial) -> Iterator[tuple[int, int]]:
-    """What the trial took and what was found then: at the peak, and in the passes alone, which the update may hide."""
-    size, curve = trial.micro_batch_size, plan.curve
-    yield trial.peak_reserved, plan.peak_bytes if curve is None else curve.peak_reserved(size)
-    if curve is not None:
-        yield growing_reserved(trial), curve.growing_reserved(size)
-
-
 def _tolerance(plan: PlanRecord, known: int) -> float:
     share = _CHANGED * known
     return max(share, _SEGMENTS) if plan.device.kind == "cuda" else share  # elsewhere bytes are counted one by one
@@ -136,27 +129,22 @@ def _describe_question(plan: PlanRecord, wanted: Wanted) -> str:
 
 
 def _why_not(plan: PlanRecord, wanted: Wanted) -> str:
-    limit = wanted.limit_bytes
-    if plan.peak_bytes > limit:
-        return f"it needs {format_bytes(plan.peak_bytes)}, and the limit is {format_bytes(limit)} today"
-    if _may_fit_more(plan, wanted):
-        return (
-            f"the limit is {format_bytes(limit)} today and was {format_bytes(plan.searched_bytes)} then: more than its "
-            f"{plan.micro_batch_size} samples may fit"
-        )
-    return ""
-
-
-def _may_fit_more(plan: PlanRecord, wanted: Wanted) -> bool:
-    """Whether a search would find a size that needs fewer steps: only with more memory than there was then.
+    """Why a plan cannot serve today: it needs more than there is, or there is enough to save a step.
 
     Beyond the sizes that ran the curve is a lower bound. Where a size up to the next one has failed, a few bytes more
     would only make it fail again.
     """
+    limit, then = wanted.limit_bytes, plan.searched_bytes
+    if plan.peak_bytes > limit:
+        return f"it needs {format_bytes(plan.peak_bytes)}, and the limit is {format_bytes(limit)} today"
     sizes = useful_sizes(wanted.target_batch, wanted.max_micro_batch)
     larger = next((size for size in sizes if size > plan.micro_batch_size), None)
     if wanted.objective == "memory" or larger is None or plan.curve is None:
-        return False
+        return ""
     has_failed = 0 < plan.failing_size <= larger
-    needed = plan.searched_bytes + (_tolerance(plan, plan.searched_bytes) if has_failed else 0)
-    return plan.curve.peak_reserved(larger) <= wanted.limit_bytes and wanted.limit_bytes > needed
+    if limit <= then + (_tolerance(plan, then) if has_failed else 0) or plan.curve.peak_reserved(larger) > limit:
+        return ""
+    return (
+        f"the limit is {format_bytes(limit)} today and was {format_bytes(then)} then: more than its "
+        f"{plan.micro_batch_size} samples may fit"
+    )

@@ -1,7 +1,7 @@
 """Finds the storages behind a tensor of any layout.
 
 Covers dense, sparse and wrapped tensors on every device. Does not cover what is done with the memory: counting it is
-``memory.live_storage``, copying it ``state.storage_copy``.
+``memory.cpu``, copying it ``state.storage_copy``.
 """
 
 from __future__ import annotations

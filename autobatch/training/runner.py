@@ -25,8 +25,8 @@ from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.plan import Plan
-from autobatch.planning.pacing import Pace
-from autobatch.planning.retry_size import CLEAN_STEPS, compiled_ladder, eager_ladder
+from autobatch.planning.pacing import CLEAN_STEPS, Pace
+from autobatch.planning.planner import compiled_ladder, eager_ladder
 from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
 from autobatch.step.default_step import default_step

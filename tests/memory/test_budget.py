@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autobatch._arguments import check_choice, check_count, check_target, parse_bytes
 from autobatch.errors import InvalidArgument
-from autobatch.memory.budget import DEFAULT_HEADROOM, find_allowance, parse_headroom
+from autobatch.memory.devices import DEFAULT_HEADROOM, find_allowance, parse_headroom
 from autobatch.testing import FakeDevice
 
 GIB, MIB = 2**30, 2**20

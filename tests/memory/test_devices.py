@@ -8,8 +8,8 @@ import torch
 from autobatch.errors import InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.cuda import CudaDevice
+from autobatch.memory.device import UnmonitoredDevice
 from autobatch.memory.devices import device_for, find_device
-from autobatch.memory.unmonitored import UnmonitoredDevice
 from autobatch.testing import FakeDevice
 
 FAKE = FakeDevice(lambda n: n, "1GiB")

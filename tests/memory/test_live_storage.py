@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from autobatch.memory.live_storage import LiveStorage, StorageBudget
+from autobatch.memory.cpu import LiveStorage, StorageBudget
 
 UNLIMITED = 2**60
 
@@ -340,17 +340,17 @@ def test_the_result_that_was_too_large_is_gone_when_the_error_arrives():
     """Even while the error is held, with its traceback and without a garbage collection, its tensor is not."""
     made = []
 
-    class Notes(StorageBudget):
-        def _count_nested(self, result):
+    class Notes(LiveStorage):
+        def count(self, result):
             if not isinstance(result, torch.Tensor):
                 made.extend(weakref.ref(part.untyped_storage()) for part in result)
-            return super()._count_nested(result)
+            return super().count(result)
 
-    storage = LiveStorage()
+    storage = Notes()
     argument = torch.ones(100)
     gc.disable()
     try:
-        with Notes(storage, 700), pytest.raises(torch.OutOfMemoryError) as caught:
+        with StorageBudget(storage, 700), pytest.raises(torch.OutOfMemoryError) as caught:
             argument.sort()
         assert caught.value is not None
         assert len(made) == 2
@@ -411,7 +411,7 @@ def test_scratch_inside_a_kernel_is_not_counted():
     assert storage.peak_bytes - base < measure_with_the_allocator(step)
 
 
-COUNTING = ("autobatch.memory.live_storage",)
+COUNTING = ("autobatch.memory.cpu",)
 
 
 def bytes_in(tensors):

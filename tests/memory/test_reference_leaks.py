@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autobatch
 from autobatch.events import Retried
-from autobatch.memory.reference_leaks import drop_stale_references
+from autobatch.memory.device import drop_stale_references
 from autobatch.testing import oom_at
 
 MIB = 2**20

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autobatch.memory.device import Device
-from autobatch.memory.unmonitored import UnmonitoredDevice
+from autobatch.memory.device import Device, UnmonitoredDevice
 from autobatch.records import DeviceInfo, MemoryUsage
 
 META = torch.device("meta")

@@ -10,8 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from autobatch.planning.evidence import Question, draw_line, fits, largest_fitting, smallest_as_fast
-from autobatch.planning.next_trial import most_trials, next_size, next_smaller_size
+from autobatch.planning.next_trial import (
+    Question,
+    choose_size,
+    draw_line,
+    fits,
+    most_trials,
+    next_size,
+    next_smaller_size,
+)
 from autobatch.planning.planner import useful_sizes
 from autobatch.records import Outcome, Trial
 
@@ -127,7 +134,7 @@ def test_linear_memory_takes_four_trials_and_no_oom(case):
     trials = search_memory(question, memory, resident)
     assert len(trials) <= 4
     assert out_of_memory(trials) == 0
-    assert largest_fitting(question, trials) == true_answer(question, memory)
+    assert choose_size(question, trials) == true_answer(question, memory)
 
 
 @pytest.mark.parametrize("bound", [5000, 8192, 10_000])
@@ -137,7 +144,7 @@ def test_maxima_that_other_tools_were_measured_at(maximum, bound):
     memory = lambda size: 2 * 2**30 + size * 7 * MIB  # noqa: E731 # a formula
     question = Question(bound=bound, limit_bytes=memory(maximum) + 3 * MIB)
     trials = search_memory(question, memory, resident=2**30)
-    assert largest_fitting(question, trials) == maximum
+    assert choose_size(question, trials) == maximum
     assert len(trials) <= 4
     assert out_of_memory(trials) == 0
 
@@ -195,7 +202,7 @@ def test_the_optimizers_plateau_does_not_hide_the_slope(case, plateau):
     trials = search(question, run)
     assert len(trials) <= 4
     assert out_of_memory(trials) == 0
-    assert largest_fitting(question, trials) == true_answer(question, memory)
+    assert choose_size(question, trials) == true_answer(question, memory)
 
 
 # ------------------------------------------------------------------------------------------------- any memory that
@@ -207,13 +214,13 @@ def test_convex_memory_is_exact(case):
     """On memory that is the maximum of lines the answer is that of trying every size, ``None`` included."""
     question, memory = case
     trials = search_memory(question, memory)
-    assert largest_fitting(question, trials) == true_answer(question, memory)
+    assert choose_size(question, trials) == true_answer(question, memory)
 
 
 def on_one_line(question: Question, trials: Sequence[Trial], following: int) -> bool:
     """Whether some line through two measured sizes meets all of them, and is over the limit at ``following``."""
     points = {t.micro_batch_size: t.peak_reserved for t in trials if t.outcome == "fits"}
-    answer = largest_fitting(question, trials)
+    answer = choose_size(question, trials)
     if len(points) < 3 and not set(range(question.smallest_probe, answer + 1)) <= set(points):
         return False
     if len(points) > 3:
@@ -229,7 +236,7 @@ def on_one_line(question: Question, trials: Sequence[Trial], following: int) -> 
 
 def check_exact(question: Question, trials: Sequence[Trial]) -> None:
     """The answer fits, and something measured says that the next candidate does not."""
-    answer = largest_fitting(question, trials)
+    answer = choose_size(question, trials)
     outcomes = {trial.micro_batch_size: trial.outcome for trial in trials}
     following = min((size for size in question.sizes if size > (answer or 0)), default=None)
     assert answer is None or outcomes[answer] == "fits"
@@ -256,7 +263,7 @@ def test_an_allocators_staircase_costs_at_most_what_counts_as_straight(case, ste
     stairs = staircase(memory, step, offset)
     trials = search_memory(question, stairs, resident)
     check_exact(question, trials)
-    answer, truth = largest_fitting(question, trials), true_answer(question, stairs)
+    answer, truth = choose_size(question, trials), true_answer(question, stairs)
     assert (answer is None) == (truth is None)
     if answer is not None:
         following = min((size for size in question.sizes if size > answer), default=question.bound + 1)
@@ -277,7 +284,7 @@ def test_a_staircase_hides_no_slope_that_tensors_show():
     assert trials[0].peak_reserved == trials[1].peak_reserved  # what makes this case hard
     assert out_of_memory(trials) == 0
     assert len(trials) == 4
-    assert largest_fitting(question, trials) == true_answer(question, held)
+    assert choose_size(question, trials) == true_answer(question, held)
 
 
 RESNET18_ADAMW = {1: 223.6, 2: 224.2, 4: 254.7, 8: 334.8, 16: 501.7, 32: 835.5, 4096: 835.5 + 4064 * 21_876_736 / MIB}
@@ -295,7 +302,7 @@ def test_a_network_whose_memory_bends(gibibytes):
     """ResNet-18's bends (its first two sizes lie on a plateau) cost at most one trial and one OOM more than a line."""
     question = Question(bound=4096, limit_bytes=gibibytes * 2**30, candidates=useful_sizes(4096, 4096))
     trials = search_memory(question, resnet18, resident=int(134 * MIB))
-    assert largest_fitting(question, trials) == true_answer(question, resnet18)
+    assert choose_size(question, trials) == true_answer(question, resnet18)
     assert len(trials) <= 5
     assert out_of_memory(trials) <= 1
 
@@ -325,7 +332,7 @@ def test_a_wish_that_cannot_be_afforded_is_approached():
     question = Question(bound=10_000, limit_bytes=2**30 * 24)
     memory = staircase(lambda size: 1900 * MIB + size * 79 * MIB, 20 * MIB, offset=11 * MIB)
     trials = search_memory(question, memory, resident=950 * MIB)
-    assert largest_fitting(question, trials) == true_answer(question, memory)
+    assert choose_size(question, trials) == true_answer(question, memory)
     assert out_of_memory(trials) <= 1
 
 
@@ -336,7 +343,7 @@ def test_an_odd_single_sample_does_not_spoil_the_proof(peak_of_one):
     trials = search_memory(question, lambda size: peak_of_one if size == 1 else 80_000 + 100 * size)
     assert 1 in {trial.micro_batch_size for trial in trials}  # what makes this case hard
     assert out_of_memory(trials) == 0
-    assert largest_fitting(question, trials) == 200
+    assert choose_size(question, trials) == 200
 
 
 def test_two_sizes_on_one_step_do_not_flatten_the_line():
@@ -350,7 +357,7 @@ def test_one_sample_may_be_another_program(case, peak_of_one):
     """However odd a single sample is, the answer is exact when it is at least three, and never untried."""
     question, memory = case
     trials = search_memory(question, lambda size: min(peak_of_one, memory(1)) if size == 1 else memory(size))
-    answer, truth = largest_fitting(question, trials), true_answer(question, memory)
+    answer, truth = choose_size(question, trials), true_answer(question, memory)
     if truth is not None and truth >= 3 and 3 in question.sizes and 3 in {trial.micro_batch_size for trial in trials}:
         assert answer == truth
     assert answer is None or answer <= max(truth or 0, 1)
@@ -365,7 +372,7 @@ def test_outcomes_alone_are_bisected(bound, data):
     truth = data.draw(st.integers(0, bound))
     question = Question(bound=bound, limit_bytes=0, measures=False, candidates=data.draw(candidates(bound)))
     trials = search_outcomes(question, lambda size: "fits" if size <= truth else "oom")
-    assert largest_fitting(question, trials) == max((size for size in question.sizes if size <= truth), default=None)
+    assert choose_size(question, trials) == max((size for size in question.sizes if size <= truth), default=None)
     assert len(trials) <= bound.bit_length()
 
 
@@ -384,7 +391,7 @@ def test_arbitrary_outcomes_end_in_an_answer_that_ran(bound, measures, data):
         optimizer_peak=st.integers(0, 1500),
     )
     trials = search(question, lambda size: data.draw(draws).model_copy(update={"micro_batch_size": size}))
-    answer = largest_fitting(question, trials)
+    answer = choose_size(question, trials)
     fitting = [trial.micro_batch_size for trial in trials if fits(question, trial)]
     assert answer is None or answer in fitting
     assert answer is not None or not set(fitting).intersection(question.sizes)
@@ -403,7 +410,7 @@ def test_a_ceiling_at_the_bound_is_answered_and_not_passed(bound, measures):
     """Where everything fits the answer is the bound, and it has run: no untested maximum is returned."""
     question = Question(bound=bound, limit_bytes=10**9, measures=measures)
     trials = search_memory(question, lambda size: 1000 + size)
-    assert largest_fitting(question, trials) == bound
+    assert choose_size(question, trials) == bound
     assert max(trial.micro_batch_size for trial in trials) == bound
 
 
@@ -413,7 +420,7 @@ def test_nothing_fits(bound, measures):
     """Where not even one sample fits the answer is ``None``, after size 1 has failed: not 0, nothing untried."""
     question = Question(bound=bound, limit_bytes=1000, measures=measures)
     trials = search_memory(question, lambda size: 1001 + size)
-    assert largest_fitting(question, trials) is None
+    assert choose_size(question, trials) is None
     assert trials[-1].micro_batch_size == 1
 
 
@@ -421,7 +428,7 @@ def test_a_failing_cap_is_not_tried_again():
     """A bound that fails ends the search below it, where others try it forever."""
     question = Question(bound=8, limit_bytes=0, measures=False)
     trials = search_outcomes(question, lambda size: "oom" if size == 8 else "fits")
-    assert largest_fitting(question, trials) == 7
+    assert choose_size(question, trials) == 7
     assert [trial.micro_batch_size for trial in trials].count(8) == 1
 
 
@@ -430,7 +437,7 @@ def test_fewer_fit_than_the_start():
     question = Question(bound=64, limit_bytes=100)
     trials = search_memory(question, lambda size: 60 * size)
     assert [(trial.micro_batch_size, trial.outcome) for trial in trials] == [(2, "oom"), (1, "fits")]
-    assert largest_fitting(question, trials) == 1
+    assert choose_size(question, trials) == 1
 
 
 def test_a_size_that_thrashes_does_not_fit():
@@ -442,7 +449,7 @@ def test_a_size_that_thrashes_does_not_fit():
             update={"outcome": "thrash" if size > 40 else "fits"}
         ),
     )
-    assert largest_fitting(question, trials) == 40
+    assert choose_size(question, trials) == 40
 
 
 @pytest.mark.parametrize("kind", ["peak_reserved", "peak_allocated"])
@@ -451,7 +458,7 @@ def test_a_trial_above_the_limit_does_not_fit(kind):
     question = Question(bound=64, limit_bytes=100)
     trials = search(question, lambda size: Trial(micro_batch_size=size, outcome="fits", **{kind: size * size}))
     assert max(trial.micro_batch_size for trial in trials) > 10  # what makes this case hard
-    assert largest_fitting(question, trials) == 10
+    assert choose_size(question, trials) == 10
 
 
 @pytest.mark.parametrize("measures", [True, False])
@@ -459,7 +466,7 @@ def test_a_failure_below_a_size_that_fits_settles_nothing(measures):
     """On memory that is not monotone the search goes on above the largest size that fits."""
     question = Question(bound=64, limit_bytes=100, measures=measures)
     trials = search(question, lambda size: measure(size, 100, size), [measure(3, 100, 101), measure(8, 100, 8)])
-    assert largest_fitting(question, trials) == 64
+    assert choose_size(question, trials) == 64
 
 
 def test_batch_norm_does_not_begin_with_one_sample():
@@ -482,7 +489,7 @@ def test_batch_norm_sees_one_sample_only_in_need(case):
     trials = search_memory(question, memory)
     outcomes = {trial.micro_batch_size: trial.outcome for trial in trials}
     assert 1 not in outcomes or question.bound == 1 or outcomes[2] == "oom"
-    assert largest_fitting(question, trials) == true_answer(question, memory)
+    assert choose_size(question, trials) == true_answer(question, memory)
 
 
 @given(convex(), st.integers(1, 10_000))
@@ -493,7 +500,7 @@ def test_a_search_goes_on_from_a_remembered_size(case, remembered):
         min(remembered, question.sizes[-1]), question.limit_bytes, memory(min(remembered, question.sizes[-1]))
     )
     trials = search(question, lambda size: measure(size, question.limit_bytes, memory(size)), [first])
-    assert largest_fitting(question, trials) == true_answer(question, memory)
+    assert choose_size(question, trials) == true_answer(question, memory)
 
 
 def test_a_caller_that_used_up_the_trials_still_gets_a_bisection():
@@ -502,7 +509,7 @@ def test_a_caller_that_used_up_the_trials_still_gets_a_bisection():
     trials = [measure(64 - index, 100, 101) for index in range(20)]
     while (size := next_size(question, trials)) is not None:
         trials.append(measure(size, 100, 3 * size))
-    assert largest_fitting(question, trials) == 33
+    assert choose_size(question, trials) == 33
     assert len(trials) <= 20 + 6
 
 
@@ -511,14 +518,14 @@ def test_batch_norm_tries_the_next_size_where_nothing_is_sure():
     question = Question(bound=3, limit_bytes=250, smallest_probe=2)
     trials = search_memory(question, lambda size: 100 * size)
     assert [trial.micro_batch_size for trial in trials] == [2, 3]
-    assert largest_fitting(question, trials) == 2
+    assert choose_size(question, trials) == 2
 
 
 def test_a_size_that_failed_once_is_not_answered():
     """A size with two outcomes counts as failed: the plan must not promise it."""
     question = Question(bound=4, limit_bytes=100)
     trials = [measure(3, 100, 30), measure(4, 100, 40), measure(4, 100, 101)]
-    assert largest_fitting(question, trials) == 3
+    assert choose_size(question, trials) == 3
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (1, 3), (1, 2, 2), (2, 1), (1, 2, 11)])
@@ -549,20 +556,20 @@ def timed(size: int, rate: float, outcome: Outcome = "fits") -> Trial:
 def test_the_smallest_within_two_percent_of_the_best(rates, answer):
     """The smallest size that ran and loses at most 2 % of the best rate is the one that is no slower."""
     question = Question(bound=100, limit_bytes=0)
-    assert smallest_as_fast(question, [timed(size, rate) for size, rate in rates.items()]) == answer
+    assert choose_size(question, [timed(size, rate) for size, rate in rates.items()], "memory") == answer
 
 
 def test_a_size_that_thrashes_is_no_choice_however_fast():
     """Neither a thrashing size nor its rate counts."""
     question = Question(bound=100, limit_bytes=0)
-    assert smallest_as_fast(question, [timed(50, 90), timed(100, 100, "thrash")]) == 50
+    assert choose_size(question, [timed(50, 90), timed(100, 100, "thrash")], "memory") == 50
 
 
 def test_without_rates_the_largest_stays():
     """Where no time was taken nothing says that a smaller size is as fast, and no more sizes are asked for."""
     question = Question(bound=100, limit_bytes=0)
     trials = [Trial(micro_batch_size=size, outcome="fits") for size in (2, 100)]
-    assert smallest_as_fast(question, trials) == 100
+    assert choose_size(question, trials, "memory") == 100
     assert next_smaller_size(question, trials) is None
 
 
@@ -574,7 +581,7 @@ def test_sizes_are_halved_until_they_are_slower():
     while (size := next_smaller_size(question, trials)) is not None:
         trials.append(timed(size, rate(size)))
     assert [trial.micro_batch_size for trial in trials[3:]] == [128, 64, 32, 16]
-    assert smallest_as_fast(question, trials) == 32
+    assert choose_size(question, trials, "memory") == 32
 
 
 @given(bounds, st.sampled_from([1, 2]), st.data())
@@ -589,4 +596,4 @@ def test_timing_ends_among_candidates(bound, smallest_probe, data):
         assert size not in {trial.micro_batch_size for trial in trials}
         trials.append(timed(size, data.draw(st.floats(1, 1000))))
     assert len(trials) <= bound.bit_length()
-    assert smallest_as_fast(question, trials) in {trial.micro_batch_size for trial in trials}
+    assert choose_size(question, trials, "memory") in {trial.micro_batch_size for trial in trials}

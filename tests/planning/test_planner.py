@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.evidence import Question
-from autobatch.planning.planner import balance, choose_size, spread, useful_sizes
-from autobatch.planning.settings import divide_evenly
+from autobatch.planning.next_trial import Question, choose_size
+from autobatch.planning.planner import balance, divide_evenly, useful_sizes
 from autobatch.records import Trial
 
 pytestmark = pytest.mark.quick
@@ -54,14 +53,14 @@ def test_balance_has_the_smallest_possible_maximum(total, largest):
     assert len(parts) * (max(parts) - 1) < total
 
 
-@given(st.integers(0, 20_000), st.integers(1, 500))
-def test_spread_uses_all_parts(total, parts):
-    """Spreading gives exactly so many parts, level, larger first, with zeros where there are too few samples."""
-    spread_parts = spread(total, parts)
-    assert len(spread_parts) == parts
-    assert sum(spread_parts) == total
-    assert spread_parts[0] - spread_parts[-1] <= 1
-    assert list(spread_parts) == sorted(spread_parts, reverse=True)
+@given(st.integers(1, 20_000), st.integers(1, 500))
+def test_any_number_of_steps_is_a_division(total, parts):
+    """Asked for the least size of so many steps, a division has at most these, level, larger first."""
+    level = balance(total, -(-total // parts))
+    assert len(level) <= parts
+    assert sum(level) == total
+    assert level[0] - level[-1] <= 1
+    assert list(level) == sorted(level, reverse=True)
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
@@ -119,8 +118,7 @@ def test_nothing_is_chosen_where_nothing_fits(objective):
     [
         (lambda: balance(-1, 2), "-1 samples"),
         (lambda: balance(5, 0), "not at most 0"),
-        (lambda: spread(5, 0), "over 0 parts"),
-        (lambda: spread(-5, 2), "-5 samples"),
+        (lambda: balance(-5, 5), "-5 samples"),
         (lambda: useful_sizes(0, 2), "not 0"),
         (lambda: useful_sizes(4, -1), "not at most -1"),
     ],

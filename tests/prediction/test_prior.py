@@ -17,8 +17,7 @@ from workloads import Plain, make_batch, mean_step
 
 import autobatch
 from autobatch.batch.layout import describe
-from autobatch.planning.evidence import Question, largest_fitting
-from autobatch.planning.next_trial import most_trials, next_size
+from autobatch.planning.next_trial import Question, choose_size, most_trials, next_size
 from autobatch.planning.planner import useful_sizes
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
@@ -95,7 +94,7 @@ def search_a_card(draw):
             )
         )
     best = max((size for size in sizes if reserve(size) <= limit), default=None)
-    return trials, largest_fitting(question, trials) == best
+    return trials, choose_size(question, trials) == best
 
 
 def test_with_a_prediction_a_card_takes_three_trials_and_no_oom():
@@ -128,7 +127,7 @@ def test_each_net_takes_three_trials_and_no_oom(name, gibibytes):
         assert len(trials) <= 3, (target, error, trials)
         assert all(trial.outcome == "fits" for trial in trials), (target, error, trials)
         best = sizes[bisect_right(sizes, limit, key=lambda size: int(error * reserve(size))) - 1]
-        assert largest_fitting(question, trials) == best
+        assert choose_size(question, trials) == best
 
 
 def test_what_cannot_be_predicted_is_measured():
@@ -188,7 +187,7 @@ def test_whatever_is_expected_the_answer_is_the_same(base, slope, limit, expecte
     assert len(trials) <= most_trials(question)
     assert len({trial.micro_batch_size for trial in trials}) == len(trials)
     fitting = [size for size in sizes if base + slope * size <= limit]
-    assert largest_fitting(question, trials) == max(fitting, default=None)
+    assert choose_size(question, trials) == max(fitting, default=None)
 
 
 def test_on_a_cpu_nothing_is_traced(monkeypatch):
@@ -312,7 +311,7 @@ def search_concave_memory(fitting, *, expects_no_more):
     while (size := next_size(question, trials)) is not None:
         peak, outcome = reserve(size), "fits" if reserve(size) <= limit else "oom"
         trials.append(Trial(micro_batch_size=size, outcome=outcome, peak_allocated=peak, peak_reserved=peak))
-    return largest_fitting(question, trials) == max(size for size in sizes if size <= fitting)
+    return choose_size(question, trials) == max(size for size in sizes if size <= fitting)
 
 
 def test_a_prediction_that_knows_no_larger_sizes_ends_no_search():

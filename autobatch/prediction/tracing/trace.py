@@ -21,7 +21,7 @@ from torch import nn
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import holds_registered
 from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
-from autobatch.memory.reference_leaks import collecting_new_objects
+from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
