@@ -956,7 +956,7 @@ MUTANTS = (
     Mutant(
         "a damaged plan stays among the others",
         "autobatch/ledger/reader.py",
-        "            _set_aside(connection, _move_plan, rowid, error.reason)\n",
+        '            _set_aside(connection, "plan", (rowid, *row), str(error))\n',
         "",
         ("tests/ledger/test_reader.py",),
     ),

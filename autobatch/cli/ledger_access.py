@@ -12,10 +12,8 @@ from pathlib import Path
 
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
-from autobatch.ledger.database import LedgerUnavailable, is_damaged
-from autobatch.ledger.path import find_home, find_ledger, is_enabled, next_file
-from autobatch.ledger.rows import plan_id
-from autobatch.ledger.store import Store
+from autobatch.ledger.database import LedgerUnavailable, find_home, find_ledger, is_damaged, is_enabled, next_file
+from autobatch.ledger.store import Store, plan_id
 from autobatch.plan import Plan
 
 __all__ = ["find_fault", "find_plan", "open_store"]

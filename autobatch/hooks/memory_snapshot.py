@@ -13,7 +13,7 @@ from autobatch._arguments import check_path
 from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, Retried, StepFailed
-from autobatch.ledger.path import find_home
+from autobatch.ledger.database import find_home
 
 __all__ = ["memory_snapshot"]
 

@@ -1,12 +1,12 @@
-"""Opens a SQLite file whose tables are of this version and whose commits are safe.
+"""Finds and opens the ledger's SQLite file, whose tables are of this version and whose commits are safe.
 
-Covers the tables and their versions, the journal mode by file system, transactions, and which errors mean a damaged
-file. Does not cover what is in the rows (``rows``) nor file systems that ignore locks: no setting makes SQLite safe
-there.
+Covers the environment variables, the tables, the journal mode by file system, transactions, which errors mean a damaged
+file, and one warning for each cause. Does not cover file systems that ignore locks: no setting makes SQLite safe there.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
 import time
@@ -14,65 +14,126 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from platformdirs import user_state_path
+
 from autobatch.errors import AutobatchError
 
-__all__ = ["VERSION", "LedgerUnavailable", "is_damaged", "is_remote", "migrate", "open_database", "transaction"]
+__all__ = [
+    "VERSION",
+    "LedgerUnavailable",
+    "cause_of",
+    "find_home",
+    "find_ledger",
+    "is_damaged",
+    "is_enabled",
+    "is_remote",
+    "next_file",
+    "open_database",
+    "transaction",
+    "warn_once",
+]
+
+logger = logging.getLogger("autobatch")
+_warned: set[str] = set()
+
+_OFF = frozenset({"off", "0", "false", "no"})
+_MOST_FILES = 9
+"""A disk that damages file after file should be looked at, not filled."""
 
 
 class LedgerUnavailable(AutobatchError):
     """The ledger's file must not be used by this version."""
 
 
-# Each step leads from one version to the next and is never changed once it was shipped: files of all versions exist.
-# `ranges` and `setbacks` are keyed by their position in the run, so writing one twice leaves it there once.
-_STEPS = (
-    (
-        """CREATE TABLE plans (
-            id TEXT PRIMARY KEY NOT NULL, made_at REAL NOT NULL, model TEXT NOT NULL, device TEXT NOT NULL,
-            fingerprint TEXT NOT NULL, target_batch INTEGER NOT NULL, micro_batch_size INTEGER NOT NULL,
-            peak_bytes INTEGER NOT NULL, content TEXT NOT NULL)""",
-        "CREATE INDEX plans_by_age ON plans (made_at)",
-        "CREATE INDEX plans_by_fingerprint ON plans (fingerprint, made_at)",
-    ),
-    (
-        """CREATE TABLE runs (
-            id TEXT PRIMARY KEY NOT NULL, plan_id TEXT NOT NULL REFERENCES plans (id) ON DELETE CASCADE,
-            pid INTEGER NOT NULL, started_at REAL NOT NULL, last_seen_at REAL NOT NULL, outcome TEXT NOT NULL,
-            reason TEXT NOT NULL)""",
-        "CREATE INDEX runs_by_plan ON runs (plan_id, started_at)",
-        "CREATE INDEX runs_by_age ON runs (last_seen_at)",
-        """CREATE TABLE ranges (
-            run_id TEXT NOT NULL REFERENCES runs (id) ON DELETE CASCADE, place INTEGER NOT NULL,
-            first_step INTEGER NOT NULL, last_step INTEGER NOT NULL, micro_batch_size INTEGER NOT NULL,
-            retries INTEGER NOT NULL, peak_bytes INTEGER NOT NULL, seconds REAL NOT NULL, samples INTEGER NOT NULL,
-            PRIMARY KEY (run_id, place)) WITHOUT ROWID""",
-        """CREATE TABLE setbacks (
-            run_id TEXT NOT NULL REFERENCES runs (id) ON DELETE CASCADE, place INTEGER NOT NULL,
-            step INTEGER NOT NULL, kind TEXT NOT NULL, old_size INTEGER NOT NULL, new_size INTEGER NOT NULL,
-            used_bytes INTEGER NOT NULL, reason TEXT NOT NULL,
-            PRIMARY KEY (run_id, place)) WITHOUT ROWID""",
-    ),
-    (
-        # `added` and `seen` are seconds of the ledger's own clock.
-        "CREATE TABLE clock (id INTEGER PRIMARY KEY, elapsed REAL NOT NULL, latest REAL NOT NULL)",
-        "ALTER TABLE plans ADD COLUMN added REAL NOT NULL DEFAULT 0",
-        "CREATE INDEX plans_by_addition ON plans (added)",
-        "ALTER TABLE runs ADD COLUMN seen REAL NOT NULL DEFAULT 0",
-        "CREATE INDEX runs_by_last_write ON runs (seen)",
-        """CREATE TABLE set_aside (
-            kind TEXT NOT NULL, id TEXT NOT NULL, added REAL NOT NULL, reason TEXT NOT NULL, content)""",
-    ),
-)
+def is_enabled() -> bool:
+    """Whether plans are stored: yes, unless ``AUTOBATCH_LEDGER`` is off, 0, false or no, in any case of letters."""
+    return os.environ.get("AUTOBATCH_LEDGER", "").strip().lower() not in _OFF
 
-VERSION = len(_STEPS)
-"""Of the tables this version writes; a file has its own in ``PRAGMA user_version``."""
+
+def find_home() -> Path:
+    """The absolute path of ``AUTOBATCH_HOME``, else of the user's state folder; it need not exist.
+
+    Raises:
+        OSError: The system knows no home folder of this user.
+    """
+    named = os.environ.get("AUTOBATCH_HOME", "").strip()
+    try:
+        home = Path(named).expanduser() if named else user_state_path("autobatch", appauthor=False)
+    except RuntimeError:
+        home = Path("~")
+    if str(home).startswith("~"):  # older platformdirs leave it as it is: a folder called ~ is not meant
+        raise FileNotFoundError("this user has no home folder; set AUTOBATCH_HOME to a folder for the ledger")
+    return home.absolute()
+
+
+def find_ledger(home: Path) -> Path:
+    """The ledger's file in this folder: the last that exists of ``ledger.sqlite3``, ``ledger-2.sqlite3``...
+
+    A damaged file is not renamed; the next name is used. If it were, another process that has it open would delete, on
+    closing, the write-ahead log that by then belongs to the new file of the same name.
+    """
+    later = (home / f"ledger-{number}.sqlite3" for number in range(_MOST_FILES, 1, -1))
+    return next((file for file in later if file.exists()), home / "ledger.sqlite3")
+
+
+def next_file(damaged: Path) -> Path | None:
+    """The file that replaces a damaged one, the same in every process; ``None`` after the ninth."""
+    number = int(damaged.stem.partition("-")[2] or 1) + 1
+    return damaged.with_name(f"ledger-{number}.sqlite3") if number <= _MOST_FILES else None
+
+
+def warn_once(cause: str, message: str) -> None:
+    """Log a warning, unless this process has already warned of this cause."""
+    if cause not in _warned:
+        _warned.add(cause)
+        logger.warning("autobatch: %s", message)
+
+
+def cause_of(error: Exception) -> str:
+    """What two errors of the same cause have in common, whatever file, step or time they are about."""
+    if isinstance(error, sqlite3.Error):
+        return str(error)  # SQLite's own texts are few and fixed
+    return f"{type(error).__name__} {getattr(error, 'errno', None)}"
+
+
+VERSION = 4
+"""Of the tables; a file has its own in ``PRAGMA user_version``. 1 to 3 were never released."""
+
+# `added` and `seen` are seconds of the ledger's own clock. `ranges` and `setbacks` are keyed by their position in the
+# run, so writing one twice leaves it there once; their other columns are the fields of their records, in that order.
+_TABLES = (
+    """CREATE TABLE plans (
+        id TEXT PRIMARY KEY NOT NULL, made_at REAL NOT NULL, fingerprint TEXT NOT NULL, added REAL NOT NULL,
+        content TEXT NOT NULL)""",
+    "CREATE INDEX plans_by_age ON plans (made_at)",
+    "CREATE INDEX plans_by_fingerprint ON plans (fingerprint, made_at)",
+    "CREATE INDEX plans_by_addition ON plans (added)",
+    """CREATE TABLE runs (
+        id TEXT PRIMARY KEY NOT NULL, plan_id TEXT NOT NULL REFERENCES plans (id) ON DELETE CASCADE,
+        pid INTEGER NOT NULL, started_at REAL NOT NULL, last_seen_at REAL NOT NULL, outcome TEXT NOT NULL,
+        reason TEXT NOT NULL, seen REAL NOT NULL)""",
+    "CREATE INDEX runs_by_plan ON runs (plan_id, started_at)",
+    "CREATE INDEX runs_by_last_write ON runs (seen)",
+    """CREATE TABLE ranges (
+        run_id TEXT NOT NULL REFERENCES runs (id) ON DELETE CASCADE, position INTEGER NOT NULL,
+        first_step INTEGER NOT NULL, last_step INTEGER NOT NULL, micro_batch_size INTEGER NOT NULL,
+        retries INTEGER NOT NULL, peak_bytes INTEGER NOT NULL, seconds REAL NOT NULL, samples INTEGER NOT NULL,
+        PRIMARY KEY (run_id, position)) WITHOUT ROWID""",
+    """CREATE TABLE setbacks (
+        run_id TEXT NOT NULL REFERENCES runs (id) ON DELETE CASCADE, position INTEGER NOT NULL,
+        step INTEGER NOT NULL, kind TEXT NOT NULL, old_size INTEGER NOT NULL, new_size INTEGER NOT NULL,
+        used_bytes INTEGER NOT NULL, reason TEXT NOT NULL,
+        PRIMARY KEY (run_id, position)) WITHOUT ROWID""",
+    "CREATE TABLE clock (id INTEGER PRIMARY KEY, elapsed REAL NOT NULL, latest REAL NOT NULL)",
+    "CREATE TABLE set_aside (kind TEXT NOT NULL, id TEXT NOT NULL, added REAL NOT NULL, reason TEXT NOT NULL, content)",
+    f"PRAGMA user_version = {VERSION}",
+)
 
 _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "tmpfs"}
     | {"aufs", "rootfs", "ufs", "xfs", "zfs"}
 )
 """File systems that no other computer writes to; on any other a rollback journal is safe."""
-_MOUNTS = Path("/proc/self/mounts")
 
 
 def open_database(path: Path, patience_s: float) -> sqlite3.Connection:
@@ -83,40 +144,40 @@ def open_database(path: Path, patience_s: float) -> sqlite3.Connection:
     Raises:
         OSError: The folder cannot be made.
         sqlite3.Error: The file cannot be read or made, or is damaged.
-        LedgerUnavailable: A newer autobatch made it; it is left as it is.
+        LedgerUnavailable: Another version of autobatch made it; it is left as it is.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     connection = sqlite3.connect(path, timeout=patience_s, isolation_level=None)
     # A damaged text must not stop what is read beside it; a backslash is what no JSON has there.
     connection.text_factory = lambda raw: raw.decode("utf-8", "backslashreplace")
     try:
-        _read_version(connection)
+        is_new = _is_new(connection)
         _set_journal_mode(connection, path.parent, patience_s)
         connection.execute("PRAGMA foreign_keys = ON")
-        migrate(connection)
+        if is_new:
+            _make_tables(connection)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def migrate(connection: sqlite3.Connection) -> None:
-    """Bring the tables to this version, each step whole or not at all."""
-    for known in range(_read_version(connection), VERSION):
-        with transaction(connection):
-            if _read_version(connection) == known:  # another process may have done it meanwhile
-                for statement in (*_STEPS[known], f"PRAGMA user_version = {known + 1}"):
-                    connection.execute(statement)
-
-
-def _read_version(connection: sqlite3.Connection) -> int:
+def _is_new(connection: sqlite3.Connection) -> bool:
+    """Whether the file has no tables of ours yet; one of another version is refused."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > VERSION:
+    if version not in (0, VERSION):
         raise LedgerUnavailable(
-            f"it was made by a newer autobatch (its tables are version {version}, this one knows {VERSION}): "
-            f"get the newer one here too, or set AUTOBATCH_HOME to another folder"
+            f"it was made by {'a newer' if version > VERSION else 'an older'} autobatch (its tables are version "
+            f"{version}, this one knows {VERSION}): get that one here too, or set AUTOBATCH_HOME to another folder"
         )
-    return int(version)
+    return bool(version == 0)
+
+
+def _make_tables(connection: sqlite3.Connection) -> None:
+    with transaction(connection):
+        if _is_new(connection):  # another process may have made them meanwhile
+            for statement in _TABLES:
+                connection.execute(statement)
 
 
 @contextmanager
@@ -163,7 +224,7 @@ def _set_journal_mode(connection: sqlite3.Connection, folder: Path, patience_s: 
             time.sleep(0.01)
 
 
-def is_remote(folder: Path, mounts: Path = _MOUNTS) -> bool:
+def is_remote(folder: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
     """Whether other computers may write to this existing folder too; ``False`` where the system lists no mounts."""
     try:
         lines = os.fsdecode(mounts.read_bytes()).splitlines()

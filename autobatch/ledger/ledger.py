@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from autobatch.events.run_history import Run
-from autobatch.ledger.database import LedgerUnavailable, is_damaged
-from autobatch.ledger.path import cause_of, find_home, find_ledger, is_enabled, next_file, warn_once
+from autobatch.ledger.database import (
+    LedgerUnavailable,
+    cause_of,
+    find_home,
+    find_ledger,
+    is_damaged,
+    is_enabled,
+    next_file,
+    warn_once,
+)
 from autobatch.ledger.run_summary import RunUpdate
 from autobatch.ledger.store import Store
 from autobatch.plan import Plan

@@ -1,4 +1,4 @@
-"""Finds and reads plans and runs row by row, so that one that is damaged hides no other.
+"""Reads plans and runs row by row, so that one that is damaged hides no other.
 
 A plan or run that a disk, or somebody, has changed is moved into the table ``set_aside`` as it is, with the reason, and
 left out from then on. Does not cover a file whose structure is broken (``ledger``).
@@ -8,111 +8,112 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from autobatch.errors import InvalidArgument
-from autobatch.events.run_history import Run
-from autobatch.ledger.database import is_damaged, transaction
-from autobatch.ledger.path import warn_once
+from pydantic import ValidationError
+
+from autobatch._version import __version__
+from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.ledger.database import is_damaged, transaction, warn_once
 from autobatch.ledger.retention import read_elapsed
-from autobatch.ledger.rows import PARTS, RUN_COLUMNS, UnreadableRowError, read_plan, read_run
 from autobatch.plan import Plan
+from autobatch.records import spell_invalid
 
-__all__ = ["find_row", "newest_plans", "plan_in", "plans_like", "runs_of"]
+__all__ = ["PARTS", "RUN_COLUMNS", "UnreadablePlanError", "read_plan", "read_runs"]
 
-_MOST_ALIKE = 200
-"""Each start of a script adds one, and they differ in target and budget: older ones than these are not read."""
+PARTS = {"ranges": tuple(StepRange.model_fields), "setbacks": tuple(Setback.model_fields)}
+"""A run's other tables, with their columns after the run's id and the position in it."""
 
-
-def newest_plans(connection: sqlite3.Connection) -> Iterator[Plan]:
-    """All plans that can be read, by their dates."""
-    return _read_plans(connection, "SELECT rowid FROM plans ORDER BY made_at DESC, rowid DESC", ())
+RUN_COLUMNS = tuple(name for name in Run.model_fields if name not in PARTS)
 
 
-def plans_like(connection: sqlite3.Connection, fingerprint: str) -> Iterator[Plan]:
-    """The newest plans that were measured on the same; none for no fingerprint."""
-    query = (
-        "SELECT rowid FROM plans WHERE fingerprint = ? AND fingerprint != '' ORDER BY made_at DESC, rowid DESC LIMIT ?"
-    )
-    found = _read_plans(connection, query, (fingerprint, _MOST_ALIKE))
-    return (plan for plan in found if plan.fingerprint == fingerprint)
+_Row = tuple[int, Any, Any]
+"""Its number, its id and its content: of a plan the JSON, of a run the fields by name."""
 
 
-def _read_plans(connection: sqlite3.Connection, query: str, values: tuple[str | int, ...]) -> Iterator[Plan]:
-    for (rowid,) in connection.execute(query, values).fetchall():
-        with suppress(UnreadableRowError):
-            plan = plan_in(connection, rowid)
-            if plan is not None:
-                yield plan
+class UnreadablePlanError(Exception):
+    """Why a row is no plan, in one line, and whether another version of autobatch wrote it, which may read it."""
+
+    def __init__(self, reason: str, *, is_foreign: bool = False) -> None:
+        super().__init__(reason)
+        self.is_foreign = is_foreign
 
 
-def plan_in(connection: sqlite3.Connection, rowid: int) -> Plan | None:
+def read_plan(connection: sqlite3.Connection, rowid: int) -> Plan | None:
     """The plan of this row, ``None`` where it was deleted meanwhile.
 
     Raises:
-        UnreadableRowError: It cannot be read, which was logged, and it is set aside where it is damaged.
+        UnreadablePlanError: It cannot be read, which was logged, and it is set aside where it is damaged.
     """
     try:
         row = connection.execute("SELECT id, content FROM plans WHERE rowid = ?", (rowid,)).fetchone()
-        return None if row is None else read_plan(row[1])
+        return None if row is None else _parse_plan(row[1])
     except sqlite3.DatabaseError as error:
         if not is_damaged(error):
             raise
         _warn_of_damage("plan", f"in row {rowid}", str(error))  # SQLite cannot move it either
-        raise UnreadableRowError(str(error)) from error
-    except UnreadableRowError as error:
+        raise UnreadablePlanError(str(error)) from error
+    except UnreadablePlanError as error:
         if error.is_foreign:
             warn_once(
                 "a plan of another version",
-                f"plan {row[0]} in the ledger is not one that this version reads ({error.reason}): such plans are "
-                f"left out",
+                f"plan {row[0]} in the ledger is not one that this version reads ({error}): such plans are left out",
             )
         else:
-            _warn_of_damage("plan", row[0], error.reason)
-            _set_aside(connection, _move_plan, rowid, error.reason)
+            _warn_of_damage("plan", row[0], str(error))
+            _set_aside(connection, "plan", (rowid, *row), str(error))
         raise
 
 
-def find_row(connection: sqlite3.Connection, wanted: str) -> tuple[int, str]:
-    """The row and the id of the plan of this id, or of the only one whose id begins so.
-
-    Raises:
-        InvalidArgument: None does, or several do.
-    """
-    # Not LIKE: an id is the user's input here, and % is not what it says.
-    query = (
-        "SELECT rowid, id FROM plans WHERE substr(id, 1, length(?1)) = ?1 "
-        "ORDER BY id != ?1, made_at DESC, rowid DESC LIMIT 4"
-    )
-    found = connection.execute(query, (wanted,)).fetchall() if wanted else []
-    if found and (len(found) == 1 or found[0][1] == wanted):
-        return int(found[0][0]), str(found[0][1])
-    if found:
-        names = ", ".join(name for _, name in found[:3]) + (", ..." if len(found) > 3 else "")
-        raise InvalidArgument(f"several plans begin with {wanted!r}: {names}; give more of the id")
-    newest = connection.execute("SELECT id FROM plans ORDER BY made_at DESC, rowid DESC LIMIT 3").fetchall()
-    known = f"the newest are {', '.join(row[0] for row in newest)}" if newest else "no plan is stored yet: run fit()"
-    raise InvalidArgument(f"no plan has the id {wanted!r}; {known}")
+def _parse_plan(content: Any) -> Plan:
+    if not isinstance(content, str):
+        raise UnreadablePlanError(f"its content is of type {type(content).__name__}")
+    try:
+        return Plan.model_validate_json(content)
+    except ValidationError as error:
+        raise UnreadablePlanError(spell_invalid(error), is_foreign=_is_foreign(content)) from None
 
 
-def runs_of(connection: sqlite3.Connection, plan_id: str) -> list[Run]:
+def _is_foreign(content: str) -> bool:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    version = found.get("version") if isinstance(found, dict) else None
+    return isinstance(version, str) and version != __version__
+
+
+def read_runs(connection: sqlite3.Connection, plan_id: str) -> list[Run]:
     """The runs of the plan of this very id, the newest first, without those that cannot be read."""
+    found = []
+    with transaction(connection, "DEFERRED"):  # so that a run's parts are of one moment
+        rows = _read_run_rows(connection, plan_id)
+    for row in rows:
+        _, name, fields = row
+        try:
+            found.append(Run.model_validate(fields))
+        except ValidationError as error:
+            reason = spell_invalid(error)
+            _warn_of_damage("run", name, reason)
+            _set_aside(connection, "run", row, reason)
+    return found
+
+
+def _read_run_rows(connection: sqlite3.Connection, plan_id: str) -> list[_Row]:
+    """A plan's runs with their ranges and setbacks, as they stand there."""
     query = (
         f"SELECT rowid, {', '.join(RUN_COLUMNS)} FROM runs WHERE plan_id = ? "  # noqa: S608 - our own names
         f"ORDER BY started_at DESC, rowid DESC"
     )
-    found, unreadable = [], []
-    with transaction(connection, "DEFERRED"):  # so that a run's parts are of one moment
-        for rowid, *row in connection.execute(query, (plan_id,)).fetchall():
-            try:
-                found.append(read_run(connection, row))
-            except UnreadableRowError as error:
-                unreadable.append((rowid, row[0], error.reason))
-    for rowid, name, reason in unreadable:
-        _warn_of_damage("run", name, reason)
-        _set_aside(connection, _move_run, rowid, reason)
+    found = []
+    for rowid, *row in connection.execute(query, (plan_id,)).fetchall():
+        fields = dict(zip(RUN_COLUMNS, row, strict=True))
+        for table, columns in PARTS.items():
+            query = f"SELECT {', '.join(columns)} FROM {table} WHERE run_id = ? ORDER BY position"  # noqa: S608
+            parts = connection.execute(query, (fields["id"],))
+            fields[table] = [dict(zip(columns, part, strict=True)) for part in parts]
+        found.append((rowid, fields["id"], fields))
     return found
 
 
@@ -123,40 +124,22 @@ def _warn_of_damage(kind: str, name: str, reason: str) -> None:
     )
 
 
-def _set_aside(
-    connection: sqlite3.Connection, move: Callable[[sqlite3.Connection, int, str], None], rowid: int, reason: str
-) -> None:
+def _set_aside(connection: sqlite3.Connection, kind: str, row: _Row, reason: str) -> None:
+    """Move a row that cannot be read; a plan with its runs, which cannot be shown without it."""
     # It was logged and left out: where it cannot be moved (the file may only be read, another process writes, the row
     # is broken beyond that), it stays.
     with suppress(sqlite3.Error), transaction(connection):
-        move(connection, rowid, reason)
+        if kind == "plan":
+            for run in _read_run_rows(connection, row[1]):
+                _move(connection, "run", run, f"its plan {row[1]} cannot be read")
+        _move(connection, kind, row, reason)
 
 
-def _move_plan(connection: sqlite3.Connection, rowid: int, reason: str) -> None:
-    """With its runs, which cannot be shown without it."""
-    row = connection.execute("SELECT id, content FROM plans WHERE rowid = ?", (rowid,)).fetchone()
-    if row is None:  # another process was faster
-        return
-    for (run,) in connection.execute("SELECT rowid FROM runs WHERE plan_id = ?", (row[0],)).fetchall():
-        _move_run(connection, run, f"its plan {row[0]} cannot be read")
-    _insert_set_aside(connection, "plan", row[0], reason, row[1])
-    connection.execute("DELETE FROM plans WHERE rowid = ?", (rowid,))
-
-
-def _move_run(connection: sqlite3.Connection, rowid: int, reason: str) -> None:
-    """With its ranges and setbacks, as JSON."""
-    cursor = connection.execute("SELECT * FROM runs WHERE rowid = ?", (rowid,))
-    row = cursor.fetchone()
-    if row is None:
-        return
-    content: dict[str, Any] = dict(zip([column[0] for column in cursor.description], row, strict=True))
-    for table in PARTS:
-        query = f"SELECT * FROM {table} WHERE run_id = ? ORDER BY place"  # noqa: S608 - our own names
-        content[table] = connection.execute(query, (content["id"],)).fetchall()
-    _insert_set_aside(connection, "run", content["id"], reason, json.dumps(content, default=repr))
-    connection.execute("DELETE FROM runs WHERE rowid = ?", (rowid,))
-
-
-def _insert_set_aside(connection: sqlite3.Connection, kind: str, name: Any, reason: str, content: Any) -> None:
-    values = (kind, str(name), read_elapsed(connection), reason, content)
-    connection.execute("INSERT INTO set_aside VALUES (?, ?, ?, ?, ?)", values)
+def _move(connection: sqlite3.Connection, kind: str, row: _Row, reason: str) -> None:
+    rowid, name, content = row
+    if kind == "run":
+        content = json.dumps(content, default=repr)
+    deleted = connection.execute(f"DELETE FROM {kind}s WHERE rowid = ?", (rowid,)).rowcount  # noqa: S608 - our own names
+    if deleted:  # else another process was faster
+        values = (kind, str(name), read_elapsed(connection), reason, content)
+        connection.execute("INSERT INTO set_aside VALUES (?, ?, ?, ?, ?)", values)

@@ -1,9 +1,9 @@
 """Decides which plans and runs are old, and deletes them.
 
-Covers the two limits, the user's setting of one of them, and the ledger's own clock. Dates are those of the clocks that
-wrote them, which may have been wrong: one that was 500 days ahead once must not delete 400 days of plans. So rows are
-deleted in the order in which they were written, a gap between two writes counts for at most an eighth of the limit, and
-a clock that goes back, or is ahead of others that write to the same file, counts nothing until it has caught up.
+Dates are those of the clocks that wrote them, which may have been wrong: one that was 500 days ahead once must not
+delete 400 days of plans. So rows are deleted in the order in which they were written, by the ledger's own clock: a gap
+between two writes counts for at most an eighth of the limit, and a clock that goes back, or is ahead of others that
+write to the same file, counts nothing until it has caught up.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import math
 import os
 import sqlite3
 import time
-
-from pydantic import PositiveFloat, PositiveInt
+from typing import NamedTuple
 
 from autobatch._formatting import show_value
-from autobatch.ledger.path import warn_once
-from autobatch.records import Record
+from autobatch.ledger.database import warn_once
 
 __all__ = ["Retention", "find_retention", "prune", "read_days", "read_elapsed", "tick"]
 
@@ -26,7 +24,7 @@ _GAPS = 8
 _MOST_SET_ASIDE = 1000
 
 
-class Retention(Record):
+class Retention(NamedTuple):
     """How much is stored; the rest is deleted when the next plan comes.
 
     Attributes:
@@ -35,24 +33,22 @@ class Retention(Record):
         days: A year, and the month in which somebody asks what last year's cards could do. By the ledger's own clock.
     """
 
-    plans: PositiveInt = 10_000
-    days: PositiveFloat = 400.0
+    plans: int = 10_000
+    days: float = 400.0
 
 
 def find_retention() -> Retention:
     """The default, or with the days of ``AUTOBATCH_RETENTION_DAYS``."""
     named = os.environ.get("AUTOBATCH_RETENTION_DAYS", "").strip()
-    days = read_days(named)
-    if days is not None:
-        return Retention(days=days)
     default = Retention()
-    if named:
+    days = read_days(named)
+    if named and days is None:
         warn_once(
             "AUTOBATCH_RETENTION_DAYS",
             f"AUTOBATCH_RETENTION_DAYS={show_value(named)} is no positive number of days; plans are "
             f"stored for {default.days:.0f}",
         )
-    return default
+    return Retention(days=days or default.days)
 
 
 def read_days(text: str) -> float | None:
@@ -65,24 +61,18 @@ def read_days(text: str) -> float | None:
 
 
 def prune(connection: sqlite3.Connection, retention: Retention, elapsed: float) -> int:
-    """Delete old runs, then old plans that have no run any more, at these seconds of the ledger's own clock.
-
-    Returns:
-        How many plans were deleted.
-    """
+    """Delete old runs, then old plans without a run, at these seconds of the ledger's own clock; how many plans."""
     oldest, most = elapsed - retention.days * _DAY_S, retention.plans
-    connection.execute(_OLD_RUNS, (oldest,))
+    connection.execute("DELETE FROM runs WHERE seen < ?", (oldest,))
     connection.execute(_SURPLUS_RUNS, (most,))
-    connection.execute(_OLD_SET_ASIDE, (oldest,))
+    connection.execute("DELETE FROM set_aside WHERE added < ?", (oldest,))
     connection.execute(_SURPLUS_SET_ASIDE, (_MOST_SET_ASIDE,))
     old = connection.execute(_OLD_PLANS, (oldest,)).rowcount
     return old + connection.execute(_SURPLUS_PLANS, (most,)).rowcount
 
 
-_OLD_RUNS = "DELETE FROM runs WHERE seen < ?"
 _SURPLUS_RUNS = """
     DELETE FROM runs WHERE rowid IN (SELECT rowid FROM runs ORDER BY seen DESC, rowid DESC LIMIT -1 OFFSET ?)"""
-_OLD_SET_ASIDE = "DELETE FROM set_aside WHERE added < ?"
 _SURPLUS_SET_ASIDE = """
     DELETE FROM set_aside WHERE rowid IN (SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT -1 OFFSET ?)"""
 _OLD_PLANS = """

@@ -19,8 +19,8 @@ from pathlib import Path
 from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.events.run_history import Outcome, Run
 from autobatch.ledger.ledger import TRAINING_WAITS_S, Ledger
-from autobatch.ledger.rows import plan_id
 from autobatch.ledger.run_summary import Tally, shorten_reason
+from autobatch.ledger.store import plan_id
 from autobatch.plan import Plan
 
 __all__ = ["RunRecorder"]
@@ -46,13 +46,7 @@ class RunRecorder:
     """
 
     def __init__(self, plan: Plan, ledger: Ledger, *, every_s: float = _EVERY_S) -> None:
-        """Write nothing yet.
-
-        Args:
-            plan: Whose steps these are; it is stored with its run.
-            ledger: Where to.
-            every_s: The least time between two writes without a setback.
-        """
+        """Write nothing yet; ``every_s`` is the least time between two writes without a setback."""
         self._current = _CurrentRun(plan, ledger, every_s)
         # The run outlives the recorder by one write: a runner that nobody refers to any more has finished.
         weakref.finalize(self, _finish_unreferenced, self._current).atexit = False
@@ -76,18 +70,16 @@ class _CurrentRun:
         self._tally = Tally(plan.micro_batch_size)
         self._outcome: Outcome = "running"
         self._reason = ""
-        self._begun = False
-        self._file: Path | None = None
+        self._file: Path | None = None  # which has the run
         self._least_wait_s = 0.0
         self._tried_at, self._wait_s, self._was_refused = -float("inf"), 0.0, False
         self._over = not ledger.is_enabled
 
     def take(self, event: Event) -> None:
-        if self._over or os.getpid() != self._pid:
-            return
         if isinstance(event, StepFinished):
-            sizes = event.micro_batch_sizes
-            self.count_step(event.step, sizes, event.retries, event.peak_bytes, event.seconds)
+            self.count_step(event.step, event.micro_batch_sizes, event.retries, event.peak_bytes, event.seconds)
+            return
+        if self._over or os.getpid() != self._pid:
             return
         if isinstance(event, (Retried, SizeChanged)):
             self._tally.add_setback(event)
@@ -99,14 +91,16 @@ class _CurrentRun:
             self._wait_s = 0.0
         else:
             return
-        if time.monotonic() - self._tried_at >= self._wait_s:
-            self._write(TRAINING_WAITS_S)
+        self._write_if_due()
 
     def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
         if self._over or os.getpid() != self._pid:
             return
         self._tally.add_step(step, sizes, retries, peak_bytes, seconds)
         self._outcome, self._reason = "running", ""
+        self._write_if_due()
+
+    def _write_if_due(self) -> None:
         if time.monotonic() - self._tried_at >= self._wait_s:
             self._write(TRAINING_WAITS_S)
 
@@ -123,10 +117,10 @@ class _CurrentRun:
         now = time.time()
         run = self._run = self._run or self._begin(now)
         self._tried_at = time.monotonic()
-        if not self._begun:
-            self._begun, self._file = self._ledger.begin_run(self._plan, run, patience_s), self._ledger.file
+        if self._file is None and self._ledger.begin_run(self._plan, run, patience_s):
+            self._file = self._ledger.file
         update = self._tally.unwritten(run.id, now, self._outcome, self._reason)
-        written = self._ledger.update_run(update, patience_s) if self._begun else "not now"
+        written = self._ledger.update_run(update, patience_s) if self._file else "not now"
         took_s = time.monotonic() - self._tried_at
         self._least_wait_s = _SELDOM * took_s if took_s > _SLOW_S else 0.0
         self._tried_at, self._wait_s = time.monotonic(), max(self._every_s, self._least_wait_s)
@@ -134,7 +128,7 @@ class _CurrentRun:
         if written == "written":
             self._tally.drop_written()
         elif written == "forgotten" and self._ledger.file != self._file:
-            self._begun = False  # not deleted, but in a file that is damaged: the run goes on in the next one
+            self._file = None  # not deleted, but in a file that is damaged: the run goes on in the next one
             return self._write(patience_s)
         elif written == "forgotten":
             self._over = True  # a user deleted it, and does not want it back

@@ -24,18 +24,11 @@ that its steps add up in the last range and further setbacks are only counted th
 
 
 class RunUpdate(Record):
-    """What is new of a run.
+    """What is new of a run that the ledger has.
 
-    Attributes:
-        run_id: Of a run that the ledger has.
-        last_seen_at: Seconds since 1970, UTC.
-        outcome: So far.
-        reason: The first line of the error that ended it.
-        first_range: The position in the run of the first of ``ranges``, counted from 0; what the ledger has at these
-            positions is replaced, so the last range can grow, and writing twice does no harm.
-        ranges: In order.
-        first_setback: As ``first_range``, for ``setbacks``.
-        setbacks: In order.
+    ``first_range`` and ``first_setback`` are the positions in the run of the first of ``ranges`` and ``setbacks``,
+    counted from 0. What the ledger has at these positions is replaced, so the last range can grow, and writing twice
+    does no harm.
     """
 
     run_id: Text
@@ -49,10 +42,9 @@ class RunUpdate(Record):
 
 
 @dataclass
-class _Count:
-    """A ``StepRange`` that still grows; ``pace`` is the most samples that were allowed in a micro-batch."""
+class _Sum:
+    """A ``StepRange`` that still grows."""
 
-    pace: int
     first_step: int
     last_step: int
     micro_batch_size: int = 0
@@ -61,19 +53,14 @@ class _Count:
     seconds: float = 0.0
     samples: int = 0
 
-    def as_range(self) -> StepRange:
-        fields = vars(self).copy()
-        del fields["pace"]
-        return StepRange(**fields)
-
 
 class Tally:
     """Steps and setbacks of one run; those that were stored are dropped, all but the last range."""
 
     def __init__(self, size: int) -> None:
         """Nothing has happened; ``size`` is the plan's micro-batch size."""
-        self._pace = size
-        self._counts: list[_Count] = []
+        self._pace = self._last_pace = size  # the most samples allowed in a micro-batch, now and in the last range
+        self._sums: list[_Sum] = []
         self._first_range = 0
         self._setbacks: list[Setback] = []
         self._first_setback = 0
@@ -82,34 +69,32 @@ class Tally:
         """Count a step: with the last ones, or in a new range where the pace, or having retries, changed."""
         # By the pace, not by the largest micro-batch that came of it: with batches of any length that is another one
         # in each step, and each step would be a range.
-        count = self._counts[-1] if self._counts else None
-        alike = count is not None and count.pace == self._pace and (count.retries > 0) == (retries > 0)
-        if count is None or step != count.last_step + 1 or not (alike or self._is_full()):
-            count = _Count(self._pace, step, step)
-            self._counts.append(count)
-        count.last_step = step
-        count.micro_batch_size = max(count.micro_batch_size, *sizes) if sizes else count.micro_batch_size
-        count.retries += retries
-        count.peak_bytes = max(count.peak_bytes, peak_bytes)
-        count.seconds += seconds
-        count.samples += sum(sizes)
-
-    def _is_full(self) -> bool:
-        return self._first_range + len(self._counts) >= _MOST_ROWS
+        total = self._sums[-1] if self._sums else None
+        alike = total is not None and self._last_pace == self._pace and (total.retries > 0) == (retries > 0)
+        is_full = self._first_range + len(self._sums) >= _MOST_ROWS
+        if total is None or step != total.last_step + 1 or not (alike or is_full):
+            total, self._last_pace = _Sum(step, step), self._pace
+            self._sums.append(total)
+        total.last_step = step
+        total.micro_batch_size = max(total.micro_batch_size, *sizes) if sizes else total.micro_batch_size
+        total.retries += retries
+        total.peak_bytes = max(total.peak_bytes, peak_bytes)
+        total.seconds += seconds
+        total.samples += sum(sizes)
 
     def add_setback(self, event: Retried | SizeChanged) -> None:
         """Note that less memory was free, or more again."""
         self._pace = event.new_size
         if self._first_setback + len(self._setbacks) >= _MOST_ROWS:
             return
-        step, new_size, reason = event.step, event.new_size, shorten_reason(event.reason)
-        if isinstance(event, Retried):
-            old_size, used_bytes = event.failed_size, event.used_bytes
-            setback = Setback(
-                step=step, kind="retry", old_size=old_size, new_size=new_size, used_bytes=used_bytes, reason=reason
-            )
-        else:
-            setback = Setback(step=step, kind="size", old_size=event.old_size, new_size=new_size, reason=reason)
+        setback = Setback(
+            step=event.step,
+            kind="retry" if isinstance(event, Retried) else "size",
+            old_size=event.failed_size if isinstance(event, Retried) else event.old_size,
+            new_size=event.new_size,
+            used_bytes=event.used_bytes if isinstance(event, Retried) else 0,
+            reason=shorten_reason(event.reason),
+        )
         self._setbacks.append(setback)
 
     def unwritten(self, run_id: str, now: float, outcome: Outcome, reason: str) -> RunUpdate:
@@ -120,15 +105,15 @@ class Tally:
             outcome=outcome,
             reason=reason,
             first_range=self._first_range,
-            ranges=tuple(count.as_range() for count in self._counts),
+            ranges=tuple(StepRange(**vars(total)) for total in self._sums),
             first_setback=self._first_setback,
             setbacks=tuple(self._setbacks),
         )
 
     def drop_written(self) -> None:
         """What ``unwritten`` returned last is in the ledger."""
-        self._first_range += max(len(self._counts) - 1, 0)
-        self._counts = self._counts[-1:]
+        self._first_range += max(len(self._sums) - 1, 0)
+        self._sums = self._sums[-1:]
         self._first_setback += len(self._setbacks)
         self._setbacks = []
 

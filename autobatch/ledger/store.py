@@ -1,26 +1,30 @@
 """Writes, finds and deletes plans and runs in the ledger's file.
 
-Covers one open file. Whatever fails is raised: ``sqlite3.Error``, ``OSError``, ``LedgerUnavailable``. Does not cover
-what training does then (``ledger``).
+Whatever fails is raised: ``sqlite3.Error``, ``OSError``, ``LedgerUnavailable``. Does not cover what training does then
+(``ledger``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from autobatch.errors import InvalidArgument
-from autobatch.events.run_history import Run
-from autobatch.ledger import reader
+from autobatch.events.run_history import Run, Setback, StepRange
 from autobatch.ledger.database import VERSION, open_database, transaction
+from autobatch.ledger.reader import PARTS, RUN_COLUMNS, UnreadablePlanError, read_plan, read_runs
 from autobatch.ledger.retention import find_retention, prune, tick
-from autobatch.ledger.rows import UnreadableRowError, insert_plan, insert_run, update_run
 from autobatch.ledger.run_summary import RunUpdate
 from autobatch.plan import Plan
 
-__all__ = ["Store"]
+__all__ = ["Store", "plan_id"]
+
+_MOST_ALIKE = 200
+"""Each start of a script adds one, and they differ in target and budget: older ones than these are not read."""
 
 
 class Store:
@@ -55,26 +59,49 @@ class Store:
         A plan without an id gets one that follows from its content, and one without a date is of now.
         """
         retention = find_retention()
+        plan = plan.model_copy(update={"id": plan_id(plan), "made_at": plan.made_at or time.time()})
         with transaction(self._connection) as connection:
             elapsed = tick(connection, retention)
             if not self._pruned:  # before, so that an old plan that is used again stays until it has its run
                 prune(connection, retention, elapsed)
-            insert_plan(connection, plan, elapsed)
+            connection.execute(
+                "INSERT INTO plans VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+                (plan.id, plan.made_at, plan.fingerprint, elapsed, plan.model_dump_json()),
+            )
         self._pruned = True
 
     def add_run(self, run: Run) -> None:
-        """Write a run with its ranges and setbacks; writing it twice does no harm.
+        """Write a run with its ranges and setbacks; of one that is stored only those are written.
 
         Raises:
             sqlite3.IntegrityError: Its plan is not stored.
         """
         with transaction(self._connection) as connection:
-            insert_run(connection, run, tick(connection, find_retention()))
+            values = (*(getattr(run, name) for name in RUN_COLUMNS), tick(connection, find_retention()))
+            connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING", values)
+            self._write_parts("ranges", run.id, 0, run.ranges)
+            self._write_parts("setbacks", run.id, 0, run.setbacks)
 
     def update_run(self, update: RunUpdate) -> bool:
         """Write what is new of a run, all or nothing; ``False`` where the run is not stored (any more)."""
         with transaction(self._connection) as connection:
-            return update_run(connection, update, tick(connection, find_retention()))
+            elapsed = tick(connection, find_retention())
+            found = connection.execute(
+                "UPDATE runs SET last_seen_at = ?, outcome = ?, reason = ?, seen = ? WHERE id = ?",
+                (update.last_seen_at, update.outcome, update.reason, elapsed, update.run_id),
+            ).rowcount
+            if found:
+                self._write_parts("ranges", update.run_id, update.first_range, update.ranges)
+                self._write_parts("setbacks", update.run_id, update.first_setback, update.setbacks)
+            return found > 0
+
+    def _write_parts(self, table: str, run_id: str, first: int, parts: Sequence[StepRange | Setback]) -> None:
+        columns = PARTS[table]
+        statement = f"INSERT OR REPLACE INTO {table} VALUES (?, ?{', ?' * len(columns)})"  # noqa: S608 - our own names
+        rows = (
+            (run_id, position, *(getattr(part, name) for name in columns)) for position, part in enumerate(parts, first)
+        )
+        self._connection.executemany(statement, rows)
 
     def plans(self, model: str | None = None, device: str | None = None, limit: int | None = None) -> list[Plan]:
         """Plans, the newest first, without those that this version does not read.
@@ -86,18 +113,26 @@ class Store:
         """
         wanted = (
             plan
-            for plan in reader.newest_plans(self._connection)
+            for plan in self._read_plans("SELECT rowid FROM plans ORDER BY made_at DESC, rowid DESC")
             if (model or "").lower() in plan.model.lower() and (device or "").lower() in plan.device.name.lower()
         )
         return list(islice(wanted, limit))
 
     def plans_like(self, fingerprint: str) -> list[Plan]:
         """The newest plans that were measured on the same, the newest first; none for no fingerprint."""
-        return list(reader.plans_like(self._connection, fingerprint))
+        query = (
+            "SELECT rowid FROM plans WHERE fingerprint = ? AND fingerprint != '' "
+            "ORDER BY made_at DESC, rowid DESC LIMIT ?"
+        )
+        found = self._read_plans(query, fingerprint, _MOST_ALIKE)
+        return [plan for plan in found if plan.fingerprint == fingerprint]
 
-    def runs_of(self, plan_id: str) -> list[Run]:
-        """The runs of the plan of this very id, the newest first, without those that cannot be read."""
-        return reader.runs_of(self._connection, plan_id)
+    def _read_plans(self, query: str, *values: str | int) -> Iterator[Plan]:
+        for (rowid,) in self._connection.execute(query, values).fetchall():
+            with suppress(UnreadablePlanError):
+                plan = read_plan(self._connection, rowid)
+                if plan is not None:
+                    yield plan
 
     def find_plan(self, id_or_prefix: str) -> Plan:
         """The plan of this id, or the only one whose id begins so.
@@ -105,17 +140,37 @@ class Store:
         Raises:
             InvalidArgument: None does, several do, or this version does not read it.
         """
-        rowid, plan_id = reader.find_row(self._connection, id_or_prefix)
+        rowid, name = self._find_row(id_or_prefix)
         try:
-            plan = reader.plan_in(self._connection, rowid)
-        except UnreadableRowError as error:
+            plan = read_plan(self._connection, rowid)
+        except UnreadablePlanError as error:
             todo = "update autobatch, or run fit() again" if error.is_foreign else "run fit() again"
-            raise InvalidArgument(
-                f"plan {plan_id} is not one that this version reads ({error.reason}): {todo}"
-            ) from error
+            raise InvalidArgument(f"plan {name} is not one that this version reads ({error}): {todo}") from error
         if plan is None:
-            raise InvalidArgument(f"plan {plan_id} was forgotten a moment ago")
+            raise InvalidArgument(f"plan {name} was forgotten a moment ago")
         return plan
+
+    def _find_row(self, wanted: str) -> tuple[int, str]:
+        """The row and the id of the plan of this id, or of the only one whose id begins so."""
+        # Not LIKE: an id is the user's input here, and % is not what it says.
+        query = (
+            "SELECT rowid, id FROM plans WHERE substr(id, 1, length(?1)) = ?1 "
+            "ORDER BY id != ?1, made_at DESC, rowid DESC LIMIT 4"
+        )
+        found = self._connection.execute(query, (wanted,)).fetchall() if wanted else []
+        if found and (len(found) == 1 or found[0][1] == wanted):
+            return int(found[0][0]), str(found[0][1])
+        if found:
+            names = ", ".join(name for _, name in found[:3]) + (", ..." if len(found) > 3 else "")
+            raise InvalidArgument(f"several plans begin with {wanted!r}: {names}; give more of the id")
+        newest = self._connection.execute("SELECT id FROM plans ORDER BY made_at DESC, rowid DESC LIMIT 3")
+        names = ", ".join(name for (name,) in newest)
+        known = f"the newest are {names}" if names else "no plan is stored yet: run fit()"
+        raise InvalidArgument(f"no plan has the id {wanted!r}; {known}")
+
+    def runs_of(self, plan_id: str) -> list[Run]:
+        """The runs of the plan of this very id, the newest first, without those that cannot be read."""
+        return read_runs(self._connection, plan_id)
 
     def forget(
         self,
@@ -140,7 +195,7 @@ class Store:
             raise InvalidArgument(f"older_than_seconds={older_than_seconds!r} must be at least 0")
         with transaction(self._connection) as connection:
             if ids is not None:
-                rows = {reader.find_row(connection, wanted)[:1] for wanted in ids}
+                rows = {self._find_row(wanted)[:1] for wanted in ids}
                 return connection.executemany("DELETE FROM plans WHERE rowid = ?", rows).rowcount if rows else 0
             # Nothing says how old a row is that cannot be read, and whoever wants old ones gone wants it gone.
             connection.execute("DELETE FROM set_aside")
@@ -148,3 +203,8 @@ class Store:
                 return connection.execute("DELETE FROM plans").rowcount
             limit = time.time() - (older_than_seconds or 0)
             return connection.execute("DELETE FROM plans WHERE made_at < ?", (limit,)).rowcount
+
+
+def plan_id(plan: Plan) -> str:
+    """The plan's id; one made by hand has none, and gets one that follows from its content."""
+    return plan.id or hashlib.sha256(plan.model_dump_json().encode()).hexdigest()[:16]

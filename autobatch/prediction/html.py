@@ -1,6 +1,6 @@
 """Renders a prediction as HTML for a notebook.
 
-Covers the same sections as its text. Nothing in it runs or is fetched, and all text is escaped (``report.templating``).
+Covers the same sections as its text. Nothing in it runs or is fetched, and all text is escaped (``report.html``).
 Does not cover any estimate: every number shown stands in the record.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from autobatch._formatting import plural
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.prediction.text import explain_trust, summarise_prediction
-from autobatch.report.tables import Bytes, Cell, Table
-from autobatch.report.templating import Section, render_template
+from autobatch.report.html import render_template
+from autobatch.report.tables import Bytes, Cell, Section, Table
 
 __all__ = ["render_prediction"]
 
@@ -40,7 +40,7 @@ def _sections(prediction: PredictionRecord) -> Iterator[Section]:
         ("On every card that is known", _card_table(prediction), None),
     ):
         if table.rows:
-            yield Section(title, table, title, planned)
+            yield Section(title, table=table, planned=planned)
     yield Section("How sure this is", items=list(explain_trust(prediction)))
 
 

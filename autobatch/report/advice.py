@@ -21,30 +21,29 @@ PHASES: dict[Phase, str] = {
     "optimizer state": "where the optimizer made its state",
     "update": "in the optimizer's step",
 }
-_SUBJECTS: dict[Phase, str] = {
-    "gradients": "the gradients do not fit on {device} beside the model",
-    "optimizer state": "the optimizer's state does not fit on {device} beside model and gradients",
-    "update": "the optimizer's update does not fit on {device} beside model, gradients and its state",
-}
 _NO_USE = "smaller micro-batches and activation checkpointing would not help"
 _PASSES = (
     "activation checkpointing, bfloat16 autocast, smaller inputs, an optimizer with less state, or fewer trained "
     "parameters"
 )
-_ADVICE: dict[Phase, str] = {
-    "forward": _PASSES,
-    "backward": _PASSES,
-    "gradients": f"fewer trained parameters (freeze some, or LoRA), or parameters in bfloat16; {_NO_USE}",
+_MODEL_ADVICE = f"fewer parameters, parameters in bfloat16, or a batch that is not on the device as a whole; {_NO_USE}"
+_AT_ANY_SIZE: dict[Phase, tuple[str, str]] = {
+    "gradients": (
+        "the gradients do not fit on {device} beside the model",
+        f"fewer trained parameters (freeze some, or LoRA), or parameters in bfloat16; {_NO_USE}",
+    ),
     "optimizer state": (
+        "the optimizer's state does not fit on {device} beside model and gradients",
         f"an optimizer with less state (SGD, Adafactor, Adam in 8 bits), fewer trained parameters, or parameters in "
-        f"bfloat16; {_NO_USE}"
+        f"bfloat16; {_NO_USE}",
     ),
     "update": (
+        "the optimizer's update does not fit on {device} beside model, gradients and its state",
         f"an optimizer without temporaries of all parameters at once (foreach=False or fused=True), one with less "
-        f"state, or fewer trained parameters; {_NO_USE}"
+        f"state, or fewer trained parameters; {_NO_USE}",
     ),
 }
-_MODEL_ADVICE = f"fewer parameters, parameters in bfloat16, or a batch that is not on the device as a whole; {_NO_USE}"
+"""What does not fit whatever the micro-batch size, and what would help."""
 
 
 def advise(plan: PlanRecord) -> Iterator[str]:
@@ -79,20 +78,20 @@ def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: i
     ``trial`` is of the smallest size that was tried, and ``reason`` the error's first line.
     """
     phase = trial.ended_in or "forward"
-    is_full = phase in ("forward", "backward") and 0 < limit_bytes <= trial.resident_bytes
+    subject, advice = (
+        f"a micro-batch of {plural(trial.micro_batch_size, 'sample')} does not fit on {device.name}",
+        _PASSES,
+    )
+    if phase in _AT_ANY_SIZE:
+        subject, advice = _AT_ANY_SIZE[phase]
+        subject = f"{subject.format(device=device.name)}, at any micro-batch size"
+    elif 0 < limit_bytes <= trial.resident_bytes:
+        subject, advice = f"{subject}, as the model by itself does not", _MODEL_ADVICE
     held_bytes = max(trial.peak_reserved, trial.resident_bytes)  # memory may end before the first reading
     return (
-        f"{_name_subject(trial, phase, device, is_full=is_full)}: memory ended {PHASES[phase]}; "
+        f"{subject}: memory ended {PHASES[phase]}; "
         f"{format_bytes(held_bytes)} were held, {format_bytes(trial.resident_bytes)} of that before the first sample, "
         f"and the limit is {format_bytes(limit_bytes)} of a budget of {format_bytes(budget_bytes)}; {reason}; "
         f"{'; '.join(tenant_lines(device)) or 'no other process is known to hold memory there'}; what would help: "
-        f"a larger budget= or smaller headroom=, {_MODEL_ADVICE if is_full else _ADVICE[phase]}"
+        f"a larger budget= or smaller headroom=, {advice}"
     )
-
-
-def _name_subject(trial: Trial, phase: Phase, device: DeviceInfo, *, is_full: bool) -> str:
-    if phase in _SUBJECTS:
-        return f"{_SUBJECTS[phase].format(device=device.name)}, at any micro-batch size"
-    size = plural(trial.micro_batch_size, "sample")
-    model = ", as the model by itself does not" if is_full else ""
-    return f"a micro-batch of {size} does not fit on {device.name}{model}"

@@ -1,6 +1,6 @@
 """Divides the budget into parts: where the memory goes at the planned size.
 
-Does not cover how the parts are shown (``text``, ``charts``).
+Does not cover how the parts are shown (``tables``, ``charts``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from autobatch.planning.curve import ran
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
 
-__all__ = ["Part", "apportion", "chosen_trial", "held_bytes", "memory_parts"]
+__all__ = ["Part", "apportion", "chosen_trial", "draw_bar", "held_bytes", "memory_parts"]
+
+_BAR_CELLS = 72
 
 
 class Part(NamedTuple):
@@ -56,6 +58,12 @@ def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
         Part("headroom", "-", headroom, "headroom: left free on purpose"),
     )
     return tuple(part for part in parts if part.size_bytes > 0)
+
+
+def draw_bar(parts: Sequence[Part]) -> str:
+    """As many characters of each part as it has of the whole."""
+    cells = apportion([part.size_bytes for part in parts], _BAR_CELLS)
+    return f"[{''.join(part.symbol * count for part, count in zip(parts, cells, strict=True))}]"
 
 
 def apportion(counts: Sequence[int], cells: int) -> tuple[int, ...]:

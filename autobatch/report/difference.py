@@ -15,7 +15,6 @@ from typing import Any
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.breakdown import held_bytes
-from autobatch.report.tables import format_time
 
 __all__ = ["diff_plans", "diff_plans_data"]
 
@@ -45,14 +44,12 @@ def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
 def diff_plans(a: PlanRecord, b: PlanRecord) -> str:
     """What differs from ``a`` to ``b``, in lines of at most 80 columns; ends without a newline."""
     data = diff_plans_data(a, b)
-    lines = [_WORKLOADS[data["same_workload"]]]
-    lines += [_field_line(entry) for entry in data["fields"]]
-    lines += [f"trial of {plural(entry['size'], 'sample')}: {_change(entry, _say_trial)}" for entry in data["trials"]]
-    lines += [
-        f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, format_bytes)}" for entry in data["curve"]
-    ]
-    if len(lines) == 1:
-        lines.append("nothing else differs")
+    lines = [
+        *map(_field_line, data["fields"]),
+        *(f"trial of {plural(entry['size'], 'sample')}: {_change(entry, _say_trial)}" for entry in data["trials"]),
+        *(f"curve at {plural(entry['samples'], 'sample')}: {_change(entry, format_bytes)}" for entry in data["curve"]),
+    ] or ["nothing else differs"]
+    lines = [_WORKLOADS[data["same_workload"]], *lines]
     return "\n".join(textwrap.fill(line, _WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
 
 
@@ -65,11 +62,8 @@ _WORKLOADS = {
 _WHOLE = {"batch_lists", "verdict"}
 """Fields that are compared as one: keys of the first are the user's, and the second is one sentence."""
 
-_APART = {"trials", "curve"}
-"""Fields that are compared in their own way."""
-
-_EACH_ITS_OWN = {"id", "made_at", "seconds", "confirms"}
-"""Fields that differ between any two plans, and say nothing of what was found."""
+_NOT_FIELDS = {"trials", "curve"} | {"id", "made_at", "seconds", "confirms"}
+"""What is compared in its own way, and what differs between any two plans and says nothing of what was found."""
 
 
 def _differences(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> list[dict[str, Any]]:
@@ -77,7 +71,7 @@ def _differences(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> list[dict[s
 
 
 def _comparable_fields(plan: PlanRecord) -> dict[str, Any]:
-    fields = plan.model_dump(mode="json", exclude=_APART | _EACH_ITS_OWN)
+    fields = plan.model_dump(mode="json", exclude=_NOT_FIELDS)
     if plan.verdict is not None:  # what was found, and not how long it took and to which decimal
         found = plan.verdict
         fields["verdict"] = found.unchecked or ("exact" if found.exact else f"not exact: {'; '.join(found.causes)}")
@@ -160,6 +154,4 @@ _NAMES = {
 _SPECIAL: dict[str, Callable[[Any], str]] = {
     "micro_batch_sizes": _say_sizes,
     "device.tenants": _say_tenants,
-    "made_at": lambda seconds: format_time(seconds) or "not noted",
-    "seconds": lambda seconds: f"{seconds:.1f} s",
 }

@@ -1,39 +1,55 @@
 """Renders a plan and its runs as HTML: charts, and the same numbers in tables beneath them.
 
-Covers a whole page and the fragment that a notebook shows. Neither runs or fetches anything, and all text is escaped
-(``templating``). Does not cover the numbers (``tables``) nor the charts (``charts``, ``run_chart``).
+Covers a whole page, the fragment that a notebook shows, and the templates that predictions use too. Nothing in them
+runs or is fetched, and all that is inserted is escaped unless it is ``Markup``, which only the package's own charts are.
+Does not cover the numbers (``tables``) nor the charts (``charts``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.report.advice import advise, tenant_lines
 from autobatch.report.breakdown import memory_parts
-from autobatch.report.charts import memory_bar, peak_chart, speed_chart
-from autobatch.report.run_chart import run_chart
-from autobatch.report.svg import cross, dot, element, polyline, triangle
+from autobatch.report.charts import memory_bar, peak_chart, run_chart, speed_chart
+from autobatch.report.svg import cross, dot, element, polyline, replace_unprintable, triangle
 from autobatch.report.tables import (
+    Section,
+    Table,
     breakdown_table,
-    budget_table,
-    curve_table,
-    facts_table,
+    format_cell,
     newest,
-    range_table,
-    run_table,
-    setback_table,
-    trial_table,
+    number_columns,
+    plan_sections,
+    run_sections,
 )
-from autobatch.report.templating import Figure, Key, Section, render_template
 from autobatch.report.text import summarise_plan
 
-__all__ = ["render_fragment", "render_report"]
+__all__ = ["render_fragment", "render_report", "render_template"]
+
+
+class _Key(NamedTuple):
+    """What a mark in a chart means."""
+
+    mark: Markup
+    meaning: str
+
+
+class _Figure(NamedTuple):
+    """A chart, and beneath it either its keys or a table of its parts, each row led by a swatch of its colour."""
+
+    caption: str
+    chart: Markup
+    keys: Sequence[_Key] = ()
+    table: Table | None = None
+    swatches: Sequence[Markup] = ()
 
 
 def render_report(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
@@ -55,30 +71,62 @@ def render_fragment(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
     return render_template("fragment.html", **_content(plan, runs))
 
 
+def render_template(template: str, *, summary: str, sections: Iterable[Section], **content: Any) -> str:
+    """Fill ``"fragment.html"``, or ``"page.html"``, which has a ``title`` too.
+
+    Args:
+        template: A file in ``report/templates``.
+        summary: The first line.
+        sections: In order.
+        content: If there are any: ``lines`` below the summary, ``warnings`` as a list that stands out, ``figures`` (an
+            empty list says that nothing was measured, ``None`` says nothing), and ``json``, the record itself.
+    """
+    optional = {"lines": (), "warnings": (), "figures": None, "json": "", "title": ""}
+    content = {**optional, **content, "sections": [section for section in sections if not section.only_text]}
+    return _environment().get_template(template).render(summary=summary, **content)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("autobatch.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalize,
+    )
+    environment.filters["format_cell"] = format_cell
+    environment.globals["number_columns"] = number_columns
+    return environment
+
+
+def _finalize(value: object) -> object:
+    """What neither HTML nor SVG may hold is replaced; escaping comes after this."""
+    return replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
 def _content(plan: PlanRecord, runs: Sequence[Run]) -> dict[str, Any]:
     return {
         "summary": summarise_plan(plan).removeprefix("autobatch: "),
         "lines": [f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"] if plan.verdict else [],
         "warnings": plan.warnings,
         "figures": [figure for figure in _figures(plan, runs) if figure.chart],
-        "sections": [*_plan_sections(plan), *_run_sections(runs)],
+        "sections": [*plan_sections(plan), *run_sections(runs)],
         "json": plan.model_dump_json(indent=2),
     }
 
 
-def _figures(plan: PlanRecord, runs: Sequence[Run]) -> Iterator[Figure]:
+def _figures(plan: PlanRecord, runs: Sequence[Run]) -> Iterator[_Figure]:
+    size = plural(plan.micro_batch_size, "sample")
+    swatches = [_swatch(part.key) for part in memory_parts(plan)]
     lines = ("curve", "budget", "limit")
-    yield Figure("Peak memory by micro-batch size", _markup(peak_chart(plan)), _trial_keys(plan, lines))
-    yield Figure("Speed by micro-batch size", _markup(speed_chart(plan)), _trial_keys(plan, ()))
-    yield Figure(
-        f"Where the memory goes at {plural(plan.micro_batch_size, 'sample')}",
-        _markup(memory_bar(plan)),
-        table=breakdown_table(plan),
-        name="where the memory goes",
-        swatches=[_swatch(part.key) for part in memory_parts(plan)],
-    )
+    yield _Figure("Peak memory by micro-batch size", _markup(peak_chart(plan)), _trial_keys(plan, lines))
+    yield _Figure("Speed by micro-batch size", _markup(speed_chart(plan)), _trial_keys(plan, ()))
+    bar = _markup(memory_bar(plan))
+    yield _Figure(f"Where the memory goes at {size}", bar, table=breakdown_table(plan), swatches=swatches)
     for run in newest(runs):
-        yield Figure(f"Run {run.id}: size and retries by step", _markup(run_chart(run)), _run_keys(run))
+        yield _Figure(f"Run {run.id}: size and retries by step", _markup(run_chart(run)), _run_keys(run))
 
 
 def _markup(drawn: str) -> Markup:
@@ -94,55 +142,31 @@ def _swatch(part: str) -> Markup:
 
 
 _KEYS = {
-    "fits": Key(_markup(dot(11, 8, "fits", "")), "a trial that fits"),
-    "thrash": Key(_markup(triangle(11, 8, "thrash", "")), "fits only by giving memory back"),
-    "oom": Key(_markup(cross(11, 8, "oom", "")), "out of memory"),
-    "chosen": Key(_markup(dot(11, 8, "chosen", "", radius=7)), "the plan's size"),
-    "curve": Key(_markup(polyline([(0, 8), (22, 8)], "curve")), "the curve; dashed where nothing ran"),
-    "budget": Key(_markup(polyline([(0, 8), (22, 8)], "budget")), "the budget"),
-    "limit": Key(_markup(polyline([(0, 8), (22, 8)], "limit")), "the limit: the budget less the headroom"),
+    "fits": _Key(_markup(dot(11, 8, "fits", "")), "a trial that fits"),
+    "thrash": _Key(_markup(triangle(11, 8, "thrash", "")), "fits only by giving memory back"),
+    "oom": _Key(_markup(cross(11, 8, "oom", "")), "out of memory"),
+    "chosen": _Key(_markup(dot(11, 8, "chosen", "", radius=7)), "the plan's size"),
+    "curve": _Key(_markup(polyline([(0, 8), (22, 8)], "curve")), "the curve; dashed where nothing ran"),
+    "budget": _Key(_markup(polyline([(0, 8), (22, 8)], "budget")), "the budget"),
+    "limit": _Key(_markup(polyline([(0, 8), (22, 8)], "limit")), "the limit: the budget less the headroom"),
 }
 
 
-def _trial_keys(plan: PlanRecord, others: tuple[str, ...]) -> list[Key]:
+def _trial_keys(plan: PlanRecord, others: tuple[str, ...]) -> list[_Key]:
     """What the marks mean, of those that are there."""
-    there = {trial.outcome for trial in plan.trials} | {"chosen"}
-    there |= {"curve"} if plan.curve else set()
-    there |= {"budget"} if plan.budget_bytes else set()
-    there |= {"limit"} if plan.headroom_bytes else set()
-    return [_KEYS[name] for name in ("fits", "thrash", "oom", "chosen", *others) if name in there]
+    there = {"curve": plan.curve, "budget": plan.budget_bytes, "limit": plan.headroom_bytes, "chosen": True}
+    there |= {trial.outcome: True for trial in plan.trials}
+    return [_KEYS[name] for name in ("fits", "thrash", "oom", "chosen", *others) if there.get(name)]
 
 
-def _run_keys(run: Run) -> list[Key]:
-    keys = [Key(_markup(polyline([(0, 8), (22, 8)], "sizes")), "the most samples in a micro-batch")]
+def _run_keys(run: Run) -> list[_Key]:
+    keys = [_Key(_markup(polyline([(0, 8), (22, 8)], "sizes")), "the most samples in a micro-batch")]
     kinds = {back.kind for back in run.setbacks}
     if run.retries:
         bar = _markup(element("rect", x=8, y=2, width=6, height=12, class_="retries"))
-        keys.append(Key(bar, f"retries; the highest bar is {max(part.retries for part in run.ranges)}"))
+        keys.append(_Key(bar, f"retries; the highest bar is {max(part.retries for part in run.ranges)}"))
     if "retry" in kinds:
-        keys.append(Key(_KEYS["oom"].mark, "a step that was undone and done again"))
+        keys.append(_Key(_KEYS["oom"].mark, "a step that was undone and done again"))
     if "size" in kinds:
-        keys.append(Key(_markup(triangle(11, 8, "changed", "")), "the size changed between two steps"))
+        keys.append(_Key(_markup(triangle(11, 8, "changed", "")), "the size changed between two steps"))
     return keys
-
-
-def _plan_sections(plan: PlanRecord) -> Iterator[Section]:
-    size = plan.micro_batch_size
-    yield Section("The plan", facts_table(plan), "the plan")
-    yield Section("Budget", budget_table(plan), "budget", lines=list(tenant_lines(plan.device)))
-    if plan.trials:
-        yield Section("Trials", trial_table(plan), "trials", size)
-    if plan.curve is not None:
-        yield Section("Memory curve", curve_table(plan), "memory curve", size)
-    if advice := list(advise(plan)):
-        yield Section("What would help", items=advice)
-
-
-def _run_sections(runs: Sequence[Run]) -> Iterator[Section]:
-    if runs:
-        yield Section("Runs", run_table(runs), "runs")
-    for run in newest(runs):
-        if run.ranges:
-            yield Section(f"Run {run.id}: steps", range_table(run), f"steps of run {run.id}")
-        if run.setbacks:
-            yield Section(f"Run {run.id}: setbacks", setback_table(run), f"setbacks of run {run.id}")

@@ -1,4 +1,4 @@
-"""Tabulates a plan and its runs, for the text and the HTML alike.
+"""Says what a plan's report shows, and of its runs: the sections and tables that text and HTML have in common.
 
 Covers which numbers are shown, in which order, and how many rows of long lists. Does not cover how a table looks.
 """
@@ -6,33 +6,31 @@ Covers which numbers are shown, in which order, and how many rows of long lists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import NamedTuple, TypeVar
 
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
-from autobatch.report.breakdown import memory_parts
+from autobatch.report.advice import advise, tenant_lines
+from autobatch.report.breakdown import draw_bar, memory_parts
 
 __all__ = [
     "Bytes",
     "Cell",
+    "Section",
     "Table",
     "breakdown_table",
-    "budget_table",
-    "curve_table",
-    "facts_table",
     "format_cell",
     "format_time",
     "newest",
     "number_columns",
-    "range_table",
-    "run_table",
-    "setback_table",
-    "trial_table",
+    "plan_sections",
+    "run_sections",
 ]
 
 _T = TypeVar("_T")
@@ -59,6 +57,59 @@ class Table(NamedTuple):
     headings: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...] = ()
+
+
+class Section(NamedTuple):
+    """A heading, and what there is beneath it of these, in this order.
+
+    Attributes:
+        title: The heading.
+        bar: One of characters.
+        table: Its rows.
+        planned: Rows that begin with this number are the plan's own.
+        lines: Sentences.
+        items: Of a list.
+        only_text: Whether HTML has this elsewhere, and not as a section.
+    """
+
+    title: str
+    bar: str = ""
+    table: Table | None = None
+    planned: int | None = None
+    lines: Sequence[str] = ()
+    items: Sequence[str] = ()
+    only_text: bool = False
+
+
+def plan_sections(plan: PlanRecord) -> Iterator[Section]:
+    """What is known about a plan."""
+    size = plan.micro_batch_size
+    yield Section("The plan", table=_facts_table(plan))
+    yield Section("Budget", table=_budget_table(plan), lines=list(tenant_lines(plan.device)))
+    if plan.trials:
+        yield Section("Trials", table=_trial_table(plan), planned=size)
+    if parts := memory_parts(plan):
+        yield Section("Where the memory goes", draw_bar(parts), breakdown_table(plan), only_text=True)
+    if plan.curve is not None:
+        yield Section("Memory curve", table=_curve_table(plan, plan.curve), planned=size)
+    if plan.verdict is not None:
+        line = f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"
+        yield Section("Is splitting exact?", lines=[line], only_text=True)
+    if advice := list(advise(plan)):
+        yield Section("What would help", items=advice)
+    if plan.warnings:
+        yield Section("Warnings", lines=[f"! {warning}" for warning in plan.warnings], only_text=True)
+
+
+def run_sections(runs: Sequence[Run]) -> Iterator[Section]:
+    """All runs in one table, and the newest with their steps and setbacks."""
+    if runs:
+        yield Section("Runs", table=_run_table(runs))
+    for run in newest(runs):
+        if run.ranges:
+            yield Section(f"Run {run.id}: steps", table=_range_table(run))
+        if run.setbacks:
+            yield Section(f"Run {run.id}: setbacks", table=_setback_table(run))
 
 
 def format_cell(cell: Cell) -> str:
@@ -93,7 +144,7 @@ def format_time(seconds: float) -> str:
         return ""
 
 
-def facts_table(plan: PlanRecord) -> Table:
+def _facts_table(plan: PlanRecord) -> Table:
     """What was decided, for what, and by whom."""
     sizes = ", ".join(f"{count} x {size}" for size, count in Counter(plan.micro_batch_sizes).items())
     facts: tuple[tuple[str, Cell], ...] = (
@@ -115,7 +166,7 @@ def facts_table(plan: PlanRecord) -> Table:
     return Table(("", ""), tuple(fact for fact in facts if fact[1] not in ("", 0) and fact != ("ranks", 1)))
 
 
-def budget_table(plan: PlanRecord) -> Table:
+def _budget_table(plan: PlanRecord) -> Table:
     """What the process may hold; without rows where that is not known."""
     if not plan.budget_bytes:
         return Table((), (), (f"{plan.device.name} does not report its memory; sizes were found by running out of it",))
@@ -130,7 +181,7 @@ def budget_table(plan: PlanRecord) -> Table:
     return Table(("", "bytes", "what it is"), tuple(rows))
 
 
-def trial_table(plan: PlanRecord) -> Table:
+def _trial_table(plan: PlanRecord) -> Table:
     """Every attempt, in order."""
     headings = ("size", "outcome", "allocated", "reserved", "optimizer", "retries", "samples/s")
     note = "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
@@ -154,20 +205,18 @@ def breakdown_table(plan: PlanRecord) -> Table:
     return Table(("", "bytes", "share", "part"), tuple(rows), (note,))
 
 
-def curve_table(plan: PlanRecord) -> Table:
-    """The curve at a few sizes, the planned one among them; without rows where the plan has no curve."""
-    if plan.curve is None:
-        return Table((), ())
+def _curve_table(plan: PlanRecord, curve: MemoryCurve) -> Table:
+    """The curve at a few sizes, the planned one among them."""
     share = sum(plan.micro_batch_sizes)
     sizes = sorted({1, plan.micro_batch_size, min(2 * plan.micro_batch_size, share), share})
     marks = {plan.micro_batch_size: "<- the plan"}
-    rows = tuple((size, Bytes(plan.curve.peak_reserved(size)), marks.get(size, "")) for size in sizes)
-    largest = min(plan.curve.largest(plan.limit_bytes), share)
+    rows = tuple((size, Bytes(curve.peak_reserved(size)), marks.get(size, "")) for size in sizes)
+    largest = min(curve.largest(plan.limit_bytes), share)
     notes = (f"The curve puts the largest size within the limit at {largest} of {share}.",) if plan.budget_bytes else ()
     return Table(("samples", "peak", ""), rows, notes)
 
 
-def run_table(runs: Sequence[Run]) -> Table:
+def _run_table(runs: Sequence[Run]) -> Table:
     """Each run in a line."""
     shown, left_out = _ends(runs, "run")
     ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
@@ -186,7 +235,7 @@ def _run_row(run: Run) -> tuple[Cell, ...]:
     return (run.id, began or _UNKNOWN, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
 
 
-def range_table(run: Run) -> Table:
+def _range_table(run: Run) -> Table:
     """How one run's steps went: consecutive ones that went alike in one row."""
     shown, left_out = _ends(run.ranges, "range of steps", "ranges of steps")
     headings = ("steps", "micro-batch", "retries", "peak", "samples/s")
@@ -200,7 +249,7 @@ def _range_row(part: StepRange) -> tuple[Cell, ...]:
     return (steps, part.micro_batch_size, part.retries, Bytes(part.peak_bytes), speed)
 
 
-def setback_table(run: Run) -> Table:
+def _setback_table(run: Run) -> Table:
     """When memory was short or came back in one run, and why."""
     shown, left_out = _ends(run.setbacks, "setback")
     headings = ("step", "kind", "from", "to", "held", "reason")

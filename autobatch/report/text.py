@@ -12,27 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from autobatch._formatting import format_bytes, plural, spell
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.report.advice import advise, tenant_lines
-from autobatch.report.breakdown import apportion, memory_parts
-from autobatch.report.tables import (
-    Table,
-    breakdown_table,
-    budget_table,
-    curve_table,
-    facts_table,
-    format_cell,
-    newest,
-    number_columns,
-    range_table,
-    run_table,
-    setback_table,
-    trial_table,
-)
+from autobatch.report.tables import Section, Table, format_cell, number_columns, plan_sections, run_sections
 
 __all__ = ["describe_division", "explain_plan", "show_plan", "summarise_plan"]
 
 _WIDTH = 80
-_BAR_CELLS = 72
 
 
 def summarise_plan(plan: PlanRecord) -> str:
@@ -54,7 +38,8 @@ def describe_division(plan: PlanRecord) -> str:
 
 def explain_plan(plan: PlanRecord) -> str:
     """All that is known about a plan, in sections; ends without a newline."""
-    return "\n".join([summarise_plan(plan), *_sections(plan)])
+    sections = (section for section in plan_sections(plan) if section.title != "The plan")
+    return "\n".join([summarise_plan(plan), *_show_sections(sections)])
 
 
 def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
@@ -64,12 +49,7 @@ def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
         plan: What is shown.
         runs: Those of this plan, oldest first. All are in the table, within bounds; the last few with their steps.
     """
-    lines = [
-        summarise_plan(plan),
-        *_section("The plan", _table_lines(facts_table(plan))),
-        *_sections(plan),
-        *_run_sections(runs),
-    ]
+    lines = [summarise_plan(plan), *_show_sections([*plan_sections(plan), *run_sections(runs)])]
     return "\n".join(part for line in lines for part in _wrap(line))
 
 
@@ -82,48 +62,19 @@ def _peak(plan: PlanRecord) -> str:
     return f"predicted peak {peak} of {budget} beside CUDA's own" if plan.predicted else f"peak {peak} of {budget}"
 
 
-def _sections(plan: PlanRecord) -> list[str]:
-    """What ``explain_plan`` and ``show_plan`` have in common."""
-    verdict = () if plan.verdict is None else (f"{plan.verdict} ({plan.verdict.seconds:.1f} s)",)
-    trials = _table_lines(trial_table(plan), gap=2) if plan.trials else ()
-    return [
-        *_section("Budget", (*_table_lines(budget_table(plan)), *tenant_lines(plan.device))),
-        *_section("Trials", trials),
-        *_section("Where the memory goes", _breakdown_lines(plan)),
-        *_section("Memory curve", _table_lines(curve_table(plan))),
-        *_section("Is splitting exact?", verdict),
-        *_section("What would help", advise(plan)),
-        *_section("Warnings", (f"! {warning}" for warning in plan.warnings)),
-    ]
+def _show_sections(sections: Iterable[Section]) -> Iterator[str]:
+    for section in sections:
+        yield from ("", section.title)
+        for line in (section.bar, *_show_table(section.table), *section.lines, *section.items):
+            if line:
+                yield f"  {line}"
 
 
-def _run_sections(runs: Sequence[Run]) -> Iterator[str]:
-    if runs:
-        yield from _section("Runs", _table_lines(run_table(runs), gap=2))
-    for run in newest(runs):
-        if run.ranges:
-            yield from _section(f"Run {run.id}: steps", _table_lines(range_table(run)))
-        if run.setbacks:
-            yield from _section(f"Run {run.id}: setbacks", _table_lines(setback_table(run), gap=2))
-
-
-def _section(title: str, lines: Iterable[str]) -> list[str]:
-    body = [f"  {line}" for line in lines]
-    return ["", title, *body] if body else []
-
-
-def _breakdown_lines(plan: PlanRecord) -> Iterator[str]:
-    """A bar of as many characters as the parts have of the whole, and what they stand for."""
-    parts = memory_parts(plan)
-    if not parts:
-        return
-    cells = apportion([part.size_bytes for part in parts], _BAR_CELLS)
-    yield f"[{''.join(part.symbol * count for part, count in zip(parts, cells, strict=True))}]"
-    yield from _table_lines(breakdown_table(plan), gap=2)
-
-
-def _table_lines(table: Table, gap: int = 3) -> Iterator[str]:
+def _show_table(table: Table | None) -> Iterator[str]:
     """Columns as wide as they must be, numbers to the right; a last column of words goes on below itself."""
+    if table is None:
+        return
+    gap = 3 if len(table.headings) < 4 else 2
     rows = [tuple(map(format_cell, row)) for row in table.rows]
     if rows and any(table.headings):
         rows = [table.headings, *rows]

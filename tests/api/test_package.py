@@ -89,7 +89,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     here = {file.relative_to(ROOT).as_posix() for file in files}
     metadata = {name for name in names if ".dist-info/" in name}
     assert set(names) - metadata == here
-    assert {"autobatch/py.typed", "autobatch/report/templates/fragment.html"} <= here
+    assert {
+        "autobatch/py.typed",
+        "autobatch/report/templates/fragment.html",
+        "autobatch/report/templates/style.css",
+    } <= here
     assert any(name.endswith("/LICENSE") for name in metadata)
 
 

@@ -285,7 +285,7 @@ def test_verbose_says_what_happens_on_the_way(ask):
 
 def test_a_plan_of_another_version_is_reported_and_left_out(here, ask, monkeypatch):
     """On stderr, so that nobody takes it for gone."""
-    monkeypatch.setattr("autobatch.ledger.path._warned", set())
+    monkeypatch.setattr("autobatch.ledger.database._warned", set())
     ask("fit", "train_it:make", "--target", "64")
     with sqlite3.connect(here / "home" / "ledger.sqlite3") as connection:
         connection.execute("UPDATE plans SET content = json_set(content, '$.target_batch', 'many')")

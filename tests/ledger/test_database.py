@@ -1,4 +1,4 @@
-"""Opening the ledger's file: the tables of each version, the journal mode by file system, what counts as damage."""
+"""Opening the ledger's file: its tables and their version, the journal mode by file system, what counts as damage."""
 
 from __future__ import annotations
 
@@ -7,101 +7,57 @@ import threading
 import time
 
 import pytest
-from ledgers import make_plan, make_run, start_process
+from ledgers import make_plan, start_process
 
 from autobatch.ledger import database
-from autobatch.ledger.database import VERSION, LedgerUnavailable, is_damaged, is_remote, migrate, open_database
+from autobatch.ledger.database import VERSION, LedgerUnavailable, is_damaged, is_remote, open_database
 from autobatch.ledger.store import Store
-
-# As version 1 made them; written out, since files of it stay as they are whatever becomes of the code.
-FIRST_TABLES = """
-CREATE TABLE plans (
-    id TEXT PRIMARY KEY NOT NULL, made_at REAL NOT NULL, model TEXT NOT NULL, device TEXT NOT NULL,
-    fingerprint TEXT NOT NULL, target_batch INTEGER NOT NULL, micro_batch_size INTEGER NOT NULL,
-    peak_bytes INTEGER NOT NULL, content TEXT NOT NULL);
-CREATE INDEX plans_by_age ON plans (made_at);
-CREATE INDEX plans_by_fingerprint ON plans (fingerprint, made_at);
-PRAGMA user_version = 1;
-"""
-
-
-def make_first_version(path, *plans):
-    """A ledger of version 1, which knew plans only."""
-    connection = sqlite3.connect(path)
-    connection.executescript(FIRST_TABLES)
-    for plan in plans:
-        values = (plan.id, plan.made_at, plan.model, plan.device.name, plan.fingerprint, 32, 8, plan.peak_bytes)
-        connection.execute("INSERT INTO plans VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*values, plan.model_dump_json()))
-    connection.commit()
-    connection.close()
 
 
 def read_schema(path):
     """All statements that make the file's tables, and its version."""
     connection = sqlite3.connect(path)
-    tables = {
-        row[0]: " ".join(row[1].split())
-        for row in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql != ''")
-    }
+    tables = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE sql != ''"))
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     connection.close()
     return tables, version
 
 
-def test_a_file_of_version_1_is_brought_up_to_date(tmp_path):
-    """Its plans are there, runs can be added, and its tables are those of a new file."""
-    old, new = tmp_path / "old.sqlite3", tmp_path / "new.sqlite3"
-    make_first_version(old, make_plan("a1"), make_plan("b2"))
-    with Store(old) as store, Store(new):
-        assert [plan.id for plan in store.plans()] == ["b2", "a1"]
-        store.add_run(make_run(plan="a1"))
-        assert store.runs_of("a1") == [make_run(plan="a1")]
-    assert read_schema(old) == read_schema(new)
-    assert read_schema(old)[1] == VERSION == 3
-
-
-def test_a_step_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    """Half of a version is none: the next start begins with the old one."""
-    path = tmp_path / "old.sqlite3"
-    make_first_version(path, make_plan())
-    before = read_schema(path)
-    first, second, *_ = database._STEPS
-    monkeypatch.setattr(database, "_STEPS", (first, (*second, "CREATE NONSENSE")))
-    monkeypatch.setattr(database, "VERSION", 2)
+def test_tables_are_made_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Half of them are none: the next start begins anew."""
+    path = tmp_path / "new.sqlite3"
+    monkeypatch.setattr(database, "_TABLES", (*database._TABLES, "CREATE NONSENSE"))
     with pytest.raises(sqlite3.OperationalError, match="NONSENSE"):
         Store(path)
-    assert read_schema(path) == before
+    assert read_schema(path) == ({}, 0)
     monkeypatch.undo()
+    with Store(path) as store:
+        assert store.plans() == []
+    tables, version = read_schema(path)
+    assert version == VERSION
+    assert {"plans", "runs", "ranges", "setbacks", "clock", "set_aside"} <= set(tables)
+
+
+def test_another_who_was_faster_is_noticed_under_the_lock(tmp_path):
+    """A process that found a new file before another one made its tables does not make them again."""
+    path = tmp_path / "new.sqlite3"
+    slow = sqlite3.connect(path, isolation_level=None)
+    with Store(path) as store:
+        store.add_plan(make_plan())
+    database._make_tables(slow)
+    slow.close()
+    assert read_schema(path)[1] == VERSION
     with Store(path) as store:
         assert len(store.plans()) == 1
 
 
-def test_another_who_was_faster_is_noticed_under_the_lock(tmp_path, monkeypatch):
-    """A process that read the version before another one migrated does not make the tables again."""
-    path = tmp_path / "old.sqlite3"
-    make_first_version(path)
-    slow = sqlite3.connect(path, isolation_level=None)
-    answers = [1]  # what the slow one still believes
-
-    def check(connection, real=database._read_version):
-        if connection is slow and answers:
-            with Store(path):
-                return answers.pop()
-        return real(connection)
-
-    monkeypatch.setattr(database, "_read_version", check)
-    migrate(slow)
-    slow.close()
-    assert answers == []
-    assert read_schema(path)[1] == VERSION
-
-
 @pytest.mark.parametrize("exists", [True, False])
-def test_many_may_migrate_at_once(tmp_path, exists):
-    """Six processes that open an old file, or none, at the same moment all succeed."""
+def test_many_may_open_it_at_once(tmp_path, exists):
+    """Six processes that open a file that is there, or is not yet, at the same moment all succeed."""
     path = tmp_path / "ledger.sqlite3"
     if exists:
-        make_first_version(path, make_plan())
+        with Store(path) as store:
+            store.add_plan(make_plan())
     program = """
 import sys, time
 from pathlib import Path
@@ -125,14 +81,15 @@ with Store(Path(sys.argv[1])) as store:
         assert len(store.plans()) == 6 + exists
 
 
-def test_a_newer_file_is_refused_and_left_alone(tmp_path):
+@pytest.mark.parametrize(("version", "age"), [(VERSION + 1, "a newer"), (VERSION - 1, "an older"), (1, "an older")])
+def test_a_file_of_another_version_is_refused_and_left_alone(tmp_path, version, age):
     """Not a byte changes, and the message says what to do."""
     path = tmp_path / "ledger.sqlite3"
     connection = sqlite3.connect(path)
-    connection.executescript(f"CREATE TABLE later (x); PRAGMA user_version = {VERSION + 1}")
+    connection.executescript(f"CREATE TABLE other (x); PRAGMA user_version = {version}")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(LedgerUnavailable, match=r"newer autobatch .*AUTOBATCH_HOME"):
+    with pytest.raises(LedgerUnavailable, match=rf"{age} autobatch .*AUTOBATCH_HOME"):
         Store(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["ledger.sqlite3"]

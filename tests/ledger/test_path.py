@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from autobatch.ledger import path as ledger_path
-from autobatch.ledger.path import cause_of, find_home, find_ledger, is_enabled, next_file, warn_once
+from autobatch.ledger import database
+from autobatch.ledger.database import cause_of, find_home, find_ledger, is_enabled, next_file, warn_once
 
 
 @pytest.mark.parametrize("word", ["off", "OFF", "Off ", "0", "false", "False", "no", "NO"])
@@ -91,7 +91,7 @@ def test_the_row_has_an_end():
 
 def test_a_warning_is_logged_once_a_process_and_cause(caplog, monkeypatch):
     """The same cause with other words is silent, another cause is not."""
-    monkeypatch.setattr(ledger_path, "_warned", set())
+    monkeypatch.setattr(database, "_warned", set())
     for cause, message in [("a", "first"), ("a", "second"), ("b", "third")]:
         warn_once(cause, message)
     assert [record.getMessage() for record in caplog.records] == ["autobatch: first", "autobatch: third"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledgers import add_plans, count_rows, make_plan, make_run, make_update, names
 
-from autobatch.ledger import path as ledger_path
+from autobatch.ledger import database
 from autobatch.ledger.database import transaction
 from autobatch.ledger.retention import Retention, find_retention, prune, tick
 from autobatch.ledger.store import Store
@@ -21,7 +21,7 @@ DAY = 86400.0
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch):
     """Begin as a process that has warned of nothing."""
-    monkeypatch.setattr(ledger_path, "_warned", set())
+    monkeypatch.setattr(database, "_warned", set())
 
 
 @pytest.fixture

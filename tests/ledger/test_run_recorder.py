@@ -19,8 +19,7 @@ from torch import nn
 
 import autobatch
 from autobatch.events import BatchDiffers, StepFinished
-from autobatch.ledger import path as ledger_path
-from autobatch.ledger import run_recorder
+from autobatch.ledger import database, run_recorder
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.store import Store
@@ -33,7 +32,7 @@ SELDOM = 1e9
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch, caplog):
     """Begin as a process that has warned of nothing and has no run."""
-    monkeypatch.setattr(ledger_path, "_warned", set())
+    monkeypatch.setattr(database, "_warned", set())
     monkeypatch.setattr(run_recorder, "_unfinished", set())
     caplog.set_level(logging.WARNING, "autobatch")
 

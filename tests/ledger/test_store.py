@@ -13,7 +13,7 @@ from ledgers import add_plans, count_rows, make_plan, make_run, make_update, nam
 
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Setback, StepRange
-from autobatch.ledger import path as ledger_path
+from autobatch.ledger import database
 from autobatch.ledger.database import transaction
 from autobatch.ledger.store import Store
 from autobatch.records import DeviceInfo
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """An empty ledger, in a process that has warned of nothing."""
-    monkeypatch.setattr(ledger_path, "_warned", set())
+    monkeypatch.setattr(database, "_warned", set())
     with Store(tmp_path / "home" / "ledger.sqlite3") as opened:
         yield opened
 

@@ -13,9 +13,8 @@ from report_cases import CASES, GIB, Page, card_plan, centre, make_run, plans, r
 from autobatch._formatting import format_bytes
 from autobatch.events.run_history import Run, Setback
 from autobatch.report.breakdown import held_bytes, memory_parts
-from autobatch.report.charts import memory_bar, peak_chart, speed_chart
-from autobatch.report.run_chart import run_chart, thin_out
-from autobatch.report.scales import LinearScale
+from autobatch.report.charts import memory_bar, peak_chart, run_chart, speed_chart, thin_out
+from autobatch.report.svg import Scale
 
 NEAR = 0.15  # labels and marks are rounded to a hundredth
 
@@ -155,7 +154,7 @@ def test_a_runs_line_has_its_sizes(sizes, data):
 def test_thinning_keeps_the_least_and_the_most(sizes, width):
     """At most four ranges a place; the ends, and each place's extremes, are among them, in order."""
     run = make_run(sizes)
-    across = LinearScale(0, 2 * len(sizes), 0, width)
+    across = Scale(0, 2 * len(sizes), 0, width)
     thinned = thin_out(run.ranges, across)
     assert len(thinned) <= 4 * (width + 1)
     assert (thinned[0], thinned[-1]) == (run.ranges[0], run.ranges[-1])

@@ -12,18 +12,23 @@ from hypothesis import strategies as st
 from report_cases import CASES, GIB, HOSTILE, Page, card_plan, make_plan, make_run, make_trial, plans
 
 import autobatch.report
-from autobatch._formatting import format_bytes
+from autobatch._formatting import format_bytes, plural
 from autobatch.events.run_history import Setback
 from autobatch.records import DeviceInfo, Tenant, Verdict
 from autobatch.report.html import render_fragment, render_report
-from autobatch.report.style import PAGE_STYLE, SCOPE, STYLE
 from autobatch.report.svg import escape
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = (make_run([43, 43, 20, 43], retries=[2], outcome="failed", reason="CannotRetry: memory ended"),)
+SCOPE = "autobatch-report"
 TAGS = {"all", "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "div", "p", "ul", "li", "figure"}
 TAGS |= {"figcaption", "svg", "desc", "text", "path", "circle", "rect", "table", "thead", "tbody", "tr", "th", "td"}
 TAGS |= {"details", "summary", "pre"}
+
+
+def styles(text):
+    """The style sheets of a page or a fragment, without the templates' own comments."""
+    return [element.text for element in Page(text).root.iter("style")]
 
 
 def numbers(rows):
@@ -56,17 +61,17 @@ def test_any_plan_makes_a_closed_document(plan):
 def test_the_tables_hold_the_plans_numbers(plan):
     """Budget and trials, to the byte, from the plan's own JSON."""
     page, data = Page(render_report(plan)), json.loads(plan.model_dump_json())
-    rows = numbers(page.table("trials"))
+    rows = numbers(page.table("Trials"))
     for row, trial in zip(rows, data["trials"], strict=True):
         rate = 2 * trial["micro_batch_size"] / trial["seconds"] if trial["seconds"] else "-"
         peaks = [trial[name] or "-" for name in ("peak_allocated", "peak_reserved", "optimizer_peak")]
         assert row == [trial["micro_batch_size"], trial["outcome"], *peaks, trial["alloc_retries"], rate]
     if data["budget_bytes"]:
-        budget = {row[0]: row[1] for row in numbers(page.table("budget"))}
+        budget = {row[0]: row[1] for row in numbers(page.table("Budget"))}
         assert budget["budget"] == data["budget_bytes"]
         assert budget["headroom"] == data["headroom_bytes"]
         assert budget["limit"] == data["budget_bytes"] - data["headroom_bytes"]
-    for size, peak, *_ in numbers(page.table("memory curve")):
+    for size, peak, *_ in numbers(page.table("Memory curve")):
         assert peak == plan.curve.peak_reserved(int(size))
 
 
@@ -74,7 +79,7 @@ def test_the_tables_hold_the_plans_numbers(plan):
 def test_bytes_are_shown_as_people_read_them(plan):
     """Each cell with bytes shows what it holds; the planned row stands out."""
     page = Page(render_report(plan))
-    for row in page.table("where the memory goes"):
+    for row in page.table(f"Where the memory goes at {plural(plan.micro_batch_size, 'sample')}"):
         assert row[1].text == format_bytes(int(row[1].get("data-value")))
     planned = [int(row.find("th").text) for row in page.root.iter("tr") if row.get("class") == "planned"]
     assert set(planned) == {plan.micro_batch_size}
@@ -82,7 +87,7 @@ def test_bytes_are_shown_as_people_read_them(plan):
 
 def test_the_facts_of_a_card():
     """What was decided, for what and by whom; nothing that nobody noted."""
-    rows = dict(numbers(Page(render_report(card_plan())).table("the plan")))
+    rows = dict(numbers(Page(render_report(card_plan())).table("The plan")))
     assert rows == {
         "target batch": 256,
         "micro-batch size": 43,
@@ -152,11 +157,11 @@ def test_every_picture_and_table_says_what_it_is():
 def test_a_runs_tables_are_the_runs():
     """Its line, its steps, its setbacks, and how it ended."""
     page = Page(render_report(card_plan(), RUNS))
-    assert numbers(page.table("runs")) == [
+    assert numbers(page.table("Runs")) == [
         ["f0f0f0f0f0f0", "2026-09-21 14:13", 8, 1, 43 * GIB // 4, "failed"],
     ]
-    assert numbers(page.table("steps of run f0f0f0f0f0f0"))[2] == ["4-5", 20, 1, 5 * GIB, 1024]
-    assert numbers(page.table("setbacks of run f0f0f0f0f0f0")) == [[4, "retry", 21, 20, "-", "out of memory"]]
+    assert numbers(page.table("Run f0f0f0f0f0f0: steps"))[2] == ["4-5", 20, 1, 5 * GIB, 1024]
+    assert numbers(page.table("Run f0f0f0f0f0f0: setbacks")) == [[4, "retry", 21, 20, "-", "out of memory"]]
     assert "Run f0f0f0f0f0f0 ended: CannotRetry: memory ended" in [p.text for p in page.root.iter("p")]
 
 
@@ -166,11 +171,11 @@ def test_long_lists_are_bounded_and_say_so():
     text = render_report(card_plan(), runs)
     page = Page(text)
     notes = [p.text for p in page.root.iter("p")]
-    assert len(page.table("steps of run run99")) == 24
+    assert len(page.table("Run run99: steps")) == 24
     assert notes.count("976 more ranges of steps between the first 12 and the last 12, not shown.") == 4
     assert "76 more runs between the first 12 and the last 12, not shown." in notes
     assert "Steps and setbacks: of the last 4 runs only." in notes
-    assert [row[0].text for row in page.table("runs")][-1] == "run99"
+    assert [row[0].text for row in page.table("Runs")][-1] == "run99"
     assert len(text) < 500_000
 
 
@@ -180,33 +185,35 @@ def test_a_notebook_keeps_its_looks():
     root = Page(text + text).root
     assert [child.get("class") for child in root] == [SCOPE, SCOPE]
     assert not [element for element in root.iter() if element.get("id")]
-    for selectors in re.findall(r"([^{};]+)\{(?!\s*\.)", re.sub(r"@media[^{]*\{", "", STYLE)):
+    [style] = styles(text)
+    for selectors in re.findall(r"([^{};]+)\{(?!\s*\.)", re.sub(r"@media[^{]*\{", "", style)):
         assert all(f".{SCOPE}" in selector for selector in selectors.split(",")), selectors
     assert "<html" not in text
 
 
 def test_styles_are_balanced_and_know_dark_and_print():
     """Light and dark colours of the same names; paper is always light."""
-    for style in (STYLE, PAGE_STYLE):
+    page_style, fragment_style = styles(render_report(card_plan()))
+    for style in (page_style, fragment_style):
         assert style.count("{") == style.count("}")
         assert "@media screen and (prefers-color-scheme: dark)" in style
         assert "@media print" in style
         assert "<" not in style
-    defined = re.findall(r"(--\w+):", STYLE)
+    defined = re.findall(r"(--\w+):", fragment_style)
     assert {name: defined.count(name) for name in defined} == dict.fromkeys(defined, 3)
-    assert set(re.findall(r"var\((--\w+)\)", STYLE)) <= set(defined)
+    assert set(re.findall(r"var\((--\w+)\)", fragment_style)) <= set(defined)
 
 
 def test_a_damaged_date_is_left_out():
     """A time beyond all calendars does not stop a report."""
-    rows = dict(numbers(Page(render_report(card_plan().model_copy(update={"made_at": 1e300}))).table("the plan")))
+    rows = dict(numbers(Page(render_report(card_plan().model_copy(update={"made_at": 1e300}))).table("The plan")))
     assert "made" not in rows
 
 
 def test_ranks_are_told_where_there_are_several():
     """One rank is no news."""
     plan = make_plan([make_trial(4, GIB)], 4, 8, 2 * GIB, target_batch=16, world_size=2)
-    assert dict(numbers(Page(render_report(plan)).table("the plan")))["ranks"] == 2
+    assert dict(numbers(Page(render_report(plan)).table("The plan")))["ranks"] == 2
 
 
 OUTLINE = [
@@ -222,33 +229,33 @@ OUTLINE = [
     "ul keys: 4",
     "figcaption: Where the memory goes at 43 samples",
     "picture: 19 elements",
-    "table where the memory goes: 5 x 4, 0 planned",
+    "table Where the memory goes at 43 samples: 5 x 4, 0 planned",
     "p aside: In all 21.6 GiB, the budget.",
     "figcaption: Run f0f0f0f0f0f0: size and retries by step",
     "picture: 28 elements",
     "ul keys: 3",
     "h2: The plan",
-    "table the plan: 12 x 2, 0 planned",
+    "table The plan: 12 x 2, 0 planned",
     "h2: Budget",
-    "table budget: 4 x 3, 0 planned",
+    "table Budget: 4 x 3, 0 planned",
     "p : process 4711 (python) holds 2.0 GiB",
     "h2: Trials",
-    "table trials: 5 x 7, 1 planned",
+    "table Trials: 5 x 7, 1 planned",
     "p aside: Each trial: two micro-batches accumulate",
     "p aside: Where memory ended (oom), peaks are what",
     "h2: Memory curve",
-    "table memory curve: 4 x 3, 1 planned",
+    "table Memory curve: 4 x 3, 1 planned",
     "p aside: The curve puts the largest size within t",
     "h2: What would help",
     "ul : 3",
     "h2: Runs",
-    "table runs: 1 x 6, 0 planned",
+    "table Runs: 1 x 6, 0 planned",
     "p aside: Run f0f0f0f0f0f0 ended: CannotRetry: mem",
     "h2: Run f0f0f0f0f0f0: steps",
-    "table steps of run f0f0f0f0f0f0: 4 x 5, 0 planned",
+    "table Run f0f0f0f0f0f0: steps: 4 x 5, 0 planned",
     "p aside: On a card these rates are of the time un",
     "h2: Run f0f0f0f0f0f0: setbacks",
-    "table setbacks of run f0f0f0f0f0f0: 1 x 6, 0 planned",
+    "table Run f0f0f0f0f0f0: setbacks: 1 x 6, 0 planned",
     "summary: The plan as JSON",
 ]
 
@@ -281,8 +288,9 @@ def test_the_blocks_of_a_page_are_those_that_are_recorded():
 def test_templates_escape_all_that_they_insert():
     """No template switches escaping off, and only charts, swatches and style sheets come to them as markup."""
     folder = Path(autobatch.report.__file__).parent
-    templates = sorted((folder / "templates").glob("*.html"))
-    assert [template.name for template in templates] == ["fragment.html", "macros.html", "page.html"]
+    templates = sorted((folder / "templates").iterdir())
+    names = ["fragment.html", "macros.html", "page.css", "page.html", "style.css"]
+    assert [template.name for template in templates] == names
     for template in templates:
         assert not re.search(r"\|\s*safe|autoescape|set_block", template.read_text(encoding="utf-8")), template
     made = {
@@ -290,4 +298,4 @@ def test_templates_escape_all_that_they_insert():
         for file in (ROOT / "autobatch").rglob("*.py")
         if " Markup(" in file.read_text(encoding="utf-8")
     }
-    assert made == {"html.py": 1, "templating.py": 2}
+    assert made == {"html.py": 1}
