@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,7 +40,28 @@ from autobatch.errors import InvalidArgument, InvalidBatch
 __all__ = ["Layout", "count_bytes", "count_elements", "describe", "is_one_batch", "map_tensors", "tensors_of"]
 
 
-@dataclass(frozen=True, eq=False)
+_TRAITS = attrgetter("shape", "device", "layout", "requires_grad", "is_nested")
+
+
+class _Alike(NamedTuple):
+    """What holds for all batches of one spec whose tensors have these traits.
+
+    Attributes:
+        traits: Shape, device, layout, and whether a gradient is required and whether it is nested, of each tensor.
+        count: Rows of all tensors with dimensions, where they are dense and agree, else 0.
+        home: ``Layout.home``.
+        elements: Of all tensors together.
+        are_rows: Whether each leaf is a tensor with dimensions.
+    """
+
+    traits: list[Any]
+    count: int
+    home: torch.device | None
+    elements: int
+    are_rows: bool
+
+
+@dataclass(eq=False)  # not frozen: one is made in every step, and each field of a frozen one costs a call
 class Layout:
     """How one batch divides into samples, found once by ``describe``.
 
@@ -50,6 +72,7 @@ class Layout:
         spec: Its containers, where they are plain ones; a later batch of the same spec is described in a few calls.
         leaves: The leaves of the spec, in order.
         home: The one device of all tensors of the spec; ``None`` if they are on several or one requires a gradient.
+        alike: The very same object for a later batch with the same spec, shapes and devices; ``None`` without a spec.
     """
 
     batch: Any
@@ -58,6 +81,7 @@ class Layout:
     spec: TreeSpec | None = None
     leaves: Sequence[Any] = field(default=(), repr=False)
     home: torch.device | None = None
+    alike: _Alike | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of the batch, in order."""
@@ -68,16 +92,19 @@ class Layout:
     @property
     def elements(self) -> int:
         """Elements of all tensors and NumPy arrays together."""
-        return count_elements(self.batch) if self.spec is None else sum(map(torch.numel, self.tensors()))
+        return count_elements(self.batch) if self.alike is None else self.alike.elements
 
     def without_batch(self) -> Layout:
         """How batches of this kind are read, without a reference to this one."""
-        return Layout(None, 0, self.lists, self.spec)
+        return Layout(None, 0, self.lists, self.spec, alike=self.alike)
 
     def split_leaves(self, start: int, sizes: Sequence[int]) -> Iterable[Sequence[Any]]:
         """The leaves of its spec, cut into parts of these sizes from a sample on: views that carry no graph."""
         if self.spec is None:
             return [()] * len(sizes)
+        if self.alike is not None and self.alike.are_rows and sum(sizes) == self.count:  # nearly always: in C alone
+            rows = map(torch.Tensor.detach, self.leaves)
+            return zip(*map(torch.split_with_sizes, rows, repeat(sizes)), strict=True)  # type: ignore[arg-type]
         stop = start + sum(sizes)
         columns: list[Iterable[Any]] = []
         for leaf in self.leaves:
@@ -180,14 +207,14 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
     if like is not None and like.spec is not None:
         leaves: list[Any] = []
         if like.spec.flatten(batch, leaves):
-            count, home = _count_alike(leaves)
-            if count:
-                return Layout(batch, count, like.lists, like.spec, leaves, home)
+            alike = _find_alike(leaves, like.alike)
+            if alike is not None and alike.count:
+                return Layout(batch, alike.count, like.lists, like.spec, leaves, alike.home, alike)
     count, lists = read(batch, like.lists if like is not None else {}, samples)
     spec, leaves = TreeSpec.of(batch) if {*lists.values()} <= {"fields"} else None, []
-    if spec is not None:
-        spec.flatten(batch, leaves)
-    return Layout(batch, count, lists, spec, leaves, _count_alike(leaves)[1])
+    if spec is None or not spec.flatten(batch, leaves) or (alike := _find_alike(leaves)) is None:
+        return Layout(batch, count, lists)
+    return Layout(batch, count, lists, spec, leaves, alike.home, alike)
 
 
 def is_one_batch(batches: Any) -> bool:
@@ -199,20 +226,25 @@ def is_one_batch(batches: Any) -> bool:
     return isinstance(batches, torch.Tensor | Mapping)
 
 
-def _count_alike(leaves: Sequence[Any]) -> tuple[int, torch.device | None]:
-    """Rows of all tensors with dimensions, where they are dense and agree, else 0; and ``Layout.home``."""
-    count, homes = 0, set()
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            if leaf.is_nested or leaf.layout is not torch.strided:
-                return 0, None
-            homes.add(None if leaf.requires_grad else leaf.device)
-            if leaf.ndim:
-                rows = leaf.shape[0]
-                if not rows or count not in (0, rows):
-                    return 0, None
-                count = rows
-    return count, homes.pop() if len(homes) == 1 else None
+def _find_alike(leaves: Sequence[Any], latest: _Alike | None = None) -> _Alike | None:
+    """What holds for these leaves: ``latest`` where it does; ``None`` where a tensor's shape cannot be read."""
+    tensors = [*compress(leaves, map(isinstance, leaves, repeat(torch.Tensor)))]
+    try:
+        traits = [*map(_TRAITS, tensors)]
+    except RuntimeError:  # a nested tensor of the strided layout
+        return None
+    if latest is not None and latest.traits == traits:
+        return latest
+    rows = {shape[0] for shape, *_ in traits if shape}
+    are_dense = all(layout is torch.strided and not is_nested for _, _, layout, _, is_nested in traits)
+    homes = {None if requires_grad else device for _, device, _, requires_grad, _ in traits}
+    return _Alike(
+        traits,
+        count=rows.pop() if are_dense and len(rows) == 1 else 0,
+        home=homes.pop() if are_dense and len(homes) == 1 else None,
+        elements=sum(map(torch.numel, tensors)),
+        are_rows=len(tensors) == len(leaves) and all(shape for shape, *_ in traits),
+    )
 
 
 def _move_like(leaf: Any, part: Any, move: Callable[[torch.Tensor], torch.Tensor]) -> Any:
