@@ -362,7 +362,7 @@ MUTANTS = (
     Mutant(
         "what modules hold is never looked at again",
         "autobatch/state/module_state.py",
-        "            and self.attributes_are_current()\n            and self.headers.renew()\n",
+        "            and self.watch.is_current()\n            and self.headers.renew()\n",
         "            and self.headers.renew()\n",
         MOVING_TESTS,
     ),
@@ -376,7 +376,7 @@ MUTANTS = (
     Mutant(
         "a parameter of a later forward pass takes its gradient into the next step",
         TRANSACTION,
-        "        made_some = not self.start.modules.attributes_are_current()",
+        "        made_some = not self.start.modules.watch.is_current()",
         "        made_some = self._state.moves_modules",
         LIFETIME_TESTS,
     ),

@@ -167,19 +167,20 @@ def are_same(first: Sequence[Any], second: Sequence[Any]) -> bool:
 
 
 class Watch:
-    """Whether many dicts, and what lies below them, still hold what they held.
+    """Whether many objects are of the same class, and their attributes, and what lies below, still what they were.
 
     A model has some thousand entries, and this is asked in every step: all are compared by functions in C.
     """
 
-    def __init__(self, dicts: Iterable[dict[str, Any]], found: Iterable[Found] = ()) -> None:
+    def __init__(self, owners: Sequence[Any], found: Iterable[Found] = ()) -> None:
         """Record what they hold now.
 
         Args:
-            dicts: Such as ``vars(module)``.
+            owners: Objects with attributes, such as modules.
             found: What is below them.
         """
-        self._dicts: list[dict[Any, Any]] = [*dicts]
+        self._owners, self._classes = owners, [*map(type, owners)]
+        self._dicts: list[dict[Any, Any]] = [*map(vars, owners)]
         self._rows: list[Any] = []
         self._empty: list[Any] = []
         self._others: list[Contents] = []
@@ -204,6 +205,7 @@ class Watch:
         dicts, rows = self._dicts, self._rows
         return (
             not any(self._empty)
+            and all(map(is_, map(type, self._owners), self._classes))
             and [*map(len, dicts), *map(len, rows)] == self._lengths
             and all(map(is_, chain(chain.from_iterable(map(_VALUES_OF, dicts)), *rows), self._held))
             and all(map(is_, chain.from_iterable(dicts), self._keys))

@@ -42,6 +42,7 @@ class ModuleState:
 
     Attributes:
         modules: Those that were given, and those hidden below them.
+        watch: Whether classes, attributes and containers are as they were; tensors are not looked at.
         headers: Of each tensor in their tables, attributes and containers.
         buffers: The modules' buffers, each once, but those of which no copy can be made.
         is_complete: Whether no reference was dropped.
@@ -67,8 +68,7 @@ class ModuleState:
         self.buffers = [*filter(_is_own, known)]
         self._strided = [b for b in known if b.layout is torch.strided]
         self._strides = [*map(torch.Tensor.stride, self._strided)]
-        self._watch = Watch(map(vars, self.modules), [held.found for held in self._attributes.values()])
-        self._classes = [*map(type, self.modules)]
+        self.watch = Watch(self.modules, [held.found for held in self._attributes.values()])
         lasting = {key: held for key, held in self._attributes.items() if not held.may_hold_activations}
         self._lasting = lasting if len(lasting) < len(self._attributes) else None
         self.is_complete = True
@@ -93,7 +93,7 @@ class ModuleState:
         """
         return (
             self.is_complete
-            and self.attributes_are_current()
+            and self.watch.is_current()
             and self.headers.renew()
             and [*map(torch.Tensor.stride, self._strided)] == self._strides  # which `.data` of another shape changes
         )
@@ -107,17 +107,13 @@ class ModuleState:
             self.headers.release()
             return
         # In one assignment: an interrupt must find the update begun or not.
-        self._attributes, self.modules, self.buffers, self.headers, self._watch, self.is_complete = (
+        self._attributes, self.modules, self.buffers, self.headers, self.watch, self.is_complete = (
             *(self._lasting, [], [], _NO_TENSORS, _NO_WATCH, False),
         )
 
-    def attributes_are_current(self) -> bool:
-        """Whether classes, attributes and containers are as they were; tensors are not looked at."""
-        return all(map(is_, map(type, self.modules), self._classes)) and self._watch.is_current()
-
     def is_current(self) -> bool:
         """Whether all of it is as it was."""
-        return self.attributes_are_current() and self.headers.are_current()
+        return self.watch.is_current() and self.headers.are_current()
 
     def find_changed(self) -> list[nn.Module]:
         """The modules whose class, attributes or containers are not as they were; tensors are not looked at."""

@@ -49,7 +49,8 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _makes_state_first(kind: type) -> bool:
+def _makes_state_first(kind: Hashable) -> bool:
+    assert isinstance(kind, type)  # noqa: S101 - narrows for mypy, to which a type is not hashable
     is_of_torch = f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind, "_init_group")
     return is_of_torch and not issubclass(kind, torch.optim.SGD)  # whose momentum is made by the step itself
 
