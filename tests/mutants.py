@@ -302,7 +302,9 @@ MUTANTS = (
         "                self.workload.check_leaves(loss)\n",
         "",
     ),
-    Mutant("a batch's graph is cut in silence", ACCUMULATION, "            refuse_graphs(tensors)\n", "            pass\n"),
+    Mutant(
+        "a batch's graph is cut in silence", ACCUMULATION, "            refuse_graphs(tensors)\n", "            pass\n"
+    ),
     Mutant(
         "autocast keeps old weights",
         UPDATE,

@@ -103,8 +103,8 @@ class Layout:
         if self.spec is None:
             return [()] * len(sizes)
         if self.alike is not None and self.alike.are_rows and sum(sizes) == self.count:  # nearly always: in C alone
-            rows = map(torch.Tensor.detach, self.leaves)
-            return zip(*map(torch.split_with_sizes, rows, repeat(sizes)), strict=True)  # type: ignore[arg-type]
+            views = map(torch.Tensor.detach, self.leaves)
+            return zip(*map(torch.split_with_sizes, views, repeat(sizes)), strict=True)
         stop = start + sum(sizes)
         columns: list[Iterable[Any]] = []
         for leaf in self.leaves:

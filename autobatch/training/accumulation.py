@@ -9,11 +9,12 @@ counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,6 @@ from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batch_mutation import WatchedBatch, refuse_write
-from autobatch.training.loss_denominators import DividedLoss
 from autobatch.training.micro_batches import MicroBatch, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.training.transaction import Transaction
 
@@ -151,24 +151,20 @@ class Accumulation:
 
     def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
         """Run the micro-batches that are not finished; returns why memory ended, with no reference to the error."""
-        state, stamps = self._state, transaction.stamps
+        state, stamps, todo = self._state, transaction.stamps, progress.todo
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
-        is_watched = state.is_looked_over or self.device.micro_batch(progress.todo[0].size) is not None
-        if self.in_float32 and len(progress.todo) > 1:
+        is_watched = state.is_looked_over or self.device.micro_batch(todo[0].size) is not None
+        watch: AbstractContextManager[object] = RLock()  # does nothing, in C: a nullcontext is two calls of Python's
+        if self.in_float32 and len(todo) > 1:
             self._sums.begin(stamps.parameters)
         try:
             with self.workload.guard(transaction.parameters):
-                while progress.todo and progress.counts:
+                while todo:
                     if progress.done and not state.is_still:
                         self._begin_micro_batch(progress, transaction)
-                    micro_batch = progress.todo[0]
-                    if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
-                        progress.finish(micro_batch, None, None)
-                    elif is_watched:
-                        self._run_watched(micro_batch, progress, transaction)
-                    else:  # the loss has no name here: its graph may hold what the next micro-batch needs
-                        progress.finish(micro_batch, *self._run_micro_batch(micro_batch, progress, stamps))
-                    stamps.renew()
+                    if is_watched:
+                        watch = self._watch(todo[0], transaction)
+                    self._run_micro_batch(todo[0], progress, stamps, watch)
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
@@ -177,62 +173,70 @@ class Accumulation:
             return describe_error(error, handled=handled)
         return None
 
+    def _run_micro_batch(
+        self,
+        micro_batch: MicroBatch,
+        progress: AccumulationState,
+        stamps: GradientStamps,
+        watch: AbstractContextManager[object],
+    ) -> None:
+        """Add one micro-batch's gradient; nothing of it is held afterwards but what the user put beside its loss."""
+        if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
+            progress.finish(None, None)
+            return
+        with watch:
+            progress.phase = "forward"
+            samples = tuple(micro_batch.leaves) if progress.is_ready else self._move(micro_batch)
+            returned = self.workload.call_step(samples)
+            losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
+            if not stamps.unchanged():
+                stamps.refuse_change()
+            divided = progress.denominators.divide(micro_batch, losses, progress.unit)
+            progress.phase = "backward"
+            if divided is not None:
+                loss = divided[0]
+                if not self.leaves_are_known:
+                    self.workload.check_leaves(loss)
+                    self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
+                (loss if self.scale is None else self.scale(loss)).backward()
+            if stamps.any_sparse or not progress.done or len(progress.todo) == 1:  # torch appends rows to earlier ones
+                self._join_sparse_rows(progress, stamps)
+            if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
+                refuse_write(stays=not self.owns_batches)
+        progress.finish(divided, aux)
+        stamps.renew()
+
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
         transaction.begin_micro_batch(self._try_twice(_COPYING, self._state.begin_micro_batch, transaction.start))
         if self.in_float32 and self._state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
-    def _run_watched(self, micro_batch: MicroBatch, progress: AccumulationState, transaction: Transaction) -> None:
-        """Run a micro-batch in the device's profiler range; in the first steps also find what it writes into."""
-        with self.device.micro_batch(micro_batch.size) or nullcontext():
-            if not self._state.is_looked_over:
-                progress.finish(micro_batch, *self._run_micro_batch(micro_batch, progress, transaction.stamps))
-                return
-            samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
-            watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
-            with watched, self._record(micro_batch, transaction, watched):
-                divided, aux = self._run_micro_batch(micro_batch, progress, transaction.stamps)
-            progress.finish(micro_batch, divided, aux)
+    @contextmanager
+    def _watch(self, micro_batch: MicroBatch, transaction: Transaction) -> Iterator[None]:
+        """The device's profiler range; in the first steps also find what the micro-batch writes into."""
+        with ExitStack() as stack:
+            if (profiled := self.device.micro_batch(micro_batch.size)) is not None:
+                stack.enter_context(profiled)
+            if self._state.is_looked_over:
+                samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
+                watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
+                stack.enter_context(watched)
+                if self._state.is_recording:
+                    apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
+                    stack.enter_context(self._state.record([transaction.start, transaction.here], apart, watched.save))
+            yield
 
-    def _record(
-        self, micro_batch: MicroBatch, transaction: Transaction, watched: WatchedBatch
-    ) -> AbstractContextManager[Any]:
-        if not self._state.is_recording:
-            return nullcontext()
-        apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
-        return self._state.record([transaction.start, transaction.here], apart, watched.save)
+    def _move(self, micro_batch: MicroBatch) -> Any:
+        """The samples of a micro-batch on the device, in containers of their own."""
+        return micro_batch.layout.micro_batch(
+            micro_batch.start, micro_batch.stop, micro_batch.leaves, self.device.move_tensor, self._home
+        )
 
-    def _run_micro_batch(
-        self, micro_batch: MicroBatch, progress: AccumulationState, stamps: GradientStamps
-    ) -> tuple[DividedLoss | None, Any]:
-        """Add a micro-batch's gradient; returns its part of the loss, and what the step returned beside it."""
-        if progress.is_ready:
-            samples: Any = tuple(micro_batch.leaves)
-        else:
-            samples = micro_batch.layout.micro_batch(
-                micro_batch.start, micro_batch.stop, micro_batch.leaves, self.device.move_tensor, self._home
-            )
-        progress.phase = "forward"
-        returned = self.workload.call_step(samples)
-        losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
-        if not stamps.unchanged():
-            stamps.refuse_change()
-        divided = progress.denominators.divide(micro_batch, losses, progress.unit)
-        progress.phase = "backward"
-        if divided is not None:
-            loss = divided[0]
-            if not self.leaves_are_known:
-                self.workload.check_leaves(loss)
-                self.leaves_are_known = True  # once: going through the graph takes as long as a small forward pass
-            (loss if self.scale is None else self.scale(loss)).backward()
+    def _join_sparse_rows(self, progress: AccumulationState, stamps: GradientStamps) -> None:
         if self.stands_for and not progress.done:
             widen_gradients(stamps.parameters, self.stands_for)
             self._sums.widen(self.stands_for)
-        if stamps.any_sparse or not progress.done or len(progress.todo) == 1:  # torch appends rows to those before
-            coalesce_gradients(stamps.parameters)
-        if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
-            refuse_write(stays=not self.owns_batches)
-        return divided, aux
+        coalesce_gradients(stamps.parameters)
 
     def _complete(
         self, progress: AccumulationState, transaction: Transaction, update: UpdateFunction | None

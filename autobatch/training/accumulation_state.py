@@ -21,7 +21,6 @@ from autobatch.training.micro_batches import MicroBatch
 
 __all__ = ["AccumulationState", "Shortage"]
 
-_COUNTS = attrgetter("counts")
 _SIZE = attrgetter("size")
 _VERSION = attrgetter("_version")
 
@@ -57,7 +56,6 @@ class AccumulationState:
         todo: Micro-batches to be run.
         done: Micro-batches that have run.
         denominators: What the step's losses are divided by.
-        counts: Whether any micro-batch has a weight above 0.
         aux: What the step returned beside each finished micro-batch's loss.
         loss: The running sum of the divided losses.
         counted: The sum of the counts of losses that were divided by ``unit``.
@@ -80,7 +78,6 @@ class AccumulationState:
             is_ready: Whether the leaves of a micro-batch are what the step gets.
         """
         self.todo, self._weighed, self.is_ready = deque(micro_batches), weighed, is_ready
-        self.counts = any(map(_COUNTS, micro_batches))
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
         self.denominators = Denominators.of(micro_batches, weighed=weighed)
@@ -100,7 +97,7 @@ class AccumulationState:
         """Samples of each finished micro-batch."""
         return tuple(map(_SIZE, self.done))
 
-    def finish(self, micro_batch: MicroBatch, divided: DividedLoss | None, aux: Any) -> None:
+    def finish(self, divided: DividedLoss | None, aux: Any) -> None:
         """Count the first unfinished micro-batch as done.
 
         Raises:
@@ -121,9 +118,8 @@ class AccumulationState:
                 self.loss = self.loss + loss.detach()
             self.counted += count
         # Last: if memory ends in the addition, the micro-batch is not done and is run again.
-        micro_batch.leaves.clear()  # the step may have given them gradients
-        self.todo.popleft()
-        self.done.append(micro_batch)
+        self.todo[0].leaves.clear()  # the step may have given them gradients
+        self.done.append(self.todo.popleft())
         self.aux.append(aux)
 
     def fail(self) -> None:

@@ -225,7 +225,7 @@ def test_a_stamp_sees_a_gradient_that_went_into_a_float32_sum():
     assert stamps.unchanged()
     parameter.sum().backward()
     assert not stamps.unchanged()
-    stamps.clear(parameters)
+    stamps.clear([parameter])
     sums.write()
     assert parameter.grad is None
 
