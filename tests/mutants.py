@@ -463,8 +463,8 @@ MUTANTS = (
     Mutant(
         "a guard removes another thread's",
         LOOP_GUARD,
-        "            elif front is refusal:\n",
-        "            else:\n",
+        "            if front is refusal:\n",
+        "            if True:\n",
         LOOP_GUARD_TESTS,
     ),
     Mutant(

@@ -48,14 +48,14 @@ class _Alike(NamedTuple):
 
     Attributes:
         traits: Shape, device, layout, and whether a gradient is required and whether it is nested, of each tensor.
-        count: Rows of all tensors with dimensions, where they are dense and agree, else 0.
+        rows: Of all tensors with dimensions, where they are dense and agree, else 0.
         home: ``Layout.home``.
         elements: Of all tensors together.
         are_rows: Whether each leaf is a tensor with dimensions.
     """
 
     traits: list[Any]
-    count: int
+    rows: int
     home: torch.device | None
     elements: int
     are_rows: bool
@@ -208,8 +208,8 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
         leaves: list[Any] = []
         if like.spec.flatten(batch, leaves):
             alike = _find_alike(leaves, like.alike)
-            if alike is not None and alike.count:
-                return Layout(batch, alike.count, like.lists, like.spec, leaves, alike.home, alike)
+            if alike is not None and alike.rows:
+                return Layout(batch, alike.rows, like.lists, like.spec, leaves, alike.home, alike)
     count, lists = read(batch, like.lists if like is not None else {}, samples)
     spec, leaves = TreeSpec.of(batch) if {*lists.values()} <= {"fields"} else None, []
     if spec is None or not spec.flatten(batch, leaves) or (alike := _find_alike(leaves)) is None:
@@ -240,7 +240,7 @@ def _find_alike(leaves: Sequence[Any], latest: _Alike | None = None) -> _Alike |
     homes = {None if requires_grad else device for _, device, _, requires_grad, _ in traits}
     return _Alike(
         traits,
-        count=rows.pop() if are_dense and len(rows) == 1 else 0,
+        rows=rows.pop() if are_dense and len(rows) == 1 else 0,
         home=homes.pop() if are_dense and len(homes) == 1 else None,
         elements=sum(map(torch.numel, tensors)),
         are_rows=len(tensors) == len(leaves) and all(shape for shape, *_ in traits),

@@ -31,6 +31,9 @@ _EVERY_S = 10.0
 _AFTER_SETBACK_S = 1.0
 """Of many setbacks in a second the first is written at once and the others together."""
 
+_MOST_WAITING = 1000
+"""Steps that are added up at once."""
+
 _SLOW_S = 0.25
 _SELDOM = 100
 """After a write that took longer than that, wait so many times as long: a slow disk costs a hundredth of the time."""
@@ -43,21 +46,21 @@ class RunRecorder:
     """Records one run of a plan; the run begins with the first event of a step.
 
     In a forked child it does nothing: the run is the parent's.
+
+    Attributes:
+        count_step: Counts a finished step, of which no event was made, and writes if it is time.
     """
 
     def __init__(self, plan: Plan, ledger: Ledger, *, every_s: float = _EVERY_S) -> None:
         """Write nothing yet; ``every_s`` is the least time between two writes without a setback."""
         self._current = _CurrentRun(plan, ledger, every_s)
+        self.count_step = self._current.count_step
         # The run outlives the recorder by one write: a runner that nobody refers to any more has finished.
         weakref.finalize(self, _finish_unreferenced, self._current).atexit = False
 
     def __call__(self, event: Event, /) -> None:
         """Count a step or a setback, and write if it is time."""
         self._current.take(event)
-
-    def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
-        """Count a finished step, of which no event was made, and write if it is time; as ``StepFinished`` has it."""
-        self._current.count_step(step, sizes, retries, peak_bytes, seconds)
 
 
 class _CurrentRun:
@@ -66,6 +69,7 @@ class _CurrentRun:
     def __init__(self, plan: Plan, ledger: Ledger, every_s: float) -> None:
         self._plan, self._ledger, self._every_s = plan, ledger, every_s
         self._pid = os.getpid()
+        self._steps: list[tuple[int, Sequence[int], int, int, float]] = []
         self._run: Run | None = None
         self._tally = Tally(plan.micro_batch_size)
         self._outcome: Outcome = "running"
@@ -81,6 +85,7 @@ class _CurrentRun:
             return
         if self._over or os.getpid() != self._pid:
             return
+        self._add_steps()
         if isinstance(event, (Retried, SizeChanged)):
             self._tally.add_setback(event)
             if not self._was_refused:  # waiting for another process's lock again and again would be felt
@@ -96,9 +101,19 @@ class _CurrentRun:
     def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
         if self._over or os.getpid() != self._pid:
             return
-        self._tally.add_step(step, sizes, retries, peak_bytes, seconds)
-        self._outcome, self._reason = "running", ""
-        self._write_if_due()
+        self._steps.append((step, sizes, retries, peak_bytes, seconds))
+        if time.monotonic() - self._tried_at >= self._wait_s:
+            self._write(TRAINING_WAITS_S)
+        elif len(self._steps) >= _MOST_WAITING:
+            self._add_steps()
+
+    def _add_steps(self) -> None:
+        """Add up the steps since the last time: not one by one, as each new thing touched costs time in a step."""
+        if self._steps:
+            self._outcome, self._reason = "running", ""
+        for step in self._steps:
+            self._tally.add_step(*step)
+        self._steps.clear()
 
     def _write_if_due(self) -> None:
         if time.monotonic() - self._tried_at >= self._wait_s:
@@ -108,12 +123,14 @@ class _CurrentRun:
         """Write the rest; where that fails it is tried again at the end of the process."""
         if self._over or os.getpid() != self._pid or self._run is None:
             return
+        self._add_steps()
         self._outcome = "finished" if self._outcome == "running" else self._outcome
         if self._write(patience_s):
             self._over = True
             _unfinished.discard(self)
 
     def _write(self, patience_s: float) -> bool:
+        self._add_steps()
         now = time.time()
         run = self._run = self._run or self._begin(now)
         self._tried_at = time.monotonic()

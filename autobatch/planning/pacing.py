@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -125,6 +125,7 @@ class Pace:
         clean_steps: Clean steps at this size, of batches that a larger size would have changed.
         thrashed_steps: Steps in a row in which the allocator thrashed.
         failure: What went wrong in the step that is under way, if anything.
+        goal: The size that the last steps allow, whatever is free now.
     """
 
     ladder: tuple[int, ...]
@@ -137,13 +138,15 @@ class Pace:
     clean_steps: int = 0
     thrashed_steps: int = 0
     failure: _Failure | None = None
+    goal: int = field(init=False)  # no property: each step asks
 
     def __post_init__(self) -> None:
-        """Check the ladder and the size."""
+        """Check the ladder and the size; find the goal."""
         if not self.ladder or self.ladder[0] < 1 or any(above <= below for below, above in pairwise(self.ladder)):
             raise InvalidArgument(f"a ladder must go up from at least one sample, not {self.ladder}")
         if not 1 <= self.size <= self.ladder[-1]:
             raise InvalidArgument(f"a size must be from 1 to the plan's {self.ladder[-1]}, not {self.size}")
+        object.__setattr__(self, "goal", self.setbacks[-1].goal if self.setbacks else self.ladder[-1])
 
     @property
     def rungs(self) -> tuple[int, ...]:
@@ -155,11 +158,6 @@ class Pace:
         halves = {foot >> times for times in range(foot.bit_length())}
         sizes = {*halves, *self.ladder, self.smallest, 2 * self.smallest - 1}
         return tuple(sorted({size for size in sizes if self.smallest <= size <= top} | {top}))
-
-    @property
-    def goal(self) -> int:
-        """The size that the last steps allow, whatever is free now."""
-        return self.setbacks[-1].goal if self.setbacks else self.ladder[-1]
 
     def before_step(self, most_bytes: int | None, limit_bytes: int | None) -> Pace:
         """The size for a step that begins with so much memory; this very pace where the size stays.
@@ -215,6 +213,8 @@ class Pace:
         ``thrashed`` says whether the allocator had to give memory back and ask again. Not counted where memory also
         ended in the step, because it does so before each OOM.
         """
+        if self.size == self.ladder[-1] and not (thrashed or self.failure or self.setbacks or self.thrashed_steps):
+            return self  # most steps
         if self.failure is not None:
             return _set_back_by_shortage(replace(self, failure=None), self.failure)
         if not thrashed:
@@ -254,7 +254,7 @@ def _count(pace: Pace, largest: int) -> Pace:
     if pace.thrashed_steps:
         pace = replace(pace, thrashed_steps=0)
     if not pace.setbacks:
-        # Nothing to come back to: most steps.
+        # Nothing to come back to.
         if pace.size == pace.ladder[-1] or largest <= pace.size // 2:
             return pace
         return replace(pace, clean_steps=pace.clean_steps + 1)

@@ -180,7 +180,7 @@ class Watch:
             found: What is below them.
         """
         self._owners, self._classes = owners, [*map(type, owners)]
-        self._dicts: list[dict[Any, Any]] = [*map(vars, owners)]
+        self._dicts: list[dict[Any, Any]] = [owner.__dict__ for owner in owners]
         self._rows: list[Any] = []
         self._empty: list[Any] = []
         self._others: list[Contents] = []

@@ -29,7 +29,7 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     Returns:
         The parameters that had no entry before; to undo, take theirs out of ``optimizer.state``.
     """
-    if not _makes_state_first(type(optimizer)):
+    if not _makes_state_first(type(optimizer)):  # type: ignore[arg-type]  # mypy: a type is not hashable
         return []
     state, held = optimizer.state, [*chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
     if len(held) == len(state) and all(map(is_, held, state)):  # each parameter has its entry: nearly always
@@ -49,8 +49,7 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _makes_state_first(kind: Hashable) -> bool:
-    assert isinstance(kind, type)  # noqa: S101 - narrows for mypy, to which a type is not hashable
+def _makes_state_first(kind: type) -> bool:
     is_of_torch = f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind, "_init_group")
     return is_of_torch and not issubclass(kind, torch.optim.SGD)  # whose momentum is made by the step itself
 

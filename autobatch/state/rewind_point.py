@@ -20,7 +20,7 @@ from torch import nn
 from autobatch.state.module_state import Location, ModuleState, tensors_at
 from autobatch.state.random_state import HostRandomState, RandomState
 from autobatch.state.user_objects import UserObjects, expand_objects
-from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory, is_recorded
+from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory
 from autobatch.torch_internals.storages import storages_of
 
 __all__ = ["RewindPoint", "StepState"]
@@ -135,7 +135,8 @@ class StepState:
         moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
         is_recording: Whether the step that began last is one of those in which writes are recorded.
         is_still: Whether nothing has to be recorded before its other micro-batches.
-        is_looked_over: Whether it is one of those in which each micro-batch is searched for what it changes.
+        is_looked_over: Whether it is one of those in which each micro-batch is searched for what it changes: step 0, 1,
+            4, 16, 64 and so on.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, objects: Sequence[Any] = (), *, records: bool) -> None:
@@ -151,7 +152,7 @@ class StepState:
         named = expand_objects(objects)
         self._modules = [part for item in named if isinstance(item, nn.Module) for part in item.modules()]
         self._objects = [item for item in named if not isinstance(item, nn.Module)]
-        self.records, self._begun = records, 0
+        self.records, self._begun, self._next_recorded = records, 0, 0
         self._memory = WrittenMemory()
         self._latest: ModuleState | None = None
         self._recorder: WriteRecorder | None = None
@@ -163,7 +164,9 @@ class StepState:
 
     def begin(self) -> RewindPoint:
         """Record everything, before a step."""
-        self.is_looked_over = is_recorded(self._begun)
+        self.is_looked_over = self._begun == self._next_recorded
+        if self.is_looked_over:
+            self._next_recorded = 4 * self._begun or 1
         self.is_recording = self.records and self.is_looked_over
         self._begun += 1
         if self.is_recording:

@@ -23,19 +23,10 @@ from autobatch.state.storage_copy import StorageCopies
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 from autobatch.torch_internals.storages import storages_of
 
-__all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory", "is_recorded"]
+__all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory"]
 
 Saved = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """By storage: all of its bytes as a view, and a copy of them."""
-
-
-def is_recorded(step: int) -> bool:
-    """Whether a step is one of those that are recorded: 0, 1, 4, 16, 64 and so on.
-
-    Args:
-        step: How many came before it.
-    """
-    return step in (0, 1) or (step.bit_count() == 1 and step.bit_length() % 2 == 1)
 
 
 class WrittenMemory:

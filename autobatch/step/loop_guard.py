@@ -109,9 +109,10 @@ class LoopGuard:
         for refusal in self.refusals or ():
             table, key, earlier = refusal.table, refusal.key, refusal.earlier
             front = table.get(key)
-            if front is refusal and earlier is _MISSING:
-                del table[key]
-            elif front is refusal:
+            if front is refusal:
+                if earlier is _MISSING:
+                    del table[key]
+                    continue
                 table[key] = earlier
             while isinstance(front, _Refusal):  # another thread's guard may stand in front of this one
                 front.earlier = earlier if front.earlier is refusal else front.earlier

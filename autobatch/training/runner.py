@@ -149,7 +149,7 @@ class Runner:
         self._events.report_plan(model, optimizer)
         self._has_reported_gradients = False
         self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-        self._largest_elements = 0.0
+        self._largest_elements, self._has_larger = 0.0, False
         self._peak_bytes = 0
 
     @property
@@ -245,7 +245,9 @@ class Runner:
         # Counted before anything is reported: an interrupt there must not make it a failed step.
         step, self.steps = self.steps, self.steps + 1
         self._events.report_finished(step, result)
-        self._change_pace(self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed), self.steps)
+        pace = self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed)
+        if pace is not self._pace:
+            self._change_pace(pace, self.steps)
         return result
 
     def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[AccumulationState | None, bool]:
@@ -294,8 +296,10 @@ class Runner:
         layouts, samples = [], 0
         for batch in batches:
             layout = describe(batch, like=self._layout)
-            if layout.spec is None or layout.spec is not self._layout.spec:
-                self._layout = layout.without_batch()
+            if layout.alike is None or layout.alike is not self._layout.alike:
+                self._layout, elements = layout.without_batch(), layout.elements / layout.count
+                self._has_larger |= elements > self._largest_elements
+                self._largest_elements = max(elements, self._largest_elements)
             layouts.append(layout)
             samples += layout.count
         if samples not in self._sizes_seen:
@@ -305,11 +309,7 @@ class Runner:
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
         """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""
-        is_new = self.steps < _ALWAYS_COUNTED
-        for layout in layouts:
-            elements = layout.elements / layout.count
-            if elements > self._largest_elements:
-                is_new, self._largest_elements = True, elements
+        is_new, self._has_larger = self.steps < _ALWAYS_COUNTED or self._has_larger, False
         device = self._device
         if (is_new or self._enforce == "always") and device.measures:
             return True

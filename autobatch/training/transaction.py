@@ -66,7 +66,8 @@ class Transaction:
         """Release what only the last micro-batch needed, such as its activations in attributes."""
         self.here = self.start
         self.stamps.release()
-        self._state.learn(self.start)
+        if self.start.modules.headers.any_written():
+            self._state.learn(self.start)
         if self._state.is_recording:
             self._state.stop_recording()
 
