@@ -477,7 +477,7 @@ MUTANTS = (
     Mutant(
         "a later backward pass is not noticed",
         LOOP_GUARD,
-        "        _set_hooks(watched, self._tables)\n",
+        "        deque(map(setattr, watched, repeat(_HOOKS), self._tables), maxlen=0)\n",
         "        return\n",
         LOOP_GUARD_TESTS,
     ),

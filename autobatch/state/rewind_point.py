@@ -134,6 +134,8 @@ class StepState:
         records: Whether writes may be recorded.
         moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
         is_recording: Whether the step that began last is one of those in which writes are recorded.
+        makes_sparse: Whether a step has made a sparse gradient.
+        may_be_sparse: Whether gradients of the step that began last are searched for sparse ones.
         is_still: Whether nothing has to be recorded before its other micro-batches.
         is_looked_over: Whether it is one of those in which each micro-batch is searched for what it changes: step 0, 1,
             4, 16, 64 and so on.
@@ -160,7 +162,7 @@ class StepState:
         self._locations: set[Location] = set()
         self._host: HostRandomState | None = None
         self.moves_modules = self._draws = self._draws_on_host = False
-        self.is_recording = self.is_looked_over = self.is_still = False
+        self.is_recording = self.is_looked_over = self.is_still = self.may_be_sparse = self.makes_sparse = False
 
     def begin(self) -> RewindPoint:
         """Record everything, before a step."""
@@ -176,6 +178,7 @@ class StepState:
             self._latest = ModuleState(modules, self._latest)
         self._host = HostRandomState.capture(self._host)
         begun = self._make_point(self._latest, self._host)
+        self.may_be_sparse = self.is_looked_over or self.makes_sparse
         self.is_still = not (self.is_looked_over or self._moves(begun))
         return begun
 

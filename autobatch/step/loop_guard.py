@@ -12,7 +12,7 @@ Hooks are on the user's own parameters and optimizers, only while the step runs,
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from operator import attrgetter, is_
@@ -119,7 +119,7 @@ class LoopGuard:
                 front = front.earlier
         watched, tables = self._watched, self._tables
         if all(map(is_, map(_HOOKS_OF, watched), tables)) and sum(map(len, tables)) == len(watched):
-            _set_hooks(watched, repeat(None))
+            deque(map(setattr, watched, repeat(_HOOKS), repeat(None)), maxlen=0)
             return
         self._tables = []  # the step has added hooks of its own
         for parameter in watched:
@@ -141,7 +141,7 @@ class LoopGuard:
             return
         if len(self._tables) != len(watched):
             self._tables = [OrderedDict({self: note}) for _ in watched]
-        _set_hooks(watched, self._tables)
+        deque(map(setattr, watched, repeat(_HOOKS), self._tables), maxlen=0)
 
     @contextmanager
     def watch_backward(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -149,10 +149,6 @@ class LoopGuard:
         with ExitStack() as stack:
             _watch_gradients(stack, parameters, self.refused)
             yield
-
-
-def _set_hooks(parameters: Sequence[torch.Tensor], tables: Iterable[Any]) -> None:
-    deque(map(setattr, parameters, repeat(_HOOKS), tables), maxlen=0)
 
 
 def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refused: list[str]) -> None:

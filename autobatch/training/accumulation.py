@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from threading import RLock
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ UpdateFunction = Callable[[Callable[[], None]], None]
 
 _T = TypeVar("_T")
 _PARAMS, _VERSION = itemgetter("params"), attrgetter("_version")
-_HOME, _IS_PAIR = attrgetter("home"), attrgetter("spec.is_pair")
+_COUNT, _HOME, _IS_PAIR = attrgetter("count"), attrgetter("home"), attrgetter("spec.is_pair")
 _COPYING = "copying what the step changes, such as buffers"
 
 
@@ -199,7 +199,7 @@ class Accumulation:
                     self.workload.check_leaves(loss)
                     self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
                 (loss if self.scale is None else self.scale(loss)).backward()
-            if stamps.any_sparse or not progress.done or len(progress.todo) == 1:  # torch appends rows to earlier ones
+            if self._state.may_be_sparse or stamps.any_sparse:
                 self._join_sparse_rows(progress, stamps)
             if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
                 refuse_write(stays=not self.owns_batches)
@@ -233,10 +233,12 @@ class Accumulation:
         )
 
     def _join_sparse_rows(self, progress: AccumulationState, stamps: GradientStamps) -> None:
+        """Join equal rows: torch appends those of each micro-batch to the earlier ones."""
         if self.stands_for and not progress.done:
             widen_gradients(stamps.parameters, self.stands_for)
             self._sums.widen(self.stands_for)
-        coalesce_gradients(stamps.parameters)
+        if stamps.any_sparse or not progress.done or len(progress.todo) == 1:
+            coalesce_gradients(stamps.parameters)
 
     def _complete(
         self, progress: AccumulationState, transaction: Transaction, update: UpdateFunction | None
@@ -286,7 +288,7 @@ class Accumulation:
         is_home = {*map(_HOME, batches)} == {self._home}  # which no tensor with a graph has
         if not is_home:
             refuse_graphs(tensors)
-        ranges = [(layout, 0, layout.count) for layout in batches]
+        ranges = [*zip(batches, repeat(0), map(_COUNT, batches), strict=False)]
         weighed = self.workload.weigh is not None
         micro_batches = self._cut(ranges, largest)
         if weighed and not self._is_additive:

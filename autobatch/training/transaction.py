@@ -65,6 +65,7 @@ class Transaction:
     def end_micro_batches(self) -> None:
         """Release what only the last micro-batch needed, such as its activations in attributes."""
         self.here = self.start
+        self._state.makes_sparse |= self.stamps.any_sparse
         self.stamps.release()
         if self.start.modules.headers.any_written():
             self._state.learn(self.start)
