@@ -378,7 +378,7 @@ MUTANTS = (
     Mutant(
         "a parameter of a later forward pass takes its gradient into the next step",
         TRANSACTION,
-        "        made_some = not self.start.modules.watch.is_current()",
+        "        made_some = not self.start.modules.holds_same_parameters()",
         "        made_some = self._state.moves_modules",
         LIFETIME_TESTS,
     ),

@@ -23,6 +23,7 @@ from torch import nn
 from autobatch.state.value_copy import ValueCopy, is_copied_by_value, is_fixed
 
 __all__ = [
+    "VALUES_OF",
     "Contents",
     "Found",
     "Watch",
@@ -44,7 +45,8 @@ _HOLD_NOTHING = frozenset(
 )
 """The types of most attributes. A function may hold a tensor, but is rarely made anew in each step."""
 
-_VALUES_OF = methodcaller("values")
+VALUES_OF = methodcaller("values")
+"""Of a dict, in C."""
 
 _MOST_ENTRIES = 1000
 """Of a larger container, such as a vocabulary or a replay buffer, only the entries are recorded, not what they hold:
@@ -181,6 +183,7 @@ class Watch:
         """
         self._owners, self._classes = owners, [*map(type, owners)]
         self._dicts: list[dict[Any, Any]] = [owner.__dict__ for owner in owners]
+        self._names = [*chain.from_iterable(self._dicts)]
         self._rows: list[Any] = []
         self._empty: list[Any] = []
         self._others: list[Contents] = []
@@ -189,8 +192,8 @@ class Watch:
             for content in below.contents:
                 self._add(content)
         self._lengths = [*map(len, self._dicts), *map(len, self._rows)]
-        self._held = [*chain.from_iterable(map(_VALUES_OF, self._dicts)), *chain.from_iterable(self._rows)]
-        self._keys = [*chain.from_iterable(self._dicts)]
+        self._held = [*chain.from_iterable(map(VALUES_OF, self._dicts)), *chain.from_iterable(self._rows)]
+        self._keys = [*chain.from_iterable(self._dicts[len(owners) :])]
 
     def _add(self, content: Contents) -> None:
         if not isinstance(content, _Entries):
@@ -202,13 +205,14 @@ class Watch:
 
     def is_current(self) -> bool:
         """Whether they do; values of tensors are not compared."""
-        dicts, rows = self._dicts, self._rows
+        dicts, rows, owned = self._dicts, self._rows, len(self._owners)
         return (
             not any(self._empty)
             and all(map(is_, map(type, self._owners), self._classes))
             and [*map(len, dicts), *map(len, rows)] == self._lengths
-            and all(map(is_, chain(chain.from_iterable(map(_VALUES_OF, dicts)), *rows), self._held))
-            and all(map(is_, chain.from_iterable(dicts), self._keys))
+            and all(map(is_, chain(chain.from_iterable(map(VALUES_OF, dicts)), *rows), self._held))
+            and [*chain.from_iterable(dicts[:owned])] == self._names  # names are strings, which compare in no time
+            and all(map(is_, chain.from_iterable(dicts[owned:]), self._keys))
             and (not self._others or all(content.is_current() for content in self._others))
         )
 

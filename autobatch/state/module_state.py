@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import chain
 from operator import is_
 
 import torch
 from torch import nn
 
-from autobatch.state.containers import Watch, find_contents, put_entries_back
+from autobatch.state.containers import VALUES_OF, Watch, find_contents, put_entries_back
 from autobatch.state.tensor_header import TensorHeaders, is_uninitialized
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
@@ -69,6 +70,9 @@ class ModuleState:
         self._strided = [b for b in known if b.layout is torch.strided]
         self._strides = [*map(torch.Tensor.stride, self._strided)]
         self.watch = Watch(self.modules, [held.found for held in self._attributes.values()])
+        self._tables = [table for module in self.modules for table in (module._parameters, module._modules)]
+        self._table_sizes = [*map(len, self._tables)]
+        self._table_entries = [*chain.from_iterable(map(VALUES_OF, self._tables))]
         lasting = {key: held for key, held in self._attributes.items() if not held.may_hold_activations}
         self._lasting = lasting if len(lasting) < len(self._attributes) else None
         self.is_complete = True
@@ -110,6 +114,11 @@ class ModuleState:
         self._attributes, self.modules, self.buffers, self.headers, self.watch, self.is_complete = (
             *(self._lasting, [], [], _NO_TENSORS, _NO_WATCH, False),
         )
+
+    def holds_same_parameters(self) -> bool:
+        """Whether the modules still have the same parameters and submodules; all else is not looked at."""
+        entries = chain.from_iterable(map(VALUES_OF, self._tables))
+        return [*map(len, self._tables)] == self._table_sizes and all(map(is_, entries, self._table_entries))
 
     def is_current(self) -> bool:
         """Whether all of it is as it was."""

@@ -74,7 +74,7 @@ class Transaction:
 
     def begin_update(self) -> None:
         """Restore nothing from here on; at the end every gradient is ``None``."""
-        made_some = not self.start.modules.watch.is_current()  # a forward pass may have made parameters
+        made_some = not self.start.modules.holds_same_parameters()  # a forward pass may have made parameters
         self.aside.spend(self._workload.parameters() if made_some else self.parameters)
         self.start.release()  # the trials' optimizer steps had no such copy beside them, nor earlier activations
         self._has_ended = True
