@@ -70,7 +70,7 @@ class ModuleState:
         self._strided = [b for b in known if b.layout is torch.strided]
         self._strides = [*map(torch.Tensor.stride, self._strided)]
         self.watch = Watch(self.modules, [held.found for held in self._attributes.values()])
-        self._tables = [table for module in self.modules for table in (module._parameters, module._modules)]
+        self._tables = [table for module in self.modules for table in (module._parameters, module._modules)]  # noqa: SLF001 - not public
         self._table_sizes = [*map(len, self._tables)]
         self._table_entries = [*chain.from_iterable(map(VALUES_OF, self._tables))]
         lasting = {key: held for key, held in self._attributes.items() if not held.may_hold_activations}

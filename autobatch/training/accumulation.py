@@ -154,7 +154,7 @@ class Accumulation:
         state, stamps, todo = self._state, transaction.stamps, progress.todo
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         is_watched = state.is_looked_over or self.device.micro_batch(todo[0].size) is not None
-        watch: AbstractContextManager[object] = RLock()  # does nothing, in C: a nullcontext is two calls of Python's
+        unwatched = RLock()  # does nothing, in C: a nullcontext is two calls of Python's
         if self.in_float32 and len(todo) > 1:
             self._sums.begin(stamps.parameters)
         try:
@@ -163,8 +163,10 @@ class Accumulation:
                     if progress.done and not state.is_still:
                         self._begin_micro_batch(progress, transaction)
                     if is_watched:
-                        watch = self._watch(todo[0], transaction)
-                    self._run_micro_batch(todo[0], progress, stamps, watch)
+                        with self.device.micro_batch(todo[0].size) or unwatched:
+                            self._run_micro_batch(todo[0], progress, stamps, self._watch(todo[0], transaction))
+                    else:
+                        self._run_micro_batch(todo[0], progress, stamps, unwatched)
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
@@ -213,17 +215,16 @@ class Accumulation:
 
     @contextmanager
     def _watch(self, micro_batch: MicroBatch, transaction: Transaction) -> Iterator[None]:
-        """The device's profiler range; in the first steps also find what the micro-batch writes into."""
+        """In steps that are looked over: find what the micro-batch writes into."""
+        if not self._state.is_looked_over:
+            yield
+            return
+        samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
         with ExitStack() as stack:
-            if (profiled := self.device.micro_batch(micro_batch.size)) is not None:
-                stack.enter_context(profiled)
-            if self._state.is_looked_over:
-                samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
-                watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
-                stack.enter_context(watched)
-                if self._state.is_recording:
-                    apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
-                    stack.enter_context(self._state.record([transaction.start, transaction.here], apart, watched.save))
+            watched = stack.enter_context(WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches))
+            if self._state.is_recording:
+                apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
+                stack.enter_context(self._state.record([transaction.start, transaction.here], apart, watched.save))
             yield
 
     def _move(self, micro_batch: MicroBatch) -> Any:
