@@ -1,23 +1,27 @@
 """Reads what a training process would find here, without importing torch: software, driver, settings, limits.
 
-Does not cover what is wrong with it (``doctor``).
+Covers ``autobatch devices``, which lists NVIDIA's cards and the host's memory, and which processes use it. Does not
+cover other vendors' cards, nor what is wrong with what was found (``doctor``).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from autobatch._formatting import format_bytes
+from autobatch.cli.output import Answer
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
 from autobatch.records import Record
 
-__all__ = ["Environment", "read_cards", "read_environment"]
+__all__ = ["Environment", "configure_devices", "read_environment"]
 
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
@@ -69,7 +73,7 @@ class Environment(Record):
 
 def read_environment(environment: Mapping[str, str], home: str, ledger_error: str) -> Environment:
     """Read everything; ``environment`` is ``os.environ``, and the others are as in ``Environment``."""
-    cards, missing = read_cards()
+    cards, missing = _read_cards()
     build = _read_torch_build()
     return Environment(
         torch=_version("torch"),
@@ -89,7 +93,7 @@ def read_environment(environment: Mapping[str, str], home: str, ledger_error: st
     )
 
 
-def read_cards() -> tuple[tuple[CardReading, ...], str]:
+def _read_cards() -> tuple[tuple[CardReading, ...], str]:
     """The cards as NVIDIA's driver sees them, and why it was not asked."""
     try:
         return query_all(), ""
@@ -126,3 +130,32 @@ def _shared_memory_bytes(folder: str = "/dev/shm") -> int:  # noqa: S108 - its s
     except (OSError, AttributeError):
         return 0
     return found.f_frsize * found.f_blocks
+
+
+def configure_devices(command: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    command.description = "Cards as NVIDIA's driver sees them, and the memory that this container may use."
+    command.set_defaults(run=_list_devices)
+
+
+def _list_devices(_: argparse.Namespace) -> Answer:
+    host = read_host_memory()
+    cards, missing = _read_cards()
+    lines = [*_show_cards(cards, missing), _show_host(host)]
+    return Answer("\n".join(lines), {"cards": cards, "no_cards_because": missing, "cpu": host})
+
+
+def _show_cards(cards: tuple[CardReading, ...], missing: str) -> Iterator[str]:
+    if not cards:
+        yield f"no NVIDIA card: {missing or 'the driver has none'}"
+    for card in cards:
+        free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}"
+        slices = ", divided into MIG slices" if card.divided else ""
+        yield f"{card.name:<28} {free}{slices}; driver {card.driver or 'unknown'}; {card.uuid}"
+        for tenant in card.tenants:
+            yield f"  {format_bytes(tenant.used_bytes):>10}   process {tenant.pid} {tenant.name}".rstrip()
+
+
+def _show_host(host: HostMemory) -> str:
+    free = f"{format_bytes(host.available_bytes)} free of {format_bytes(host.total_bytes)}"
+    return f"{'CPU':<28} {free}; the limit is the {host.source}'s"
