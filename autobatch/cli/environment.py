@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -36,39 +37,22 @@ _SETTINGS = (
 
 
 class Environment(Record):
-    """What was found.
+    """What was found; a text is empty where there is nothing."""
 
-    Attributes:
-        torch: Its version; empty where it is not installed.
-        torch_cuda: The CUDA that it was built for; empty for a build without.
-        torch_hip: The same for AMD's.
-        nvml: The version of nvidia-ml-py; empty where it is not installed.
-        pynvml: The version of the deprecated distribution that takes the same module's name; empty where it is not.
-        cards: As the driver sees them.
-        no_cards_because: Why the driver was not asked; empty where it was.
-        driver_cuda: The newest CUDA that the driver runs; ``None`` without a driver.
-        settings: Environment variables that change how memory is allocated or what is stored, those that are set.
-        is_wsl: Whether this Linux runs inside Windows.
-        host: The host's memory.
-        shared_memory_bytes: Of /dev/shm, through which loader processes pass batches; 0 where it does not exist.
-        home: Where plans are stored; empty where they are not.
-        ledger_error: Why nothing can be stored there; empty where it can.
-    """
-
-    torch: str
-    torch_cuda: str
+    torch: str  # its version, as the others are
+    torch_cuda: str  # what it was built for
     torch_hip: str
-    nvml: str
-    pynvml: str
+    nvml: str  # nvidia-ml-py
+    pynvml: str  # the deprecated distribution that takes the same module's name
     cards: tuple[CardReading, ...]
-    no_cards_because: str
-    driver_cuda: tuple[int, int] | None
-    settings: dict[str, str]
-    is_wsl: bool
+    no_cards_because: str  # why the driver was not asked
+    driver_cuda: tuple[int, int] | None  # the newest CUDA that it runs
+    settings: dict[str, str]  # environment variables of ``_SETTINGS``, those that are set
+    is_wsl: bool  # whether this Linux runs inside Windows
     host: HostMemory
-    shared_memory_bytes: int
-    home: str
-    ledger_error: str
+    shared_memory_bytes: int  # of /dev/shm, through which loader processes pass batches; 0 where it does not exist
+    home: str  # where plans are stored
+    ledger_error: str  # why nothing can be stored there
 
 
 def read_environment(environment: Mapping[str, str], home: str, ledger_error: str) -> Environment:
@@ -85,7 +69,7 @@ def read_environment(environment: Mapping[str, str], home: str, ledger_error: st
         no_cards_because=missing,
         driver_cuda=read_cuda_version(),
         settings={name: environment[name] for name in _SETTINGS if name in environment},
-        is_wsl=_is_wsl(),
+        is_wsl="microsoft" in platform.release().lower(),
         host=read_host_memory(),
         shared_memory_bytes=_shared_memory_bytes(),
         home=home,
@@ -115,13 +99,6 @@ def _read_torch_build() -> dict[str, str]:
     file = Path(specification.origin).with_name("version.py")
     text = file.read_text(encoding="utf-8") if file.is_file() else ""
     return dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE))
-
-
-def _is_wsl(version: Path = Path("/proc/version")) -> bool:
-    try:
-        return "microsoft" in version.read_text(encoding="utf-8", errors="replace").lower()
-    except OSError:
-        return False
 
 
 def _shared_memory_bytes(folder: str = "/dev/shm") -> int:  # noqa: S108 - its size is read, nothing is written

@@ -24,7 +24,7 @@ from autobatch.prediction.predict import predict
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.text import explain_changes
 
-__all__ = ["configure_fit", "configure_predict", "configure_verify", "load"]
+__all__ = ["configure_fit", "configure_predict", "configure_verify"]
 
 _KNOWN = inspect.signature(fit).parameters
 """What a user's function may return."""
@@ -114,7 +114,7 @@ def _read_headroom(text: str) -> float | str:
 
 def _fit(options: argparse.Namespace) -> Answer:
     check_folder("--save", options.save)
-    arguments = load(options.source, fit) | _read_options(options, fit)
+    arguments = _load(options.source, fit) | _read_options(options, fit)
     if "target_batch" not in arguments:
         raise InvalidArgument(f"say --target: {options.source!r} returned no 'target_batch'")
     plan = fit(**arguments)
@@ -134,7 +134,7 @@ def _predict(options: argparse.Namespace) -> Answer:
     cards = options.gpu or ([_ANY_CARD] if options.all else [None])
     if options.save and len(cards) > 1:
         raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
-    arguments = load(source, predict) | _read_options(options, predict)
+    arguments = _load(source, predict) | _read_options(options, predict)
     predictions = [predict(**{**arguments, "gpu": card}) for card in cards]
     plans = [prediction.plan for prediction in predictions if prediction.plan is not None]
     if options.save:
@@ -163,7 +163,7 @@ def _with_changes(text: str, prediction: Prediction) -> str:
 
 
 def _verify(options: argparse.Namespace) -> Answer:
-    arguments = load(options.source, verify)
+    arguments = _load(options.source, verify)
     if "batch" not in arguments:
         raise InvalidArgument(f"{options.source!r} returned no 'batch', and there is nothing to compare without one")
     verdict = verify(**arguments)
@@ -176,16 +176,10 @@ def _read_options(options: argparse.Namespace, command: Callable[..., Any]) -> d
     return {name: given[name] for name in inspect.signature(command).parameters if name in given}
 
 
-def load(source: str, command: Callable[..., Any]) -> dict[str, Any]:
-    """Of what the named function returns, the arguments of ``fit``, ``predict`` or ``verify``.
+def _load(source: str, command: Callable[..., Any]) -> dict[str, Any]:
+    """Of what the named function returns, the arguments of this command; others that ``fit`` takes are left out.
 
-    Args:
-        source: ``package.module:function`` or ``path/to/file.py:function``; modules are looked for here first.
-        command: Whose arguments; others that ``fit`` takes are left out.
-
-    Raises:
-        InvalidArgument: No such module or function exists, or what it returns is no dict with a model, or has a key
-            that no command knows.
+    ``source`` is ``package.module:function`` or ``path/to/file.py:function``; modules are looked for here first.
     """
     found = _call(source)
     if not isinstance(found, Mapping) or "model" not in found:

@@ -151,12 +151,7 @@ def _forget(options: argparse.Namespace) -> Answer:
 
 @contextmanager
 def open_store() -> Iterator[Store]:
-    """The ledger's file, open.
-
-    Raises:
-        InvalidArgument: It is turned off.
-        LedgerUnavailable: It cannot be opened or read; the text says where it is and why.
-    """
+    """The ledger's file, open; ``InvalidArgument`` where it is off, ``LedgerUnavailable`` where it cannot be used."""
     if not is_enabled():
         raise InvalidArgument("plans are not stored: AUTOBATCH_LEDGER turns the ledger off; unset it")
     try:
