@@ -78,7 +78,7 @@ def _list(options: argparse.Namespace) -> Answer:
     with open_store() as store:
         found = [(plan, store.runs_of(plan.id)) for plan in store.plans(options.model, options.device, options.limit)]
     data = [{"plan": plan, "runs": runs} for plan, runs in found]
-    if not found:
+    if not data:
         return Answer("no such plan is stored; autobatch fit MODULE:FUNCTION --target N makes one", data)
     head = f"{'id':<13} {'made':<17} {'model':<20} {'device':<20} {'plan':<18} {'peak':>10}  runs"
     more = [f"the newest {len(found)}; --limit shows more"] if len(found) == options.limit else []
@@ -141,11 +141,9 @@ def _forget(options: argparse.Namespace) -> Answer:
     days = options.older_than
     if days is not None and not (math.isfinite(days) and days > 0):
         raise InvalidArgument(f"--older-than {days:g} must be a number of days above 0")
+    seconds = None if days is None else days * _DAY_S
     with open_store() as store:
-        if days is not None:
-            count = store.forget(older_than_seconds=days * _DAY_S)
-        else:
-            count = store.forget(everything=True) if options.all else store.forget(options.plans)
+        count = store.forget(options.plans or None, older_than_seconds=seconds, everything=options.all)
     return Answer(f"{plural(count, 'plan')} forgotten", {"forgotten": count})
 
 

@@ -27,11 +27,8 @@ from autobatch.report.text import summarise_plan
 __all__ = ["render_fragment", "render_report", "render_template"]
 
 
-class _Key(NamedTuple):
-    """What a mark in a chart means."""
-
-    mark: Markup
-    meaning: str
+_Key = tuple[Markup, str]
+"""A mark in a chart, and what it means."""
 
 
 class _Figure(NamedTuple):
@@ -125,13 +122,13 @@ def _swatch(part: str) -> Markup:
 
 
 _KEYS = {
-    "fits": _Key(_markup(dot(11, 8, "fits", "")), "a trial that fits"),
-    "thrash": _Key(_markup(triangle(11, 8, "thrash", "")), "fits only by giving memory back"),
-    "oom": _Key(_markup(cross(11, 8, "oom", "")), "out of memory"),
-    "chosen": _Key(_markup(dot(11, 8, "chosen", "", radius=7)), "the plan's size"),
-    "curve": _Key(_markup(polyline([(0, 8), (22, 8)], "curve")), "the curve; dashed where nothing ran"),
-    "budget": _Key(_markup(polyline([(0, 8), (22, 8)], "budget")), "the budget"),
-    "limit": _Key(_markup(polyline([(0, 8), (22, 8)], "limit")), "the limit: the budget less the headroom"),
+    "fits": (_markup(dot(11, 8, "fits", "")), "a trial that fits"),
+    "thrash": (_markup(triangle(11, 8, "thrash", "")), "fits only by giving memory back"),
+    "oom": (_markup(cross(11, 8, "oom", "")), "out of memory"),
+    "chosen": (_markup(dot(11, 8, "chosen", "", radius=7)), "the plan's size"),
+    "curve": (_markup(polyline([(0, 8), (22, 8)], "curve")), "the curve; dashed where nothing ran"),
+    "budget": (_markup(polyline([(0, 8), (22, 8)], "budget")), "the budget"),
+    "limit": (_markup(polyline([(0, 8), (22, 8)], "limit")), "the limit: the budget less the headroom"),
 }
 
 
@@ -143,13 +140,13 @@ def _trial_keys(plan: PlanRecord, others: tuple[str, ...]) -> list[_Key]:
 
 
 def _run_keys(run: Run) -> list[_Key]:
-    keys = [_Key(_markup(polyline([(0, 8), (22, 8)], "sizes")), "the most samples in a micro-batch")]
+    keys = [(_markup(polyline([(0, 8), (22, 8)], "sizes")), "the most samples in a micro-batch")]
     kinds = {back.kind for back in run.setbacks}
     if run.retries:
         bar = _markup(element("rect", x=8, y=2, width=6, height=12, class_="retries"))
-        keys.append(_Key(bar, f"retries; the highest bar is {max(part.retries for part in run.ranges)}"))
+        keys.append((bar, f"retries; the highest bar is {max(part.retries for part in run.ranges)}"))
     if "retry" in kinds:
-        keys.append(_Key(_KEYS["oom"].mark, "a step that was undone and done again"))
+        keys.append((_KEYS["oom"][0], "a step that was undone and done again"))
     if "size" in kinds:
-        keys.append(_Key(_markup(triangle(11, 8, "changed", "")), "the size changed between two steps"))
+        keys.append((_markup(triangle(11, 8, "changed", "")), "the size changed between two steps"))
     return keys
