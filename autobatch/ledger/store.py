@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from autobatch.errors import InvalidArgument
-from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.events.run_history import Run
 from autobatch.ledger.database import VERSION, open_database, transaction
 from autobatch.ledger.reader import PARTS, RUN_COLUMNS, UnreadablePlanError, read_plan, read_runs
 from autobatch.ledger.retention import find_retention, prune, tick
@@ -71,8 +71,7 @@ class Store:
         with transaction(self._connection) as connection:
             values = (*(getattr(run, name) for name in RUN_COLUMNS), tick(connection, find_retention()))
             connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING", values)
-            self._write_parts("ranges", run.id, 0, run.ranges)
-            self._write_parts("setbacks", run.id, 0, run.setbacks)
+            self._write_parts(run, ranges=0, setbacks=0)
 
     def update_run(self, update: RunUpdate) -> bool:
         """Write what is new of a run, all or nothing; ``False`` where the run is not stored (any more)."""
@@ -80,20 +79,20 @@ class Store:
             elapsed = tick(connection, find_retention())
             found = connection.execute(
                 "UPDATE runs SET last_seen_at = ?, outcome = ?, reason = ?, seen = ? WHERE id = ?",
-                (update.last_seen_at, update.outcome, update.reason, elapsed, update.run_id),
+                (update.last_seen_at, update.outcome, update.reason, elapsed, update.id),
             ).rowcount
             if found:
-                self._write_parts("ranges", update.run_id, update.first_range, update.ranges)
-                self._write_parts("setbacks", update.run_id, update.first_setback, update.setbacks)
+                self._write_parts(update, ranges=update.first_range, setbacks=update.first_setback)
             return found > 0
 
-    def _write_parts(self, table: str, run_id: str, first: int, parts: Sequence[StepRange | Setback]) -> None:
-        columns = PARTS[table]
-        statement = f"INSERT OR REPLACE INTO {table} VALUES (?, ?{', ?' * len(columns)})"  # noqa: S608 - our own names
-        rows = (
-            (run_id, position, *(getattr(part, name) for name in columns)) for position, part in enumerate(parts, first)
-        )
-        self._connection.executemany(statement, rows)
+    def _write_parts(self, run: Run, **first: int) -> None:
+        for table, columns in PARTS.items():
+            statement = f"INSERT OR REPLACE INTO {table} VALUES (?, ?{', ?' * len(columns)})"  # noqa: S608 - our names
+            rows = (
+                (run.id, position, *(getattr(part, name) for name in columns))
+                for position, part in enumerate(getattr(run, table), first[table])
+            )
+            self._connection.executemany(statement, rows)
 
     def plans(self, model: str | None = None, device: str | None = None, limit: int | None = None) -> list[Plan]:
         """Plans with these in the names of model and device, the newest first; without those that cannot be read."""
