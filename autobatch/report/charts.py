@@ -91,7 +91,7 @@ def memory_bar(plan: PlanRecord) -> str:
         about, kind = f"{format_bytes(part.size_bytes)} {part.about}", f"part {part.key}"
         drawn.append(element("rect", about=about, x=left, y=_BAR.top, width=right - left, height=36, class_=kind))
         start += part.size_bytes
-    for value, text in svg.room_for(svg.byte_ticks(scale)):
+    for value, text in svg.thin_ticks(svg.byte_ticks(scale)):
         x = scale.position(value)
         drawn.append(element("path", d=f"M{x:.2f} {_BAR.bottom:g} v6", class_="axis"))
         drawn.append(label(text, x, _BAR.bottom + 24, "soft middle"))

@@ -31,7 +31,7 @@ __all__ = [
     "picture",
     "polyline",
     "replace_unprintable",
-    "room_for",
+    "thin_ticks",
     "triangle",
 ]
 
@@ -127,7 +127,7 @@ def _label_bytes(value: float, like: float) -> str:
     return f"{value / 1024**unit:.10g} {_UNITS[unit]}" if value else "0"
 
 
-def room_for(ticks: Sequence[Tick]) -> Sequence[Tick]:
+def thin_ticks(ticks: Sequence[Tick]) -> Sequence[Tick]:
     """All of a few ticks, every other one of many: seven numbers of five digits side by side touch on a telephone."""
     return ticks[::2] if len(ticks) > 5 else ticks
 
@@ -219,7 +219,7 @@ def axes(across: Scale, x_name: str, upward: Scale, y_name: str, *, in_bytes: bo
     """Both axes of a plot with their ticks, named below the one and above the other; upward may be ``in_bytes``."""
     left, right, top, bottom = FRAME.left, FRAME.right, FRAME.top, FRAME.bottom
     drawn, log_scale = [], ("", " (log scale)")
-    for value, text in room_for(count_ticks(across)):
+    for value, text in thin_ticks(count_ticks(across)):
         x = across.position(value)
         drawn.append(element("path", d=f"M{_value(x)} {bottom:g} v5", class_="axis"))
         drawn.append(label(text, x, bottom + 21, "soft middle", data_across=f"{value:.17g}"))
