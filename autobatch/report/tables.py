@@ -25,7 +25,6 @@ __all__ = [
     "Table",
     "breakdown_table",
     "format_cell",
-    "format_time",
     "newest",
     "number_columns",
     "plan_sections",
@@ -123,7 +122,7 @@ def newest(runs: Sequence[Run]) -> Sequence[Run]:
     return runs[-_MOST_RUNS:]
 
 
-def format_time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """``2026-11-21 19:01 UTC`` from seconds since 1970; empty where that is not noted or no date."""
     if seconds <= 0:
         return ""
@@ -146,7 +145,7 @@ def _facts_table(plan: PlanRecord) -> Table:
         ("model", plan.model),
         ("plan", plan.id),
         ("confirms", plan.confirms),
-        ("made", format_time(plan.made_at)),
+        ("made", _format_time(plan.made_at)),
         ("predicting took" if plan.predicted else "fit took", f"{plan.seconds:.1f} s"),
         ("autobatch", plan.version),
         ("fingerprint", plan.fingerprint),
@@ -212,13 +211,13 @@ def _run_table(runs: Sequence[Run]) -> Table:
     shown, left_out = _ends(runs, "run")
     ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
     silent = (  # a run that was killed could not say so
-        f"Run {run.id} was last heard of at {format_time(run.last_seen_at)}; what it did since then is not known."
+        f"Run {run.id} was last heard of at {_format_time(run.last_seen_at)}; what it did since then is not known."
         for run in shown
         if run.outcome == "running"
     )
     one_by_one = (f"Steps and setbacks: of the last {_MOST_RUNS} runs only.",) if len(runs) > _MOST_RUNS else ()
     headings = ("run", "began", "steps", "retries", "peak", "outcome")
-    began = (format_time(run.started_at).removesuffix(" UTC") or _UNKNOWN for run in shown)
+    began = (_format_time(run.started_at).removesuffix(" UTC") or _UNKNOWN for run in shown)
     rows = (
         (run.id, start, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
         for run, start in zip(shown, began, strict=True)
