@@ -9,15 +9,15 @@ import argparse
 import os
 import re
 from collections.abc import Iterator
-from itertools import chain
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from autobatch._formatting import format_bytes, plural, show_value
 from autobatch.cli.environment import Environment, read_environment
-from autobatch.cli.ledger_access import find_fault
 from autobatch.cli.output import DONE, NO, Answer
+from autobatch.cli.plans import find_fault
 from autobatch.ledger.retention import read_days
-from autobatch.records import Record
 
 __all__ = ["Finding", "configure_doctor", "examine"]
 
@@ -25,33 +25,18 @@ _LEVELS = ("wrong", "beware", "fine")
 _SMALL_SHARED_MEMORY = 256 * 2**20  # Docker gives 64 MiB by default: one loader process with large images fills it
 
 _OPTIONS = frozenset(
-    {
-        "backend",
-        "expandable_segments",
-        "garbage_collection_threshold",
-        "graph_capture_record_stream_reuse",
-        "large_segment_size_mb",
-        "max_non_split_rounding_mb",
-        "max_split_size_mb",
-        "per_process_memory_fraction",
-        "pinned_background_threads",
-        "pinned_max_register_threads",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-        "roundup_power2_divisions",
-        "throw_on_cudamalloc_oom",
-        "use_on_oom",
-    }
+    {"backend", "expandable_segments", "garbage_collection_threshold", "graph_capture_record_stream_reuse"}
+    | {"large_segment_size_mb", "max_non_split_rounding_mb", "max_split_size_mb", "per_process_memory_fraction"}
+    | {"pinned_background_threads", "pinned_max_register_threads", "pinned_num_register_threads"}
+    | {"pinned_reserve_segment_size_mb", "pinned_use_background_threads", "pinned_use_cuda_host_register"}
+    | {"pinned_use_hip_host_register", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc"}
+    | {"roundup_power2_divisions", "throw_on_cudamalloc_oom", "use_on_oom"}
 )
 """What torch's AllocatorConfig.cpp and CUDAAllocatorConfig.h know, of 2.8 to 2.13."""
 
 
-class Finding(Record):
+@dataclass(frozen=True)
+class Finding:
     """One thing that was checked.
 
     Attributes:
@@ -69,6 +54,9 @@ class Finding(Record):
         return f"{line}\n        -> {self.advice}" if self.advice else line
 
 
+_wrong, _beware, _fine = partial(Finding, "wrong"), partial(Finding, "beware"), partial(Finding, "fine")
+
+
 def configure_doctor(command: argparse.ArgumentParser) -> None:
     """Describe the command."""
     command.description = "Looks at what training needs, without importing torch. Exit code 1 where something is wrong."
@@ -78,35 +66,22 @@ def configure_doctor(command: argparse.ArgumentParser) -> None:
 def _run(_: argparse.Namespace) -> Answer:
     environment = read_environment(os.environ, *find_fault())
     findings = examine(environment)
-    data = {"findings": findings, "surroundings": environment}
+    data = {"findings": findings, "environment": environment}
     return Answer("\n".join(map(str, findings)), data, NO if findings[0].level == "wrong" else DONE)
 
 
-def examine(environment: Environment) -> tuple[Finding, ...]:
+def examine(environment: Environment) -> list[Finding]:
     """All findings, the worst first."""
-    checks = (
-        _check_torch,
-        _check_driver,
-        _check_nvml,
-        _check_settings,
-        _check_cards,
-        _check_host,
-        _check_ledger,
-    )
-    findings = chain.from_iterable(check(environment) for check in checks)
-    return tuple(sorted(findings, key=lambda finding: _LEVELS.index(finding.level)))
-
-
-def _wrong(what: str, advice: str) -> Finding:
-    return Finding(level="wrong", what=what, advice=advice)
-
-
-def _beware(what: str, advice: str) -> Finding:
-    return Finding(level="beware", what=what, advice=advice)
-
-
-def _fine(what: str) -> Finding:
-    return Finding(level="fine", what=what)
+    findings = [
+        *_check_torch(environment),
+        *_check_driver(environment),
+        *_check_nvml(environment),
+        *_check_settings(environment),
+        *_check_cards(environment),
+        *_check_host(environment),
+        *_check_ledger(environment),
+    ]
+    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
 
 
 def _check_torch(found: Environment) -> Iterator[Finding]:
@@ -238,7 +213,8 @@ def _check_ledger(found: Environment) -> Iterator[Finding]:
         what = f"plans cannot be stored in {found.home}: {found.ledger_error}"
         move = "set AUTOBATCH_HOME to a folder that can be written to"
         advice = "look at that disk" if "is damaged" in found.ledger_error else move
-        yield _wrong(what, advice) if found.settings.get("AUTOBATCH_HOME", "").strip() else _beware(what, advice)
+        judge = _wrong if found.settings.get("AUTOBATCH_HOME", "").strip() else _beware
+        yield judge(what, advice)
     else:
         yield _fine(f"plans are stored in {found.home}")
     days = found.settings.get("AUTOBATCH_RETENTION_DAYS", "").strip()

@@ -1,23 +1,28 @@
 """Reads what a training process would find here, without importing torch: software, driver, settings, limits.
 
-Does not cover what is wrong with it (``doctor``).
+Covers ``autobatch devices``, which lists NVIDIA's cards and the host's memory, and which processes use it. Does not
+cover other vendors' cards, nor what is wrong with what was found (``doctor``).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from autobatch._formatting import format_bytes
+from autobatch.cli.output import Answer
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
 from autobatch.records import Record
 
-__all__ = ["Environment", "read_cards", "read_environment"]
+__all__ = ["Environment", "configure_devices", "read_environment"]
 
 _SETTINGS = (
     "CUDA_VISIBLE_DEVICES",
@@ -32,44 +37,27 @@ _SETTINGS = (
 
 
 class Environment(Record):
-    """What was found.
+    """What was found; a text is empty where there is nothing."""
 
-    Attributes:
-        torch: Its version; empty where it is not installed.
-        torch_cuda: The CUDA that it was built for; empty for a build without.
-        torch_hip: The same for AMD's.
-        nvml: The version of nvidia-ml-py; empty where it is not installed.
-        pynvml: The version of the deprecated distribution that takes the same module's name; empty where it is not.
-        cards: As the driver sees them.
-        no_cards_because: Why the driver was not asked; empty where it was.
-        driver_cuda: The newest CUDA that the driver runs; ``None`` without a driver.
-        settings: Environment variables that change how memory is allocated or what is stored, those that are set.
-        is_wsl: Whether this Linux runs inside Windows.
-        host: The host's memory.
-        shared_memory_bytes: Of /dev/shm, through which loader processes pass batches; 0 where it does not exist.
-        home: Where plans are stored; empty where they are not.
-        ledger_error: Why nothing can be stored there; empty where it can.
-    """
-
-    torch: str
-    torch_cuda: str
+    torch: str  # its version, as the others are
+    torch_cuda: str  # what it was built for
     torch_hip: str
-    nvml: str
-    pynvml: str
+    nvml: str  # nvidia-ml-py
+    pynvml: str  # the deprecated distribution that takes the same module's name
     cards: tuple[CardReading, ...]
-    no_cards_because: str
-    driver_cuda: tuple[int, int] | None
-    settings: dict[str, str]
-    is_wsl: bool
+    no_cards_because: str  # why the driver was not asked
+    driver_cuda: tuple[int, int] | None  # the newest CUDA that it runs
+    settings: dict[str, str]  # environment variables of ``_SETTINGS``, those that are set
+    is_wsl: bool  # whether this Linux runs inside Windows
     host: HostMemory
-    shared_memory_bytes: int
-    home: str
-    ledger_error: str
+    shared_memory_bytes: int  # of /dev/shm, through which loader processes pass batches; 0 where it does not exist
+    home: str  # where plans are stored
+    ledger_error: str  # why nothing can be stored there
 
 
 def read_environment(environment: Mapping[str, str], home: str, ledger_error: str) -> Environment:
     """Read everything; ``environment`` is ``os.environ``, and the others are as in ``Environment``."""
-    cards, missing = read_cards()
+    cards, missing = _read_cards()
     build = _read_torch_build()
     return Environment(
         torch=_version("torch"),
@@ -81,7 +69,7 @@ def read_environment(environment: Mapping[str, str], home: str, ledger_error: st
         no_cards_because=missing,
         driver_cuda=read_cuda_version(),
         settings={name: environment[name] for name in _SETTINGS if name in environment},
-        is_wsl=_is_wsl(),
+        is_wsl="microsoft" in platform.release().lower(),
         host=read_host_memory(),
         shared_memory_bytes=_shared_memory_bytes(),
         home=home,
@@ -89,7 +77,7 @@ def read_environment(environment: Mapping[str, str], home: str, ledger_error: st
     )
 
 
-def read_cards() -> tuple[tuple[CardReading, ...], str]:
+def _read_cards() -> tuple[tuple[CardReading, ...], str]:
     """The cards as NVIDIA's driver sees them, and why it was not asked."""
     try:
         return query_all(), ""
@@ -113,16 +101,38 @@ def _read_torch_build() -> dict[str, str]:
     return dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE))
 
 
-def _is_wsl(version: Path = Path("/proc/version")) -> bool:
-    try:
-        return "microsoft" in version.read_text(encoding="utf-8", errors="replace").lower()
-    except OSError:
-        return False
-
-
 def _shared_memory_bytes(folder: str = "/dev/shm") -> int:  # noqa: S108 - its size is read, nothing is written
     try:
         found = os.statvfs(folder)
     except (OSError, AttributeError):
         return 0
     return found.f_frsize * found.f_blocks
+
+
+def configure_devices(command: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    command.description = "Cards as NVIDIA's driver sees them, and the memory that this container may use."
+    command.set_defaults(run=_list_devices)
+
+
+def _list_devices(_: argparse.Namespace) -> Answer:
+    host = read_host_memory()
+    cards, missing = _read_cards()
+    lines = [*_show_cards(cards, missing), _show_host(host)]
+    return Answer("\n".join(lines), {"cards": cards, "no_cards_because": missing, "cpu": host})
+
+
+def _show_cards(cards: tuple[CardReading, ...], missing: str) -> Iterator[str]:
+    if not cards:
+        yield f"no NVIDIA card: {missing or 'the driver has none'}"
+    for card in cards:
+        free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}"
+        slices = ", divided into MIG slices" if card.divided else ""
+        yield f"{card.name:<28} {free}{slices}; driver {card.driver or 'unknown'}; {card.uuid}"
+        for tenant in card.tenants:
+            yield f"  {format_bytes(tenant.used_bytes):>10}   process {tenant.pid} {tenant.name}".rstrip()
+
+
+def _show_host(host: HostMemory) -> str:
+    free = f"{format_bytes(host.available_bytes)} free of {format_bytes(host.total_bytes)}"
+    return f"{'CPU':<28} {free}; the limit is the {host.source}'s"

@@ -24,12 +24,11 @@ __all__ = ["main"]
 
 _MISUSE = (InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch)
 _INTERRUPTED = 130
-_WITH_TORCH = ("fit", "predict", "verify")
 _COMMANDS = {
-    "fit": ("fit", "run a few sizes and plan the target batch for this machine"),
-    "predict": ("predict", "what would fit a card that is not here, and where the memory would go"),
-    "verify": ("verify", "is splitting this step exact, and if not, why?"),
-    "devices": ("devices", "cards and the CPU: total, free, and who holds what"),
+    "fit": ("model_commands", "run a few sizes and plan the target batch for this machine"),
+    "predict": ("model_commands", "what would fit a card that is not here, and where the memory would go"),
+    "verify": ("model_commands", "is splitting this step exact, and if not, why?"),
+    "devices": ("environment", "cards and the CPU: total, free, and who holds what"),
     "plans": ("plans", "plans that were stored, the newest first"),
     "show": ("plans", "one plan and how its runs went, as text"),
     "diff": ("plans", "what differs between two plans"),
@@ -97,7 +96,7 @@ def _make_parser(chosen: str) -> argparse.ArgumentParser:
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, parents=[common], help=text, description=text[0].upper() + text[1:] + ".")
         if name == chosen:
-            if name in _WITH_TORCH:
+            if module == "model_commands":
                 import_torch()
             getattr(importlib.import_module(f"autobatch.cli.{module}"), f"configure_{name}")(command)
     return parser

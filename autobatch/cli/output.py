@@ -28,22 +28,14 @@ DONE, NO, USAGE = 0, 1, 2
 
 
 def read_count(text: str) -> int:
-    """A number of an option, for ``add_argument(type=...)``.
-
-    Raises:
-        ArgumentTypeError: It is no whole number from 1 on, or more than any list has.
-    """
+    """A whole number from 1 on, for ``add_argument(type=...)``."""
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{show_value(text)} is no whole number from 1 on")
     return int(text)
 
 
 def check_folder(option: str, file: str | None) -> None:
-    """Check before long work that its answer can be written there.
-
-    Raises:
-        InvalidArgument: No such folder exists, or nothing can be written to it.
-    """
+    """Check before long work that its answer can be written there."""
     if file is None:
         return
     if file == "-":
@@ -54,11 +46,7 @@ def check_folder(option: str, file: str | None) -> None:
 
 
 def save_plan(plan: Plan, file: str) -> None:
-    """Write what ``--save`` asks for.
-
-    Raises:
-        InvalidArgument: It cannot be written; the plan itself is in the message.
-    """
+    """Write what ``--save`` asks for; where that cannot be, the plan itself is in the message."""
     try:
         plan.save(file)
     except OSError as error:
@@ -66,13 +54,7 @@ def save_plan(plan: Plan, file: str) -> None:
 
 
 class Answer(NamedTuple):
-    """What is printed, and how the process ends.
-
-    Attributes:
-        text: For people.
-        data: The same for programs: records, or what JSON can hold.
-        code: One of the exit codes.
-    """
+    """What is printed, for people or for programs (records, or what JSON can hold), and how the process ends."""
 
     text: str
     data: Any

@@ -1,26 +1,38 @@
 """Lists, shows, compares and deletes stored plans: ``autobatch plans``, ``show``, ``diff``, ``report`` and ``forget``.
 
-Covers the options, the list, and writing a page to a file; nothing here imports torch. Does not cover the text of one
-plan (``report``).
+Covers opening the ledger for a command, where what is wrong with it is an error. Nothing here imports torch. Does not
+cover the text of one plan (``report``).
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from autobatch._formatting import format_bytes, plural
-from autobatch.cli.ledger_access import find_plan, open_store
 from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
+from autobatch.ledger.database import LedgerUnavailable, find_home, find_ledger, is_damaged, is_enabled, next_file
+from autobatch.ledger.store import Store, plan_id
 from autobatch.plan import Plan
 from autobatch.report.difference import diff_plans, diff_plans_data
 from autobatch.report.text import show_plan
 
-__all__ = ["configure_diff", "configure_forget", "configure_plans", "configure_report", "configure_show"]
+__all__ = [
+    "configure_diff",
+    "configure_forget",
+    "configure_plans",
+    "configure_report",
+    "configure_show",
+    "find_fault",
+    "open_store",
+]
 
 _DAY_S = 24 * 60 * 60
 
@@ -66,7 +78,7 @@ def _list(options: argparse.Namespace) -> Answer:
     with open_store() as store:
         found = [(plan, store.runs_of(plan.id)) for plan in store.plans(options.model, options.device, options.limit)]
     data = [{"plan": plan, "runs": runs} for plan, runs in found]
-    if not found:
+    if not data:
         return Answer("no such plan is stored; autobatch fit MODULE:FUNCTION --target N makes one", data)
     head = f"{'id':<13} {'made':<17} {'model':<20} {'device':<20} {'plan':<18} {'peak':>10}  runs"
     more = [f"the newest {len(found)}; --limit shows more"] if len(found) == options.limit else []
@@ -95,12 +107,12 @@ def _cut(text: str) -> str:
 
 
 def _show(options: argparse.Namespace) -> Answer:
-    plan, runs = find_plan(options.plan)
+    plan, runs = _find_plan(options.plan)
     return Answer(show_plan(plan, runs), {"plan": plan, "runs": runs})
 
 
 def _diff(options: argparse.Namespace) -> Answer:
-    (first, _), (second, _) = find_plan(options.first), find_plan(options.second)
+    (first, _), (second, _) = _find_plan(options.first), _find_plan(options.second)
     data = diff_plans_data(first, second)
     differ = data["fields"] or data["trials"] or data["curve"]
     return Answer(diff_plans(first, second), data, NO if differ else DONE)
@@ -111,7 +123,7 @@ def _report(options: argparse.Namespace) -> Answer:
 
     if options.output != "-":
         check_folder("--output", options.output)
-    plan, runs = find_plan(options.plan)
+    plan, runs = _find_plan(options.plan)
     page = render_report(plan, runs)
     if options.output == "-":
         return Answer(page, {"page": page})
@@ -129,9 +141,71 @@ def _forget(options: argparse.Namespace) -> Answer:
     days = options.older_than
     if days is not None and not (math.isfinite(days) and days > 0):
         raise InvalidArgument(f"--older-than {days:g} must be a number of days above 0")
+    seconds = None if days is None else days * _DAY_S
     with open_store() as store:
-        if days is not None:
-            count = store.forget(older_than_seconds=days * _DAY_S)
-        else:
-            count = store.forget(everything=True) if options.all else store.forget(options.plans)
+        count = store.forget(options.plans or None, older_than_seconds=seconds, everything=options.all)
     return Answer(f"{plural(count, 'plan')} forgotten", {"forgotten": count})
+
+
+@contextmanager
+def open_store() -> Iterator[Store]:
+    """The ledger's file, open; ``InvalidArgument`` where it is off, ``LedgerUnavailable`` where it cannot be used."""
+    if not is_enabled():
+        raise InvalidArgument("plans are not stored: AUTOBATCH_LEDGER turns the ledger off; unset it")
+    try:
+        home = find_home()
+    except OSError as error:
+        raise LedgerUnavailable(str(error)) from error
+    try:
+        with Store(find_ledger(home)) as store:
+            yield store
+    except (sqlite3.Error, OSError) as error:
+        if is_damaged(error):
+            raise LedgerUnavailable(_explain_damage(find_ledger(home), error)) from error
+        raise LedgerUnavailable(
+            f"the ledger in {home} cannot be used ({type(error).__name__}: {error}); AUTOBATCH_HOME moves it"
+        ) from error
+
+
+def _explain_damage(path: Path, error: Exception) -> str:
+    successor = next_file(path)
+    after = f"the next fit() begins {successor.name} beside it" if successor else "move it and those before it away"
+    return f"the ledger {path} is damaged ({error}); what was in it cannot be shown; {after}"
+
+
+def find_fault() -> tuple[str, str]:
+    """Where plans are stored, empty where they are not; and why they cannot be, empty where they can."""
+    if not is_enabled():
+        return "", ""
+    try:
+        home = str(find_home())
+    except OSError as error:
+        return "no folder", str(error)
+    try:
+        with open_store() as store:
+            store.check_writable()
+            return home, ""
+    except LedgerUnavailable as error:
+        return home, str(error)
+
+
+def _find_plan(name: str) -> tuple[Plan, list[Run]]:
+    """A plan and its stored runs, oldest first, by the beginning of its id or by a file that ``Plan.save`` wrote."""
+    if not name.strip():
+        raise InvalidArgument(
+            f"{name!r} names no plan: give the beginning of a plan's id, or a file that Plan.save wrote"
+        )
+    if Path(name).is_file():
+        plan = Plan.load(name)
+        try:
+            with open_store() as store:
+                return plan, store.runs_of(plan_id(plan))[::-1]
+        except (InvalidArgument, LedgerUnavailable):  # the file itself is whole, and it is what was asked for
+            return plan, []
+    if name.endswith(".json"):
+        raise InvalidArgument(f"no file {name}")
+    if Path(name).is_dir():
+        raise InvalidArgument(f"{name} is a folder: name a file that Plan.save wrote, or the beginning of a plan's id")
+    with open_store() as store:
+        plan = store.find_plan(name)
+        return plan, store.runs_of(plan_id(plan))[::-1]

@@ -7,9 +7,7 @@ A hook that raises costs a log line, never a step.
 
 from __future__ import annotations
 
-from autobatch.hooks.memory_snapshot import memory_snapshot
-from autobatch.hooks.prometheus import prometheus
-from autobatch.hooks.text import console, jsonl
-from autobatch.hooks.trackers import mlflow, tensorboard, wandb
+from autobatch.hooks.output import console, jsonl, memory_snapshot
+from autobatch.hooks.trackers import mlflow, prometheus, tensorboard, wandb
 
 __all__ = ["console", "jsonl", "memory_snapshot", "mlflow", "prometheus", "tensorboard", "wandb"]

@@ -51,11 +51,7 @@ def is_enabled() -> bool:
 
 
 def find_home() -> Path:
-    """The absolute path of ``AUTOBATCH_HOME``, else of the user's state folder; it need not exist.
-
-    Raises:
-        OSError: The system knows no home folder of this user.
-    """
+    """``AUTOBATCH_HOME``, else the user's state folder, which need not exist; ``OSError`` for a user without a home."""
     named = os.environ.get("AUTOBATCH_HOME", "").strip()
     try:
         home = Path(named).expanduser() if named else user_state_path("autobatch", appauthor=False)
@@ -67,11 +63,9 @@ def find_home() -> Path:
 
 
 def find_ledger(home: Path) -> Path:
-    """The ledger's file in this folder: the last that exists of ``ledger.sqlite3``, ``ledger-2.sqlite3``...
-
-    A damaged file is not renamed; the next name is used. If it were, another process that has it open would delete, on
-    closing, the write-ahead log that by then belongs to the new file of the same name.
-    """
+    """The ledger's file in this folder: the last that exists of ``ledger.sqlite3``, ``ledger-2.sqlite3``..."""
+    # A damaged file is not renamed. If it were, another process that has it open would delete, on closing, the
+    # write-ahead log that by then belongs to the new file of the same name.
     later = (home / f"ledger-{number}.sqlite3" for number in range(_MOST_FILES, 1, -1))
     return next((file for file in later if file.exists()), home / "ledger.sqlite3")
 
@@ -139,12 +133,7 @@ _LOCAL = frozenset(
 def open_database(path: Path, patience_s: float) -> sqlite3.Connection:
     """A connection in autocommit mode; the file, and a folder that nobody else may enter, are made if missing.
 
-    Each operation waits at most ``patience_s`` while another process writes.
-
-    Raises:
-        OSError: The folder cannot be made.
-        sqlite3.Error: The file cannot be read or made, or is damaged.
-        LedgerUnavailable: Another version of autobatch made it; it is left as it is.
+    Each operation waits at most ``patience_s`` while another process writes. A file of another version is left alone.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     connection = sqlite3.connect(path, timeout=patience_s, isolation_level=None)
@@ -202,13 +191,10 @@ def is_damaged(error: Exception) -> bool:
 def _set_journal_mode(connection: sqlite3.Connection, folder: Path, patience_s: float) -> None:
     """A write-ahead log on a disk of this computer, a rollback journal on one that other computers write to.
 
-    With a write-ahead log, readers and the writer do not wait for each other, but all processes must share memory
-    (sqlite.org/wal.html, "Overview"): the nodes of a cluster with one home folder do not.
-
-    A process that is killed loses nothing that was committed. With the log NORMAL does not wait for the disk at a
-    commit, so a power cut may take the last ones and leaves a whole file. Where the last connection closes, SQLite
-    moves the log into the file and does wait: four ``fdatasync`` calls were counted for one write. A rollback journal
-    is only as safe with FULL (sqlite.org/pragma.html#pragma_synchronous).
+    With a log, readers and the writer do not wait for each other, but all processes must share memory
+    (sqlite.org/wal.html, "Overview"): the nodes of a cluster with one home folder do not. NORMAL then does not wait for
+    the disk at a commit: a power cut may take the last ones, and leaves a whole file. A rollback journal is only as
+    safe with FULL (sqlite.org/pragma.html#pragma_synchronous).
     """
     mode, synchronous = ("TRUNCATE", "FULL") if is_remote(folder) else ("WAL", "NORMAL")
     connection.execute(f"PRAGMA synchronous = {synchronous}")

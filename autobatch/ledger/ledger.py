@@ -12,16 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from autobatch.events.run_history import Run
-from autobatch.ledger.database import (
-    LedgerUnavailable,
-    cause_of,
-    find_home,
-    find_ledger,
-    is_damaged,
-    is_enabled,
-    next_file,
-    warn_once,
-)
+from autobatch.ledger import database
 from autobatch.ledger.run_summary import RunUpdate
 from autobatch.ledger.store import Store
 from autobatch.plan import Plan
@@ -50,10 +41,10 @@ class Ledger:
     @classmethod
     def open(cls) -> Ledger:
         """The ledger that the environment names, unless it is turned off."""
-        if not is_enabled():
+        if not database.is_enabled():
             return cls(None)
         try:
-            return cls(find_home())
+            return cls(database.find_home())
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, training goes on
             _warn(error, "nowhere")
             return cls(None)
@@ -66,7 +57,7 @@ class Ledger:
     @property
     def file(self) -> Path | None:
         """The file that is written to now; another one after it was damaged."""
-        return None if self._home is None else find_ledger(self._home)
+        return None if self._home is None else database.find_ledger(self._home)
 
     def remember(self, plan: Plan) -> bool:
         """Store a plan; whether it is now safe, whatever happens to this process."""
@@ -92,31 +83,29 @@ class Ledger:
         if self._home is None:
             return otherwise
         try:
-            return _use_newest_file(self._home, action, patience_s)
+            return _use_file(database.find_ledger(self._home), action, patience_s)
         except Exception as error:  # noqa: BLE001 - no failure here is worth a training step
             _warn(error, str(self._home))
             return otherwise
 
 
-def _use_newest_file(home: Path, action: Callable[[Store], _Answer], patience_s: float) -> _Answer:
-    path = find_ledger(home)
+def _use_file(path: Path, action: Callable[[Store], _Answer], patience_s: float) -> _Answer:
     try:
         with Store(path, patience_s=patience_s) as store:
             return action(store)
     except Exception as error:
-        if not is_damaged(error):
+        if not database.is_damaged(error):
             raise
-        successor = next_file(path)
+        successor = database.next_file(path)
         if successor is None:
-            raise LedgerUnavailable(
+            raise database.LedgerUnavailable(
                 f"{path} is damaged, as were all before it: look at that disk, and move them away"
             ) from error
-        warn_once(
+        database.warn_once(
             f"damaged {path}",
             f"the ledger {path} is damaged ({error}); it is left as it is, and from now on {successor.name} is used",
         )
-    with Store(successor, patience_s=patience_s) as store:
-        return action(store)
+    return _use_file(successor, action, patience_s)
 
 
 def _add(store: Store, plan: Plan, run: Run | None = None) -> bool:
@@ -127,8 +116,8 @@ def _add(store: Store, plan: Plan, run: Run | None = None) -> bool:
 
 
 def _warn(error: Exception, where: str) -> None:
-    warn_once(
-        cause_of(error),
+    database.warn_once(
+        database.cause_of(error),
         f"the ledger in {where} cannot be used ({type(error).__name__}: {error}): plans and runs may not be stored; "
         f"nothing else is affected; AUTOBATCH_HOME moves it, AUTOBATCH_LEDGER=off turns it off",
     )

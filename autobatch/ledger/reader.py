@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from autobatch._version import __version__
 from autobatch.events.run_history import Run, Setback, StepRange
 from autobatch.ledger.database import is_damaged, transaction, warn_once
-from autobatch.ledger.retention import read_elapsed
+from autobatch.ledger.retention import read_clock
 from autobatch.plan import Plan
 from autobatch.records import spell_invalid
 
@@ -41,11 +41,7 @@ class UnreadablePlanError(Exception):
 
 
 def read_plan(connection: sqlite3.Connection, rowid: int) -> Plan | None:
-    """The plan of this row, ``None`` where it was deleted meanwhile.
-
-    Raises:
-        UnreadablePlanError: It cannot be read, which was logged, and it is set aside where it is damaged.
-    """
+    """The plan of this row, ``None`` where it was deleted meanwhile; what cannot be read is logged, then raised."""
     try:
         row = connection.execute("SELECT id, content FROM plans WHERE rowid = ?", (rowid,)).fetchone()
         return None if row is None else _parse_plan(row[1])
@@ -141,5 +137,5 @@ def _move(connection: sqlite3.Connection, kind: str, row: _Row, reason: str) -> 
         content = json.dumps(content, default=repr)
     deleted = connection.execute(f"DELETE FROM {kind}s WHERE rowid = ?", (rowid,)).rowcount  # noqa: S608 - our own names
     if deleted:  # else another process was faster
-        values = (kind, str(name), read_elapsed(connection), reason, content)
+        values = (kind, str(name), read_clock(connection)[0], reason, content)
         connection.execute("INSERT INTO set_aside VALUES (?, ?, ?, ?, ?)", values)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from autobatch._formatting import show_value
 from autobatch.ledger.database import warn_once
 
-__all__ = ["Retention", "find_retention", "prune", "read_days", "read_elapsed", "tick"]
+__all__ = ["Retention", "find_retention", "prune", "read_clock", "read_days", "tick"]
 
 _DAY_S = 24 * 60 * 60
 _GAPS = 8
@@ -25,16 +25,11 @@ _MOST_SET_ASIDE = 1000
 
 
 class Retention(NamedTuple):
-    """How much is stored; the rest is deleted when the next plan comes.
+    """How much is stored; the rest is deleted when the next plan comes."""
 
-    Attributes:
-        plans: The newest of them, and as many runs: ten plans a day for three years. 600 plans of three trials took
-            1.3 MB, so this is some 22 MB.
-        days: A year, and the month in which somebody asks what last year's cards could do. By the ledger's own clock.
-    """
-
+    # And as many runs: ten plans a day for three years. 600 plans of three trials took 1.3 MB, so this is some 22 MB.
     plans: int = 10_000
-    days: float = 400.0
+    days: float = 400.0  # by the ledger's own clock: a year, and the month in which somebody asks about last year's
 
 
 def find_retention() -> Retention:
@@ -86,24 +81,20 @@ _SURPLUS_PLANS = """
 def tick(connection: sqlite3.Connection, retention: Retention) -> float:
     """Count the time since the last write; the seconds that have passed since the ledger was made."""
     now = time.time()
-    elapsed, latest = _read_clock(connection) or (_newest_addition(connection), now)
+    elapsed, latest = read_clock(connection)
     elapsed += min(max(now - latest, 0.0), retention.days * _DAY_S / _GAPS)
     connection.execute("INSERT OR REPLACE INTO clock VALUES (1, ?, ?)", (elapsed, max(now, latest)))
     return elapsed
 
 
-def read_elapsed(connection: sqlite3.Connection) -> float:
-    """The seconds that had passed at the last write."""
-    clock = _read_clock(connection)
-    return _newest_addition(connection) if clock is None else clock[0]
-
-
-def _read_clock(connection: sqlite3.Connection) -> tuple[float, float] | None:
+def read_clock(connection: sqlite3.Connection) -> tuple[float, float]:
+    """The seconds that had passed at the last write, and the latest time of day; a damaged clock is made anew."""
     row = connection.execute("SELECT elapsed, latest FROM clock WHERE id = 1").fetchone()
-    is_whole = row is not None and all(isinstance(value, float) and math.isfinite(value) for value in row)
-    return row if is_whole else None
+    if row is not None and all(map(_is_finite, row)):
+        return float(row[0]), float(row[1])
+    (added,) = connection.execute("SELECT max(added) FROM plans").fetchone()
+    return added if _is_finite(added) else 0.0, time.time()
 
 
-def _newest_addition(connection: sqlite3.Connection) -> float:
-    (latest,) = connection.execute("SELECT max(added) FROM plans").fetchone()
-    return latest if isinstance(latest, float) and math.isfinite(latest) else 0.0
+def _is_finite(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

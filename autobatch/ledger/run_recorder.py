@@ -136,7 +136,7 @@ class _CurrentRun:
         self._tried_at = time.monotonic()
         if self._file is None and self._ledger.begin_run(self._plan, run, patience_s):
             self._file = self._ledger.file
-        update = self._tally.unwritten(run.id, now, self._outcome, self._reason)
+        update = self._tally.unwritten(run, now, self._outcome, self._reason)
         written = self._ledger.update_run(update, patience_s) if self._file else "not now"
         took_s = time.monotonic() - self._tried_at
         self._least_wait_s = _SELDOM * took_s if took_s > _SLOW_S else 0.0

@@ -9,12 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from autobatch._bounds import LISTED, Count, Moment, Text
+from autobatch._bounds import Count
 from autobatch.events import Retried, SizeChanged
-from autobatch.events.run_history import Outcome, Setback, StepRange
-from autobatch.records import Record
+from autobatch.events.run_history import Outcome, Run, Setback, StepRange
 
 __all__ = ["RunUpdate", "Tally", "shorten_reason"]
 
@@ -23,22 +21,14 @@ _MOST_ROWS = 4096
 that its steps add up in the last range and further setbacks are only counted there, as retries."""
 
 
-class RunUpdate(Record):
-    """What is new of a run that the ledger has.
+class RunUpdate(Run):
+    """What is new of a run: its own fields, and its ranges and setbacks from these positions on, counted from 0.
 
-    ``first_range`` and ``first_setback`` are the positions in the run of the first of ``ranges`` and ``setbacks``,
-    counted from 0. What the ledger has at these positions is replaced, so the last range can grow, and writing twice
-    does no harm.
+    What the ledger has there is replaced, so the last range can grow, and writing twice does no harm.
     """
 
-    run_id: Text
-    last_seen_at: Moment
-    outcome: Outcome = "running"
-    reason: Text = ""
     first_range: Count = 0
-    ranges: Annotated[tuple[StepRange, ...], LISTED] = ()
     first_setback: Count = 0
-    setbacks: Annotated[tuple[Setback, ...], LISTED] = ()
 
 
 @dataclass
@@ -97,18 +87,18 @@ class Tally:
         )
         self._setbacks.append(setback)
 
-    def unwritten(self, run_id: str, now: float, outcome: Outcome, reason: str) -> RunUpdate:
-        """What is not stored yet; the last range is among it as long as it may grow."""
-        return RunUpdate(
-            run_id=run_id,
-            last_seen_at=now,
-            outcome=outcome,
-            reason=reason,
-            first_range=self._first_range,
-            ranges=tuple(StepRange(**vars(total)) for total in self._sums),
-            first_setback=self._first_setback,
-            setbacks=tuple(self._setbacks),
-        )
+    def unwritten(self, run: Run, now: float, outcome: Outcome, reason: str) -> RunUpdate:
+        """What is not stored yet of this run; the last range is among it as long as it may grow."""
+        news = {
+            "last_seen_at": now,
+            "outcome": outcome,
+            "reason": reason,
+            "first_range": self._first_range,
+            "ranges": tuple(StepRange(**vars(total)) for total in self._sums),
+            "first_setback": self._first_setback,
+            "setbacks": tuple(self._setbacks),
+        }
+        return RunUpdate.model_validate({**dict(run), **news})
 
     def drop_written(self) -> None:
         """What ``unwritten`` returned last is in the ledger."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from autobatch.errors import InvalidArgument
-from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.events.run_history import Run
 from autobatch.ledger.database import VERSION, open_database, transaction
 from autobatch.ledger.reader import PARTS, RUN_COLUMNS, UnreadablePlanError, read_plan, read_runs
 from autobatch.ledger.retention import find_retention, prune, tick
@@ -42,11 +42,7 @@ class Store:
         self._connection.close()
 
     def check_writable(self) -> None:
-        """Write what the file has already, and undo it: a file that may only be read lets a write begin.
-
-        Raises:
-            sqlite3.Error: Nothing can be written.
-        """
+        """Write what the file has already, and undo it: a file that may only be read lets a write begin."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -71,16 +67,11 @@ class Store:
         self._pruned = True
 
     def add_run(self, run: Run) -> None:
-        """Write a run with its ranges and setbacks; of one that is stored only those are written.
-
-        Raises:
-            sqlite3.IntegrityError: Its plan is not stored.
-        """
+        """Write a run of a stored plan with its ranges and setbacks; of one that is stored only those are written."""
         with transaction(self._connection) as connection:
             values = (*(getattr(run, name) for name in RUN_COLUMNS), tick(connection, find_retention()))
             connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING", values)
-            self._write_parts("ranges", run.id, 0, run.ranges)
-            self._write_parts("setbacks", run.id, 0, run.setbacks)
+            self._write_parts(run, ranges=0, setbacks=0)
 
     def update_run(self, update: RunUpdate) -> bool:
         """Write what is new of a run, all or nothing; ``False`` where the run is not stored (any more)."""
@@ -88,29 +79,23 @@ class Store:
             elapsed = tick(connection, find_retention())
             found = connection.execute(
                 "UPDATE runs SET last_seen_at = ?, outcome = ?, reason = ?, seen = ? WHERE id = ?",
-                (update.last_seen_at, update.outcome, update.reason, elapsed, update.run_id),
+                (update.last_seen_at, update.outcome, update.reason, elapsed, update.id),
             ).rowcount
             if found:
-                self._write_parts("ranges", update.run_id, update.first_range, update.ranges)
-                self._write_parts("setbacks", update.run_id, update.first_setback, update.setbacks)
+                self._write_parts(update, ranges=update.first_range, setbacks=update.first_setback)
             return found > 0
 
-    def _write_parts(self, table: str, run_id: str, first: int, parts: Sequence[StepRange | Setback]) -> None:
-        columns = PARTS[table]
-        statement = f"INSERT OR REPLACE INTO {table} VALUES (?, ?{', ?' * len(columns)})"  # noqa: S608 - our own names
-        rows = (
-            (run_id, position, *(getattr(part, name) for name in columns)) for position, part in enumerate(parts, first)
-        )
-        self._connection.executemany(statement, rows)
+    def _write_parts(self, run: Run, **first: int) -> None:
+        for table, columns in PARTS.items():
+            statement = f"INSERT OR REPLACE INTO {table} VALUES (?, ?{', ?' * len(columns)})"  # noqa: S608 - our names
+            rows = (
+                (run.id, position, *(getattr(part, name) for name in columns))
+                for position, part in enumerate(getattr(run, table), first[table])
+            )
+            self._connection.executemany(statement, rows)
 
     def plans(self, model: str | None = None, device: str | None = None, limit: int | None = None) -> list[Plan]:
-        """Plans, the newest first, without those that this version does not read.
-
-        Args:
-            model: A part of the model's name, in any case of letters.
-            device: The same of the device's name.
-            limit: The most of them.
-        """
+        """Plans with these in the names of model and device, the newest first; without those that cannot be read."""
         wanted = (
             plan
             for plan in self._read_plans("SELECT rowid FROM plans ORDER BY made_at DESC, rowid DESC")
@@ -135,11 +120,7 @@ class Store:
                     yield plan
 
     def find_plan(self, id_or_prefix: str) -> Plan:
-        """The plan of this id, or the only one whose id begins so.
-
-        Raises:
-            InvalidArgument: None does, several do, or this version does not read it.
-        """
+        """The plan of this id, or the only one whose id begins so; ``InvalidArgument`` where it cannot be had."""
         rowid, name = self._find_row(id_or_prefix)
         try:
             plan = read_plan(self._connection, rowid)
@@ -151,7 +132,6 @@ class Store:
         return plan
 
     def _find_row(self, wanted: str) -> tuple[int, str]:
-        """The row and the id of the plan of this id, or of the only one whose id begins so."""
         # Not LIKE: an id is the user's input here, and % is not what it says.
         query = (
             "SELECT rowid, id FROM plans WHERE substr(id, 1, length(?1)) = ?1 "
@@ -173,21 +153,11 @@ class Store:
         return read_runs(self._connection, plan_id)
 
     def forget(
-        self,
-        ids: Iterable[str] | None = None,
-        *,
-        older_than_seconds: float | None = None,
-        everything: bool = False,
+        self, ids: Iterable[str] | None = None, *, older_than_seconds: float | None = None, everything: bool = False
     ) -> int:
         """Delete plans with their runs, and return how many: by ids, by age or all, exactly one of the three.
 
-        Args:
-            ids: As ``find_plan`` takes them; those of plans that this version does not read too.
-            older_than_seconds: Made longer ago than that, whether or not they still have runs.
-            everything: All of them.
-
-        Raises:
-            InvalidArgument: An id is of no plan or of several, and then nothing is deleted.
+        All that ``ids`` name, as ``find_plan`` takes them, or nothing; by age also those that still have runs.
         """
         if (ids is not None) + (older_than_seconds is not None) + everything != 1:
             raise InvalidArgument("forget() takes ids, older_than_seconds= or everything=True: one of them")
@@ -199,9 +169,9 @@ class Store:
                 return connection.executemany("DELETE FROM plans WHERE rowid = ?", rows).rowcount if rows else 0
             # Nothing says how old a row is that cannot be read, and whoever wants old ones gone wants it gone.
             connection.execute("DELETE FROM set_aside")
-            if everything:
+            if older_than_seconds is None:
                 return connection.execute("DELETE FROM plans").rowcount
-            limit = time.time() - (older_than_seconds or 0)
+            limit = time.time() - older_than_seconds
             return connection.execute("DELETE FROM plans WHERE made_at < ?", (limit,)).rowcount
 
 

@@ -34,13 +34,17 @@ _AT_ANY_SIZE: dict[Phase, tuple[str, str]] = {
     ),
     "optimizer state": (
         "the optimizer's state does not fit on {device} beside model and gradients",
-        f"an optimizer with less state (SGD, Adafactor, Adam in 8 bits), fewer trained parameters, or parameters in "
-        f"bfloat16; {_NO_USE}",
+        (
+            "an optimizer with less state (SGD, Adafactor, Adam in 8 bits), fewer trained parameters, or parameters in "
+            f"bfloat16; {_NO_USE}"
+        ),
     ),
     "update": (
         "the optimizer's update does not fit on {device} beside model, gradients and its state",
-        f"an optimizer without temporaries of all parameters at once (foreach=False or fused=True), one with less "
-        f"state, or fewer trained parameters; {_NO_USE}",
+        (
+            "an optimizer without temporaries of all parameters at once (foreach=False or fused=True), one with less "
+            f"state, or fewer trained parameters; {_NO_USE}"
+        ),
     ),
 }
 """What does not fit whatever the micro-batch size, and what would help."""

@@ -39,10 +39,9 @@ def chosen_trial(plan: PlanRecord) -> Trial | None:
 
 
 def memory_parts(plan: PlanRecord) -> tuple[Part, ...]:
-    """The parts, in the order in which they are stacked; those of 0 bytes are left out.
+    """What the chosen trial held (or, where none ran, the predicted peak), what is left of the limit, and the headroom.
 
-    What the chosen trial held (or, where none ran, the predicted peak), then what is left of the limit, then the
-    headroom. They add up to the budget, or to the peak where that is more or where no budget is known.
+    They add up to the budget, or to the peak where that is more or where no budget is known.
     """
     trial = chosen_trial(plan)
     used: tuple[Part, ...] = (Part("peak", "#", plan.peak_bytes, "peak: predicted, nothing was run at this size"),)
@@ -67,10 +66,7 @@ def draw_bar(parts: Sequence[Part]) -> str:
 
 
 def apportion(counts: Sequence[int], cells: int) -> tuple[int, ...]:
-    """So many cells divided in proportion to the counts, by largest remainders; none of nothing.
-
-    ``apportion((1, 1, 2), 8)`` is ``(2, 2, 4)``.
-    """
+    """So many cells divided in proportion to the counts, by largest remainders: ``((1, 1, 2), 8)`` -> ``(2, 2, 4)``."""
     total = sum(counts)
     if not total:
         return (0,) * len(counts)

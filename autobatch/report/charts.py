@@ -14,31 +14,15 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.events.run_history import Run, Setback, StepRange
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import Trial
+from autobatch.report import svg
 from autobatch.report.breakdown import held_bytes, memory_parts
-from autobatch.report.svg import (
-    FRAME,
-    Frame,
-    Scale,
-    axes,
-    band,
-    byte_ticks,
-    choose_scale,
-    count_ticks,
-    cross,
-    dot,
-    element,
-    label,
-    picture,
-    polyline,
-    room_for,
-    triangle,
-)
+from autobatch.report.svg import FRAME, Frame, Scale, choose_scale, element, label, picture, polyline
 
 __all__ = ["memory_bar", "peak_chart", "run_chart", "speed_chart", "thin_out"]
 
 _N = TypeVar("_N", int, float)
 
-_MARKS: dict[str, Callable[[float, float, str, str], str]] = {"fits": dot, "oom": cross, "thrash": triangle}
+_MARKS: dict[str, Callable[[float, float, str, str], str]] = {"fits": svg.dot, "oom": svg.cross, "thrash": svg.triangle}
 _BAR = Frame(height=80, left=16, right=404, top=10, bottom=46)
 _BEYOND = 1.35
 """How far above budget and trials the chart still goes; a curve to sizes that never fit would press all else flat."""
@@ -65,10 +49,7 @@ def peak_chart(plan: PlanRecord) -> str:
         f"{'is predicted to need' if plan.predicted else 'needs'} {format_bytes(plan.peak_bytes)}{budget}; "
         f"{plural(len(plan.trials), 'trial')}, {plan.out_of_memory_trials} out of memory.",
         *_budget_bands(plan, upward),
-        axes(
-            (across, count_ticks(across), _name("samples in a micro-batch", across)),
-            (upward, byte_ticks(upward), _name("peak", upward)),
-        ),
+        svg.axes(across, "samples in a micro-batch", upward, "peak", in_bytes=True),
         *_curve_lines(plan, across, upward),
         *_trial_marks(plan.trials, across, upward, held_bytes, format_bytes),
         *_chosen_mark(plan, across, upward.position(plan.peak_bytes), format_bytes(plan.peak_bytes)),
@@ -90,10 +71,7 @@ def speed_chart(plan: PlanRecord) -> str:
         "Samples per second against micro-batch size",
         f"Between {min(filter(None, rates.values())):.1f} and {max(rates.values()):.1f} samples/s. "
         f"At the plan's size of {plan.micro_batch_size}: {named if chosen else 'not measured'}.",
-        axes(
-            (across, count_ticks(across), _name("samples in a micro-batch", across)),
-            (upward, count_ticks(upward), "samples/s"),
-        ),
+        svg.axes(across, "samples in a micro-batch", upward, "samples/s"),
         *_trial_marks(timed, across, upward, _rate, "{:.1f} samples/s".format),
         *(_chosen_mark(plan, across, upward.position(chosen), named) if chosen else ()),
     )
@@ -110,12 +88,10 @@ def memory_bar(plan: PlanRecord) -> str:
     drawn, start = [], 0
     for part in parts:
         left, right = scale.position(start), scale.position(start + part.size_bytes)
-        about = element("title", f"{format_bytes(part.size_bytes)} {part.about}")
-        drawn.append(
-            element("rect", about, x=left, y=_BAR.top, width=right - left, height=36, class_=f"part {part.key}")
-        )
+        about, kind = f"{format_bytes(part.size_bytes)} {part.about}", f"part {part.key}"
+        drawn.append(element("rect", about=about, x=left, y=_BAR.top, width=right - left, height=36, class_=kind))
         start += part.size_bytes
-    for value, text in room_for(byte_ticks(scale)):
+    for value, text in svg.thin_ticks(svg.byte_ticks(scale)):
         x = scale.position(value)
         drawn.append(element("path", d=f"M{x:.2f} {_BAR.bottom:g} v6", class_="axis"))
         drawn.append(label(text, x, _BAR.bottom + 24, "soft middle"))
@@ -125,10 +101,6 @@ def memory_bar(plan: PlanRecord) -> str:
 
 def _rate(trial: Trial) -> float:
     return 0.0 if trial.outcome == "oom" else trial.samples_per_second
-
-
-def _name(what: str, scale: Scale) -> str:
-    return f"{what} (log scale)" if scale.is_log else what
 
 
 def _largest_drawn(plan: PlanRecord) -> int:
@@ -149,8 +121,8 @@ def _budget_bands(plan: PlanRecord, upward: Scale) -> Iterator[str]:
     if not plan.budget_bytes:
         return
     budget, limit = upward.position(plan.budget_bytes), upward.position(plan.limit_bytes)
-    yield band(FRAME.left, FRAME.top, FRAME.right, budget, "beyond")
-    yield band(FRAME.left, budget, FRAME.right, limit, "headroom")
+    yield svg.band(FRAME.left, FRAME.top, FRAME.right, budget, "beyond")
+    yield svg.band(FRAME.left, budget, FRAME.right, limit, "headroom")
     yield polyline([(FRAME.left, budget), (FRAME.right, budget)], "budget")
     yield label(f"budget {format_bytes(plan.budget_bytes)}", FRAME.left + 6, budget - 5, "over")
     if plan.headroom_bytes:
@@ -188,7 +160,7 @@ def _chosen_mark(plan: PlanRecord, across: Scale, y: float, measured: str) -> It
     x = across.position(plan.micro_batch_size)
     text = f"{plural(plan.micro_batch_size, 'sample')}: {measured}"
     yield polyline([(x, min(y + 8, FRAME.bottom)), (x, FRAME.bottom)], "chosen down")
-    yield dot(x, y, "chosen", f"the plan: {text}", radius=8)
+    yield svg.dot(x, y, "chosen", f"the plan: {text}", radius=8)
     yield label(text, FRAME.right, 18, "strong end plan")
 
 
@@ -212,7 +184,7 @@ def run_chart(run: Run) -> str:
         f"Micro-batch size over the steps of run {run.id}",
         f"{plural(run.steps, 'step')} with sizes between {min(sizes)} and {max(sizes)}, "
         f"{plural(run.retries, 'retry', 'retries')}.",
-        axes((across, count_ticks(across), "step"), (upward, count_ticks(upward), "samples in a micro-batch")),
+        svg.axes(across, "step", upward, "samples in a micro-batch"),
         polyline(corners, "sizes"),
         *_retry_bars(run, across),
         *_setback_marks(run.setbacks, across, upward),
@@ -246,9 +218,9 @@ def _retry_bars(run: Run, across: Scale) -> Iterator[str]:
     for part in most.values():
         left, right = across.position(part.first_step), across.position(part.last_step + 1)
         height = (_LANE - 8) * part.retries / highest
-        about = element("title", f"{plural(part.retries, 'retry', 'retries')} from step {part.first_step}")
+        about = f"{plural(part.retries, 'retry', 'retries')} from step {part.first_step}"
         top, width = FRAME.bottom - height, max(right - left, 1.5)
-        yield element("rect", about, x=left, y=top, width=width, height=height, class_="retries")
+        yield element("rect", about=about, x=left, y=top, width=width, height=height, class_="retries")
 
 
 def _setback_marks(setbacks: Sequence[Setback], across: Scale, upward: Scale) -> Iterator[str]:
@@ -265,6 +237,6 @@ def _setback_marks(setbacks: Sequence[Setback], across: Scale, upward: Scale) ->
         seen.add(mark)
         about = f"step {back.step}: {back.old_size} to {back.new_size} samples"
         if back.kind == "retry":
-            yield cross(x, y, "setback oom", about)
+            yield svg.cross(x, y, "setback oom", about)
         else:
-            yield triangle(x, y, "setback changed", about, height=9 if back.new_size > back.old_size else -9)
+            yield svg.triangle(x, y, "setback changed", about, height=9 if back.new_size > back.old_size else -9)

@@ -22,16 +22,10 @@ _WIDTH = 80
 
 
 def diff_plans_data(a: PlanRecord, b: PlanRecord) -> dict[str, Any]:
-    """What differs from ``a`` to ``b``, for JSON.
+    """What differs from ``a`` to ``b``, for JSON: a list of fields, of sizes that were tried, of points of the curve.
 
-    Returns:
-        ``same_workload``: whether the fingerprints are equal; ``None`` where one has none.
-        ``fields``: ``{"field", "a", "b"}`` of each field that differs, in the plan's own order; nested ones by their
-        path, such as ``device.name``.
-        ``trials``: ``{"size", "a", "b"}`` of each size whose attempts differ in outcome, peak or retries, in bytes;
-        ``None`` where it was not tried.
-        ``curve``: ``{"samples", "a", "b"}`` in bytes, at sizes that matter to either; empty where they agree or one
-        has no curve.
+    Nested fields have their path, such as ``device.name``. A size that was not tried is ``None``; the curve has no
+    points where one plan has none. ``same_workload`` is ``None`` where one has no fingerprint.
     """
     return {
         "same_workload": a.fingerprint == b.fingerprint if a.fingerprint and b.fingerprint else None,

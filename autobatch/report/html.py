@@ -1,7 +1,7 @@
 """Renders a plan and its runs as HTML: charts, and the same numbers in tables beneath them.
 
-Covers a whole page, the fragment that a notebook shows, and the templates that predictions use too. Nothing in them
-runs or is fetched, and all that is inserted is escaped unless it is ``Markup``, which only the package's own charts are.
+Covers a whole page, the fragment that a notebook shows, and the templates, which predictions use too. Nothing in them
+runs or is fetched, and all that is inserted is escaped unless it is ``Markup``, as only the package's own charts are.
 Does not cover the numbers (``tables``) nor the charts (``charts``).
 """
 
@@ -17,29 +17,18 @@ from markupsafe import Markup
 from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
+from autobatch.report import tables
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.charts import memory_bar, peak_chart, run_chart, speed_chart
 from autobatch.report.svg import cross, dot, element, polyline, replace_unprintable, triangle
-from autobatch.report.tables import (
-    Section,
-    Table,
-    breakdown_table,
-    format_cell,
-    newest,
-    number_columns,
-    plan_sections,
-    run_sections,
-)
+from autobatch.report.tables import Section, Table, breakdown_table, newest, plan_sections, run_sections
 from autobatch.report.text import summarise_plan
 
 __all__ = ["render_fragment", "render_report", "render_template"]
 
 
-class _Key(NamedTuple):
-    """What a mark in a chart means."""
-
-    mark: Markup
-    meaning: str
+_Key = tuple[Markup, str]
+"""A mark in a chart, and what it means."""
 
 
 class _Figure(NamedTuple):
@@ -53,14 +42,9 @@ class _Figure(NamedTuple):
 
 
 def render_report(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
-    """One HTML document that needs nothing else: light and dark, on a telephone, on paper.
+    """One HTML document, to be written as UTF-8, that needs nothing else: light and dark, on a telephone, on paper.
 
-    Args:
-        plan: What is shown.
-        runs: Those of this plan, oldest first. All are in the table, within bounds; the last few are drawn.
-
-    Returns:
-        The document; write it as UTF-8.
+    ``runs`` are the plan's, oldest first. All are in the table, within bounds; the last few are drawn.
     """
     title = f"autobatch: {plan.model or 'a plan'} on {plan.device.name}"
     return render_template("page.html", title=title, **_content(plan, runs)) + "\n"
@@ -72,14 +56,10 @@ def render_fragment(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
 
 
 def render_template(template: str, *, summary: str, sections: Iterable[Section], **content: Any) -> str:
-    """Fill ``"fragment.html"``, or ``"page.html"``, which has a ``title`` too.
+    """Fill ``"fragment.html"``, or ``"page.html"``, which has a ``title`` too; ``summary`` is the first line.
 
-    Args:
-        template: A file in ``report/templates``.
-        summary: The first line.
-        sections: In order.
-        content: If there are any: ``lines`` below the summary, ``warnings`` as a list that stands out, ``figures`` (an
-            empty list says that nothing was measured, ``None`` says nothing), and ``json``, the record itself.
+    ``content`` may be ``lines`` below the summary, ``warnings`` as a list that stands out, ``figures`` (an empty list
+    says that nothing was measured, ``None`` says nothing), and ``json``, the record itself.
     """
     optional = {"lines": (), "warnings": (), "figures": None, "json": "", "title": ""}
     content = {**optional, **content, "sections": [section for section in sections if not section.only_text]}
@@ -96,8 +76,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    environment.filters["format_cell"] = format_cell
-    environment.globals["number_columns"] = number_columns
+    environment.filters["format_cell"] = tables.format_cell
+    environment.globals["number_columns"] = tables.number_columns
     return environment
 
 
@@ -142,13 +122,13 @@ def _swatch(part: str) -> Markup:
 
 
 _KEYS = {
-    "fits": _Key(_markup(dot(11, 8, "fits", "")), "a trial that fits"),
-    "thrash": _Key(_markup(triangle(11, 8, "thrash", "")), "fits only by giving memory back"),
-    "oom": _Key(_markup(cross(11, 8, "oom", "")), "out of memory"),
-    "chosen": _Key(_markup(dot(11, 8, "chosen", "", radius=7)), "the plan's size"),
-    "curve": _Key(_markup(polyline([(0, 8), (22, 8)], "curve")), "the curve; dashed where nothing ran"),
-    "budget": _Key(_markup(polyline([(0, 8), (22, 8)], "budget")), "the budget"),
-    "limit": _Key(_markup(polyline([(0, 8), (22, 8)], "limit")), "the limit: the budget less the headroom"),
+    "fits": (_markup(dot(11, 8, "fits", "")), "a trial that fits"),
+    "thrash": (_markup(triangle(11, 8, "thrash", "")), "fits only by giving memory back"),
+    "oom": (_markup(cross(11, 8, "oom", "")), "out of memory"),
+    "chosen": (_markup(dot(11, 8, "chosen", "", radius=7)), "the plan's size"),
+    "curve": (_markup(polyline([(0, 8), (22, 8)], "curve")), "the curve; dashed where nothing ran"),
+    "budget": (_markup(polyline([(0, 8), (22, 8)], "budget")), "the budget"),
+    "limit": (_markup(polyline([(0, 8), (22, 8)], "limit")), "the limit: the budget less the headroom"),
 }
 
 
@@ -160,13 +140,13 @@ def _trial_keys(plan: PlanRecord, others: tuple[str, ...]) -> list[_Key]:
 
 
 def _run_keys(run: Run) -> list[_Key]:
-    keys = [_Key(_markup(polyline([(0, 8), (22, 8)], "sizes")), "the most samples in a micro-batch")]
+    keys = [(_markup(polyline([(0, 8), (22, 8)], "sizes")), "the most samples in a micro-batch")]
     kinds = {back.kind for back in run.setbacks}
     if run.retries:
         bar = _markup(element("rect", x=8, y=2, width=6, height=12, class_="retries"))
-        keys.append(_Key(bar, f"retries; the highest bar is {max(part.retries for part in run.ranges)}"))
+        keys.append((bar, f"retries; the highest bar is {max(part.retries for part in run.ranges)}"))
     if "retry" in kinds:
-        keys.append(_Key(_KEYS["oom"].mark, "a step that was undone and done again"))
+        keys.append((_KEYS["oom"][0], "a step that was undone and done again"))
     if "size" in kinds:
-        keys.append(_Key(_markup(triangle(11, 8, "changed", "")), "the size changed between two steps"))
+        keys.append((_markup(triangle(11, 8, "changed", "")), "the size changed between two steps"))
     return keys

@@ -18,7 +18,6 @@ __all__ = [
     "FRAME",
     "Frame",
     "Scale",
-    "Tick",
     "axes",
     "band",
     "byte_ticks",
@@ -32,7 +31,7 @@ __all__ = [
     "picture",
     "polyline",
     "replace_unprintable",
-    "room_for",
+    "thin_ticks",
     "triangle",
 ]
 
@@ -98,10 +97,6 @@ class Tick(NamedTuple):
     label: str
 
 
-Axis = tuple[Scale, Sequence[Tick], str]
-"""A scale, its ticks, and what it shows."""
-
-
 def count_ticks(scale: Scale) -> list[Tick]:
     """Three to eight round numbers within the scale, ascending."""
     return [Tick(value, f"{value:.10g}") for value in _round_values(scale, _DECIMAL_STEPS)]
@@ -132,7 +127,7 @@ def _label_bytes(value: float, like: float) -> str:
     return f"{value / 1024**unit:.10g} {_UNITS[unit]}" if value else "0"
 
 
-def room_for(ticks: Sequence[Tick]) -> Sequence[Tick]:
+def thin_ticks(ticks: Sequence[Tick]) -> Sequence[Tick]:
     """All of a few ticks, every other one of many: seven numbers of five digits side by side touch on a telephone."""
     return ticks[::2] if len(ticks) > 5 else ticks
 
@@ -162,15 +157,13 @@ def replace_unprintable(text: str) -> str:
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def element(name: str, *children: str, **attributes: float | str) -> str:
+def element(name: str, *children: str, about: str = "", **attributes: float | str) -> str:
     """``element("circle", cx=1.5, class_="fits")`` -> ``<circle cx="1.5" class="fits"></circle>``.
 
-    Args:
-        name: Of the element.
-        children: Markup, as other functions of this module return it; text has to be escaped.
-        attributes: ``_`` stands for ``-``, and one at the end for nothing. Values are escaped here; those without any
-            are left out.
+    ``children`` are markup, as other functions of this module return it; ``about``, which is shown when the element is
+    pointed at, and the attributes' values are escaped here. An attribute without a value is left out.
     """
+    children = (element("title", escape(about)), *children) if about else children
     given = ((key.removesuffix("_").replace("_", "-"), value) for key, value in attributes.items() if value != "")
     written = "".join(f' {key}="{_value(value)}"' for key, value in given)
     return f"<{name}{written}>{''.join(children)}</{name}>"
@@ -194,19 +187,19 @@ def label(text: str, x: float, y: float, kind: str = "", **attributes: str) -> s
 
 def dot(x: float, y: float, kind: str, about: str, radius: float = 4.5) -> str:
     """A circle that says what it is when pointed at."""
-    return element("circle", element("title", escape(about)), cx=x, cy=y, r=radius, class_=kind)
+    return element("circle", about=about, cx=x, cy=y, r=radius, class_=kind)
 
 
 def cross(x: float, y: float, kind: str, about: str) -> str:
     """An upright cross turned by 45 degrees, centred there."""
     arms = f"M{_value(x - 5)} {_value(y - 5)} l10 10 m0 -10 l-10 10"
-    return element("path", element("title", escape(about)), d=arms, class_=kind)
+    return element("path", about=about, d=arms, class_=kind)
 
 
 def triangle(x: float, y: float, kind: str, about: str, *, height: float = 9) -> str:
     """A triangle around there; it points up, or down with a negative height."""
     shape = f"M{_value(x - 5.5)} {_value(y + height / 2)} h11 l-5.5 {_value(-height)} z"
-    return element("path", element("title", escape(about)), d=shape, class_=kind)
+    return element("path", about=about, d=shape, class_=kind)
 
 
 def polyline(points: Iterable[tuple[float, float]], kind: str) -> str:
@@ -222,24 +215,23 @@ def band(left: float, top: float, right: float, bottom: float, kind: str) -> str
     return element("rect", x=left, y=top, width=right - left, height=bottom - top, class_=kind)
 
 
-def axes(across: Axis, upward: Axis) -> str:
-    """Both axes, named below the one and above the other."""
-    (x_scale, x_ticks, x_name), (y_scale, y_ticks, y_name) = across, upward
+def axes(across: Scale, x_name: str, upward: Scale, y_name: str, *, in_bytes: bool = False) -> str:
+    """Both axes of a plot with their ticks, named below the one and above the other; upward may be ``in_bytes``."""
     left, right, top, bottom = FRAME.left, FRAME.right, FRAME.top, FRAME.bottom
-    drawn = []
-    for value, text in room_for(x_ticks):
-        x = x_scale.position(value)
+    drawn, log_scale = [], ("", " (log scale)")
+    for value, text in thin_ticks(count_ticks(across)):
+        x = across.position(value)
         drawn.append(element("path", d=f"M{_value(x)} {bottom:g} v5", class_="axis"))
         drawn.append(label(text, x, bottom + 21, "soft middle", data_across=f"{value:.17g}"))
-    for value, text in y_ticks:
-        y = y_scale.position(value)
+    for value, text in byte_ticks(upward) if in_bytes else count_ticks(upward):
+        y = upward.position(value)
         drawn.append(element("path", d=f"M{left:g} {_value(y)} H{right:g}", class_="grid"))
         drawn.append(label(text, left - 7, y + 4.5, "soft end", data_upward=f"{value:.17g}"))
     return "".join(
         [
             *drawn,
             element("path", d=f"M{left:g} {top:g} V{bottom:g} H{right:g}", class_="axis"),
-            label(x_name, (left + right) / 2, bottom + 44, "soft middle"),
-            label(y_name, 4, 18, "soft"),
+            label(x_name + log_scale[across.is_log], (left + right) / 2, bottom + 44, "soft middle"),
+            label(y_name + log_scale[upward.is_log], 4, 18, "soft"),
         ]
     )

@@ -12,10 +12,9 @@ from typing import NamedTuple, TypeVar
 
 from autobatch._bounds import SHORTEST
 from autobatch._formatting import format_bytes, plural
-from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.events.run_history import Run, StepRange
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import Trial
 from autobatch.report.advice import advise, tenant_lines
 from autobatch.report.breakdown import draw_bar, memory_parts
 
@@ -26,7 +25,6 @@ __all__ = [
     "Table",
     "breakdown_table",
     "format_cell",
-    "format_time",
     "newest",
     "number_columns",
     "plan_sections",
@@ -60,25 +58,15 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A heading, and what there is beneath it of these, in this order.
-
-    Attributes:
-        title: The heading.
-        bar: One of characters.
-        table: Its rows.
-        planned: Rows that begin with this number are the plan's own.
-        lines: Sentences.
-        items: Of a list.
-        only_text: Whether HTML has this elsewhere, and not as a section.
-    """
+    """A heading, and what there is beneath it of these, in this order."""
 
     title: str
     bar: str = ""
     table: Table | None = None
-    planned: int | None = None
+    planned: int | None = None  # rows that begin with this number are the plan's own
     lines: Sequence[str] = ()
     items: Sequence[str] = ()
-    only_text: bool = False
+    only_text: bool = False  # HTML has it elsewhere, and not as a section
 
 
 def plan_sections(plan: PlanRecord) -> Iterator[Section]:
@@ -134,7 +122,7 @@ def newest(runs: Sequence[Run]) -> Sequence[Run]:
     return runs[-_MOST_RUNS:]
 
 
-def format_time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """``2026-11-21 19:01 UTC`` from seconds since 1970; empty where that is not noted or no date."""
     if seconds <= 0:
         return ""
@@ -145,7 +133,6 @@ def format_time(seconds: float) -> str:
 
 
 def _facts_table(plan: PlanRecord) -> Table:
-    """What was decided, for what, and by whom."""
     sizes = ", ".join(f"{count} x {size}" for size, count in Counter(plan.micro_batch_sizes).items())
     facts: tuple[tuple[str, Cell], ...] = (
         ("target batch", plan.target_batch),
@@ -158,7 +145,7 @@ def _facts_table(plan: PlanRecord) -> Table:
         ("model", plan.model),
         ("plan", plan.id),
         ("confirms", plan.confirms),
-        ("made", format_time(plan.made_at)),
+        ("made", _format_time(plan.made_at)),
         ("predicting took" if plan.predicted else "fit took", f"{plan.seconds:.1f} s"),
         ("autobatch", plan.version),
         ("fingerprint", plan.fingerprint),
@@ -167,7 +154,6 @@ def _facts_table(plan: PlanRecord) -> Table:
 
 
 def _budget_table(plan: PlanRecord) -> Table:
-    """What the process may hold; without rows where that is not known."""
     if not plan.budget_bytes:
         return Table((), (), (f"{plan.device.name} does not report its memory; sizes were found by running out of it",))
     who = "the prediction stays" if plan.predicted else "a trial had to stay"
@@ -182,18 +168,24 @@ def _budget_table(plan: PlanRecord) -> Table:
 
 
 def _trial_table(plan: PlanRecord) -> Table:
-    """Every attempt, in order."""
     headings = ("size", "outcome", "allocated", "reserved", "optimizer", "retries", "samples/s")
     note = "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
     ended = ("Where memory ended (oom), peaks are what was reached before.",) if plan.out_of_memory_trials else ()
-    return Table(headings, tuple(map(_trial_row, plan.trials)), (note, *ended))
+    rows = (
+        (
+            trial.micro_batch_size,
+            trial.outcome,
+            *map(_known, (trial.peak_allocated, trial.peak_reserved, trial.optimizer_peak)),
+            trial.alloc_retries,
+            trial.samples_per_second or _UNKNOWN,
+        )
+        for trial in plan.trials
+    )
+    return Table(headings, tuple(rows), (note, *ended))
 
 
-def _trial_row(trial: Trial) -> tuple[Cell, ...]:
-    peaks = (trial.peak_allocated, trial.peak_reserved, trial.optimizer_peak)
-    speed = trial.samples_per_second or _UNKNOWN
-    reached = (Bytes(peak) if peak else _UNKNOWN for peak in peaks)
-    return (trial.micro_batch_size, trial.outcome, *reached, trial.alloc_retries, speed)
+def _known(size_bytes: int) -> Cell:
+    return Bytes(size_bytes) if size_bytes else _UNKNOWN
 
 
 def breakdown_table(plan: PlanRecord) -> Table:
@@ -206,7 +198,6 @@ def breakdown_table(plan: PlanRecord) -> Table:
 
 
 def _curve_table(plan: PlanRecord, curve: MemoryCurve) -> Table:
-    """The curve at a few sizes, the planned one among them."""
     share = sum(plan.micro_batch_sizes)
     sizes = sorted({1, plan.micro_batch_size, min(2 * plan.micro_batch_size, share), share})
     marks = {plan.micro_batch_size: "<- the plan"}
@@ -217,26 +208,24 @@ def _curve_table(plan: PlanRecord, curve: MemoryCurve) -> Table:
 
 
 def _run_table(runs: Sequence[Run]) -> Table:
-    """Each run in a line."""
     shown, left_out = _ends(runs, "run")
     ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
     silent = (  # a run that was killed could not say so
-        f"Run {run.id} was last heard of at {format_time(run.last_seen_at)}; what it did since then is not known."
+        f"Run {run.id} was last heard of at {_format_time(run.last_seen_at)}; what it did since then is not known."
         for run in shown
         if run.outcome == "running"
     )
     one_by_one = (f"Steps and setbacks: of the last {_MOST_RUNS} runs only.",) if len(runs) > _MOST_RUNS else ()
     headings = ("run", "began", "steps", "retries", "peak", "outcome")
-    return Table(headings, tuple(map(_run_row, shown)), (*left_out, *ended, *silent, *one_by_one))
-
-
-def _run_row(run: Run) -> tuple[Cell, ...]:
-    began = format_time(run.started_at).removesuffix(" UTC")
-    return (run.id, began or _UNKNOWN, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
+    began = (_format_time(run.started_at).removesuffix(" UTC") or _UNKNOWN for run in shown)
+    rows = (
+        (run.id, start, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
+        for run, start in zip(shown, began, strict=True)
+    )
+    return Table(headings, tuple(rows), (*left_out, *ended, *silent, *one_by_one))
 
 
 def _range_table(run: Run) -> Table:
-    """How one run's steps went: consecutive ones that went alike in one row."""
     shown, left_out = _ends(run.ranges, "range of steps", "ranges of steps")
     headings = ("steps", "micro-batch", "retries", "peak", "samples/s")
     note = "On a card these rates are of the time until the work was handed over: a runner waits for nothing."
@@ -250,15 +239,13 @@ def _range_row(part: StepRange) -> tuple[Cell, ...]:
 
 
 def _setback_table(run: Run) -> Table:
-    """When memory was short or came back in one run, and why."""
     shown, left_out = _ends(run.setbacks, "setback")
     headings = ("step", "kind", "from", "to", "held", "reason")
-    return Table(headings, tuple(map(_setback_row, shown)), left_out)
-
-
-def _setback_row(back: Setback) -> tuple[Cell, ...]:
-    held = Bytes(back.used_bytes) if back.used_bytes else _UNKNOWN
-    return (back.step, back.kind, back.old_size, back.new_size, held, back.reason or _UNKNOWN)
+    rows = (
+        (back.step, back.kind, back.old_size, back.new_size, _known(back.used_bytes), back.reason or _UNKNOWN)
+        for back in shown
+    )
+    return Table(headings, tuple(rows), left_out)
 
 
 def _ends(items: Sequence[_T], singular: str, several: str | None = None) -> tuple[Sequence[_T], tuple[str, ...]]:

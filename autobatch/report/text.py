@@ -43,12 +43,7 @@ def explain_plan(plan: PlanRecord) -> str:
 
 
 def show_plan(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
-    """What the HTML report shows, as text of at most 80 columns; ends without a newline.
-
-    Args:
-        plan: What is shown.
-        runs: Those of this plan, oldest first. All are in the table, within bounds; the last few with their steps.
-    """
+    """What the HTML report shows, as text of at most 80 columns; ``runs`` are the plan's, oldest first."""
     lines = [summarise_plan(plan), *_show_sections([*plan_sections(plan), *run_sections(runs)])]
     return "\n".join(part for line in lines for part in _wrap(line))
 

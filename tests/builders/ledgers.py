@@ -52,7 +52,8 @@ def make_run(name="r1", plan="a1", **changes):
 def make_update(position, run="r1", steps=1, **changes):
     """An update of one range: the one at this position, ``steps`` long."""
     part = StepRange(first_step=position, last_step=position + steps - 1, micro_batch_size=8, samples=32 * steps)
-    return RunUpdate(**{"run_id": run, "last_seen_at": 3e9, "first_range": position, "ranges": (part,), **changes})
+    fields = {"id": run, "plan_id": "a1", "pid": 7, "started_at": 3e9, "last_seen_at": 3e9}
+    return RunUpdate(**{**fields, "first_range": position, "ranges": (part,), **changes})
 
 
 def names(plans):

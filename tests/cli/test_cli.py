@@ -15,7 +15,7 @@ import pytest
 from ledgers import make_plan, make_run
 
 from autobatch import Plan
-from autobatch.cli import ledger_access
+from autobatch.cli import plans
 from autobatch.cli.main import main
 
 SOURCE = '''
@@ -525,7 +525,7 @@ def test_a_command_line_that_means_nothing_ends_in_one_line(ask, command, why):
 def test_a_name_cannot_steer_the_terminal(ask):
     """Whoever may write a plan file may not clear the screen of who looks at it, nor may the model's own name."""
     name = "Net\x1b[2J\x9b31m\x07\x00"
-    with ledger_access.open_store() as store:
+    with plans.open_store() as store:
         store.add_plan(make_plan("a1", model=name))
     said = ask("show", "a1")[1]
     assert "Net\\x1b[2J\\x9b31m\\x07\\x00" in said
@@ -540,16 +540,16 @@ def test_a_name_cannot_steer_the_terminal(ask):
 
 def test_a_ledger_that_can_only_be_read_is_reported(here, monkeypatch):
     """Opening it is not enough: whatever is found would not be stored."""
-    with ledger_access.open_store() as store:
+    with plans.open_store() as store:
         store.add_plan(make_plan())
-    assert ledger_access.find_fault() == (str(here / "home"), "")
+    assert plans.find_fault() == (str(here / "home"), "")
     connect = sqlite3.connect
 
     def connect_to_read(path, **options):
         return connect(f"file:{path}?mode=ro", uri=True, **options)
 
     monkeypatch.setattr(sqlite3, "connect", connect_to_read)
-    home, fault = ledger_access.find_fault()
+    home, fault = plans.find_fault()
     assert home == str(here / "home")
     assert "readonly" in fault
 
@@ -634,7 +634,7 @@ def test_a_folder_is_no_plan(ask, command):
 def test_a_run_that_went_silent_is_shown_with_when(here, ask):
     """It may have been killed, and what is counted is what it wrote until then."""
     ask("fit", "train_it:make", "--target", "64")
-    with ledger_access.open_store() as store:
+    with plans.open_store() as store:
         [plan] = store.plans()
         store.add_run(make_run("r", plan.id, last_seen_at=1.5e9))
     line = ask("plans")[1].splitlines()[1]

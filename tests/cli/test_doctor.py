@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autobatch.cli.doctor import examine
-from autobatch.cli.environment import Environment, _is_wsl, _shared_memory_bytes, read_environment
+from autobatch.cli.environment import Environment, _shared_memory_bytes, read_environment
 from autobatch.memory.host_limit import HostMemory
 from autobatch.memory.nvml import CardReading
 from autobatch.records import Tenant
@@ -170,13 +170,22 @@ def test_what_torch_was_built_for_is_read_without_importing_it():
     assert environment.torch_hip == (torch.version.hip or "")
 
 
-def test_windows_is_known_by_its_kernel(tmp_path):
-    """Its name is in /proc/version; without such a file it is not Linux."""
-    version = tmp_path / "version"
-    version.write_text("Linux version 5.15.167.4-microsoft-standard-WSL2")
-    assert _is_wsl(version)
-    version.write_text("Linux version 6.1.0-13-amd64")
-    assert not _is_wsl(version)
-    assert not _is_wsl(tmp_path / "nothing")
+@pytest.mark.parametrize(
+    ("kernel", "wsl"),
+    [
+        ("5.15.167.4-microsoft-standard-WSL2", True),
+        ("4.4.0-19041-Microsoft", True),
+        ("6.1.0-13-amd64", False),
+        ("", False),
+    ],
+)
+def test_windows_is_known_by_its_kernel(monkeypatch, kernel, wsl):
+    """Its name is in the release; a system that names none is not Linux."""
+    monkeypatch.setattr("platform.release", lambda: kernel)
+    assert read_environment({}, "", "").is_wsl is wsl
+
+
+def test_shared_memory_is_that_of_the_folder(tmp_path):
+    """Without it, none."""
     assert _shared_memory_bytes(str(tmp_path / "nothing")) == 0
     assert _shared_memory_bytes(str(tmp_path)) > 0

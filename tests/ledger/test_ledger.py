@@ -73,7 +73,7 @@ def test_the_environment_says_where(tmp_path, monkeypatch):
 
 def test_without_a_home_nothing_is_stored(monkeypatch, caplog):
     """A user whom the system does not know can train, and one log line says what to set."""
-    monkeypatch.setattr(ledger, "find_home", lambda: Path("~nobody-of-this-name").expanduser())
+    monkeypatch.setattr(database, "find_home", lambda: Path("~nobody-of-this-name").expanduser())
     monkeypatch.delenv("AUTOBATCH_LEDGER", raising=False)
     assert use(Ledger.open()) == use(Ledger.open()) == (False, [], False, "not now")
     assert len(caplog.records) == 1

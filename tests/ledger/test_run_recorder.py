@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledgers import failed, finished, make_plan, resized, retried, run_process, start_process
+from ledgers import failed, finished, make_plan, make_run, resized, retried, run_process, start_process
 from torch import nn
 
 import autobatch
@@ -331,7 +331,7 @@ def test_a_ledger_that_is_off_costs_nothing(tmp_path, monkeypatch):
     take(recorder, retried(0), finished(0))
     recorder(failed("no memory"))
     assert list(tmp_path.iterdir()) == []
-    assert recorder._current._tally.unwritten("r", 0.0, "running", "").ranges == ()
+    assert recorder._current._tally.unwritten(make_run(), 0.0, "running", "").ranges == ()
 
 
 def test_another_thread_may_train(tmp_path):

@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ledgers import finished, resized, retried
+from ledgers import finished, make_run, resized, retried
 
 from autobatch.events import StepFinished
 from autobatch.events.run_history import Setback
@@ -30,7 +30,7 @@ def ranges_of(*events):
     """First and last step of each range that these make, with its largest micro-batch and its retries."""
     tally = Tally(8)
     take(tally, *events)
-    parts = tally.unwritten("r", 0.0, "running", "").ranges
+    parts = tally.unwritten(make_run(), 0.0, "running", "").ranges
     return [(part.first_step, part.last_step, part.micro_batch_size, part.retries) for part in parts]
 
 
@@ -60,7 +60,7 @@ def test_a_range_has_the_sums_of_its_steps_and_their_highest_peak():
     for peaks in ([300, 100, 200], [100, 300, 200], [100, 200, 300]):
         tally = Tally(8)
         take(tally, *(finished(step, (8, 8, 7), 0, peak, 0.25) for step, peak in enumerate(peaks)))
-        [part] = tally.unwritten("r", 0.0, "running", "").ranges
+        [part] = tally.unwritten(make_run(), 0.0, "running", "").ranges
         assert (part.first_step, part.last_step, part.micro_batch_size) == (0, 2, 8)
         assert (part.peak_bytes, part.seconds, part.samples) == (300, 0.75, 69)
 
@@ -69,7 +69,7 @@ def test_setbacks_say_what_happened():
     """Sizes, bytes and reason of either kind, without the user's paths."""
     tally = Tally(8)
     take(tally, retried(3, 8, 4, "no memory for /home/bob/a"), resized(9, 4, 8))
-    assert tally.unwritten("r", 0.0, "running", "").setbacks == (
+    assert tally.unwritten(make_run(), 0.0, "running", "").setbacks == (
         Setback(step=3, kind="retry", old_size=8, new_size=4, used_bytes=300, reason="no memory for <path>"),
         Setback(step=9, kind="size", old_size=4, new_size=8, reason="grown back"),
     )
@@ -84,13 +84,13 @@ def test_what_was_written_is_replaced_or_left_never_lost(cuts, changes):
     ranges, setbacks = {}, {}
     for number, event in enumerate([*events, None]):
         if number in cuts or event is None:
-            update = piecewise.unwritten("r", 0.0, "running", "")
+            update = piecewise.unwritten(make_run(), 0.0, "running", "")
             ranges.update(enumerate(update.ranges, update.first_range))
             setbacks.update(enumerate(update.setbacks, update.first_setback))
             piecewise.drop_written()
         if event is not None:
             take(piecewise, event)
-    expected = whole.unwritten("r", 0.0, "running", "")
+    expected = whole.unwritten(make_run(), 0.0, "running", "")
     assert tuple(ranges[position] for position in sorted(ranges)) == expected.ranges
     assert tuple(setbacks[position] for position in sorted(setbacks)) == expected.setbacks
 
@@ -102,7 +102,7 @@ def test_endless_trouble_is_bounded(monkeypatch, written):
     tally, rows = Tally(8), 0
     for step in range(100):
         take(tally, retried(step), finished(step, retries=step % 2))
-        update = tally.unwritten("r", 0.0, "running", "")
+        update = tally.unwritten(make_run(), 0.0, "running", "")
         rows = max(rows, update.first_range + len(update.ranges), update.first_setback + len(update.setbacks))
         if written:
             tally.drop_written()

@@ -1,4 +1,4 @@
-"""Writes a line for each event: as JSON to a file (``jsonl``), or as text for a person (``console``).
+"""Writes events where a run is: as JSON to a file, as text for a person, and torch's own memory snapshots.
 
 Covers lines that stay whole when a run is killed or a progress bar of tqdm is shown. Does not cover rich's bars: its
 ``Console.print`` can be given as ``write``.
@@ -6,6 +6,7 @@ Covers lines that stay whole when a run is killed or a progress bar of tqdm is s
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -16,9 +17,12 @@ from collections.abc import Callable
 from autobatch._arguments import check_path
 from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
-from autobatch.events import Event, Hook
+from autobatch.events import Event, Hook, Retried, StepFailed
+from autobatch.ledger.database import find_home
 
-__all__ = ["console", "jsonl"]
+__all__ = ["console", "jsonl", "memory_snapshot"]
+
+logger = logging.getLogger("autobatch")
 
 
 def jsonl(path: str | os.PathLike[str]) -> Hook:
@@ -82,3 +86,42 @@ def _write_above_bars(line: str) -> None:
         tqdm.tqdm.write(line, file=sys.stderr)
     else:
         sys.stderr.write(f"{line}\n")
+
+
+def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int = 3, entries: int = 100_000) -> Hook:
+    """Write a snapshot of CUDA's memory each time a step runs out of it, up to so many.
+
+    torch records every allocation from here on, which takes time and the memory of the entries. The files open in
+    torch's viewer (pytorch.org/memory_viz). Without CUDA it costs one log line.
+
+    Args:
+        folder: Where to; default: ``snapshots`` beside the ledger.
+        most: Of one hook; later shortages are like the first ones, and a file takes megabytes.
+        entries: How many of the last allocations are in it.
+
+    Raises:
+        InvalidArgument: The folder is no path, or a number is no int of at least 1.
+    """
+    for name, value in (("most", most), ("entries", entries)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgument(f"memory_snapshot({name}={show_value(value)}): pass an int of at least 1")
+    target = find_home() / "snapshots" if folder is None else check_path("memory_snapshot", folder)
+    memory = importlib.import_module("torch").cuda.memory
+    left = most
+    try:
+        memory._record_memory_history(max_entries=entries)  # noqa: SLF001 - documented by torch under this name only
+    except (RuntimeError, AttributeError, AssertionError) as error:
+        logger.warning("autobatch: no memory snapshots will be written: %s", str(error).split("\n")[0])
+        left = 0
+
+    def write(event: Event, /) -> None:
+        nonlocal left
+        if left and (isinstance(event, Retried) or (isinstance(event, StepFailed) and event.out_of_memory)):
+            target.mkdir(parents=True, exist_ok=True)
+            moment = time.strftime("%Y%m%d-%H%M%S")
+            path = target / f"{moment}-{os.getpid()}-step{event.step}-{most - left}.pickle"
+            memory._dump_snapshot(str(path))  # noqa: SLF001 - the same
+            left -= 1
+            logger.info("autobatch: memory when step %d ran out of it: %s", event.step, path)
+
+    return write
