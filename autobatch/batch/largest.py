@@ -123,7 +123,10 @@ def largest_samples(
     Raises:
         InvalidBatch: The dataset is empty or has no length. Its own errors come out as they were raised.
     """
-    opened = _open(source)
+    opened = _Source(source)
+    if isinstance(source, DataLoader):
+        gives_batches = source.batch_sampler is None
+        opened = _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=gives_batches)
     if isinstance(opened.dataset, IterableDataset) or not hasattr(opened.dataset, "__getitem__"):  # a stream
         stream = iter(opened.dataset)
         try:
@@ -138,12 +141,6 @@ def largest_samples(
         is_partial, of_all = seen < len(keys), f"{{}} of the dataset's {len(keys)} {{}}"
     looked_at = of_all.format(seen, "batches" if opened.gives_batches else "samples")
     return opened.described(largest), f"the largest was looked for among {looked_at}" if is_partial else None
-
-
-def _open(source: Any) -> _Source:
-    if not isinstance(source, DataLoader):
-        return _Source(source)
-    return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
