@@ -51,9 +51,8 @@ class SplitComparison:
         layout: Samples of which some are taken, evenly from first to last.
         device: Where.
         most: How many are taken; fewer where memory ends.
-        after_trials: Whether the step is known to run: then an error that it raises here comes from being made
-            deterministic or split, and the result is "unchecked". And then the comparison is quick: where BatchNorm
-            explains why the first partition is not exact, no other cause is looked for.
+        after_trials: Whether the step is known to run, so that an error comes from being made deterministic or split,
+            and the result is "unchecked". And where BatchNorm explains the first partition, no cause is looked for.
         exact_at: The number of samples for which a smaller comparison has found the split exact; 0 where none has.
     """
 

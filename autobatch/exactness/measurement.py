@@ -52,10 +52,8 @@ class Measurement:
     Where memory ends all methods that run something raise DoesNotFit.
 
     Attributes:
-        workload: What is run; its gradients are overwritten.
         rewind_point: Buffers and generators at the start of each run.
         outside: What modules that the step can reach outside the model held, such as a teacher.
-        random: Draws the step's random numbers, by sample.
         diagnoses: Whether values of gradients are stored for ``values`` and ``alone``.
         renews: Whether the model is rewound before each part of a run too, not only before the run.
         states_counts: Whether the step said itself what a loss was divided by.

@@ -98,10 +98,10 @@ def check_split(
 
     Args:
         workload: What is run, in the mode in which its model is.
-        layout: Samples of which some are taken; fewer where memory ends.
+        layout: Samples of which some are taken.
         device: Where, inside the limit that holds for the comparison.
         target: Samples of the step.
-        size: Samples of its micro-batches, which are known to fit; at most 16 are taken first, and at least 2.
+        size: Samples of its micro-batches, which are known to fit.
         most: Samples that should fit at once; fewer are compared where they do not.
         smallest: The fewest samples that the model can run.
     """
