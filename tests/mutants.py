@@ -182,8 +182,8 @@ MUTANTS = (
     Mutant(
         "the split of many samples is not looked at",
         EXACTNESS + "verification.py",
-        "        if not few.exact:\n",
-        "        if True:\n",
+        "    if not few.exact:\n",
+        "    if True:\n",
         FULL_SIZE_TESTS,
     ),
     Mutant(
@@ -673,8 +673,8 @@ MUTANTS = (
     Mutant(
         "a part of a registered type hands its gradient to the user's batch",
         BATCH + "layout.py",
-        "        return map_tensors(taken, as_leaf)\n",
-        "        return taken\n",
+        "        return map_tensors(_entries(part, rows), as_leaf)\n",
+        "        return _entries(part, rows)\n",
         BATCH_TESTS,
     ),
     Mutant(

@@ -38,6 +38,8 @@ _LONGEST = 8192
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _OVER_MORE_THAN_FEATURES = (*_CONVOLUTIONS, nn.RNNBase, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag)
 
+_FEATURES = {nn.Linear: "in_features", nn.RNNBase: "input_size", nn.MultiheadAttention: "embed_dim"}
+
 _CONVOLVED = {
     1: ("length", (1000,)),
     2: ("height and width", (224, 224)),
@@ -54,12 +56,7 @@ class Example(NamedTuple):
 
 
 def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
-    """An example batch.
-
-    Args:
-        model: Asked for its input where no batch is given.
-        batch: Any tree of tensors, a Dataset or a DataLoader, or ``None``.
-        most: No more samples than this are of use.
+    """An example: a given batch, at most ``most`` samples of a Dataset or DataLoader, or one inferred from the model.
 
     Raises:
         NeedsBatch: No batch is given and the model does not show its input.
@@ -100,16 +97,9 @@ def refuse_meta(tensor: torch.Tensor) -> None:
 def infer_example(model: nn.Module) -> Any:
     """A batch of one sample on the model's device, its floats in the model's dtype.
 
-    Args:
-        model: Wrapped in ``DistributedDataParallel`` or ``torch.compile`` or not.
-
-    Returns:
-        The first sample of ``example_input_array`` (a tensor, or a tuple or dict of arguments); or zeros of
-        ``(1, *input_size)`` (timm); or zeros of ``(1, in_features)`` (a first layer ``Linear``); or token numbers of
-        ``(1, length)``, int64 (a first layer ``Embedding`` where the model or its config has a length).
-
-    Raises:
-        NeedsBatch: The model has none of them; the message says which layer leaves what open.
+    The first sample of ``example_input_array``; or zeros of ``(1, *input_size)`` (timm) or ``(1, in_features)`` (a
+    first layer ``Linear``); or token numbers of ``(1, length)`` (a first layer ``Embedding`` where the model or its
+    config has a length). Raises NeedsBatch where the model has none of them, with which layer leaves what open.
     """
     inner = unwrap_model(model)
     example = getattr(inner, "example_input_array", None)
@@ -133,8 +123,7 @@ def infer_example(model: nn.Module) -> Any:
 
 def _image_of(model: nn.Module) -> torch.Tensor | None:
     """The image that a timm model was made for; what it was built with goes before what it was pretrained with."""
-    config = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
-    size = _lookup(config, "input_size")
+    size = _lookup(getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None), "input_size")
     if not isinstance(size, tuple | list) or len(size) != 3:
         return None
     channels, height, width = size
@@ -188,7 +177,11 @@ def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
     length = next((value for value in lengths if isinstance(value, int) and value > 0), None)
     if length is None:
         raise _stays_open(model, name, layer)
-    length -= _reserved_positions(model, layer, length)
+    # RoBERTa counts from behind its padding index: of 514 positions 512 tokens may have one.
+    embeddings = [other for other in model.modules() if isinstance(other, nn.Embedding) and other is not layer]
+    positions = next((other for other in embeddings if other.num_embeddings == length), None)
+    if positions is not None and positions.padding_idx is not None:
+        length -= positions.padding_idx + 1
     if length > _LONGEST:
         raise NeedsBatch(
             f"{_name(model)} allows {length} tokens, more than most train with: pass the length you use as "
@@ -197,20 +190,10 @@ def _tokens(model: nn.Module, name: str, layer: nn.Embedding) -> torch.Tensor:
     return (torch.arange(length) % layer.num_embeddings).unsqueeze(0)
 
 
-def _reserved_positions(model: nn.Module, tokens: nn.Embedding, length: int) -> int:
-    """Positions that no token may have: RoBERTa counts from behind its padding index (514 positions, 512 tokens)."""
-    for layer in model.modules():
-        if isinstance(layer, nn.Embedding) and layer is not tokens and layer.num_embeddings == length:
-            return 0 if layer.padding_idx is None else layer.padding_idx + 1
-    return 0
-
-
 def _stays_open(model: nn.Module, name: str, layer: nn.Module) -> NeedsBatch:
     """What the layer fixes, what it leaves open, and a batch to paste and adapt."""
     kind = type(layer).__name__
-    features = layer.in_features if isinstance(layer, nn.Linear) else 0
-    features = layer.input_size if isinstance(layer, nn.RNNBase) else features
-    features = layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else features
+    features = next((getattr(layer, size) for of, size in _FEATURES.items() if isinstance(layer, of)), 0)
     if isinstance(layer, _CONVOLUTIONS):
         size, usual = _CONVOLVED[len(layer.kernel_size)]
         shape = ", ".join(map(str, (1, layer.in_channels, *usual)))

@@ -108,22 +108,17 @@ def is_source(batch: Any) -> bool:
 def largest_samples(
     source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0
 ) -> tuple[Layout, str | None]:
-    """The largest samples of a dataset, collated together, and a sentence where not all samples were looked at.
+    """The ``count`` largest samples, collated together, and a sentence where not all samples were looked at.
 
-    Of a map-style dataset samples spread evenly over it are looked at, of an iterable one the first. A loader with
-    ``batch_size=None`` gives whole batches: the one with most elements a sample is taken as it is. Each sample is
-    fetched once, so that one made at random is the one that was measured.
-
-    Args:
-        source: What ``is_source`` accepts. A ``Dataset`` alone is collated as torch does by default.
-        count: How many samples to take, at least 1; fewer come back from a smaller dataset.
-        scan_limit: No more samples (or whole batches) than this are looked at.
-        time_limit: Seconds after which no further one is looked at.
-
-    Raises:
-        InvalidBatch: The dataset is empty or has no length. Its own errors come out as they were raised.
+    Of a map-style dataset samples spread evenly over it are looked at, of an iterable one the first: ``scan_limit`` of
+    them, and none after ``time_limit`` seconds. Of a loader that gives whole batches (``batch_size=None``) the one with
+    most elements a sample is taken as it is. Each sample is fetched once, so that one made at random is the one that
+    was measured. Raises InvalidBatch where the dataset is empty or has no length.
     """
-    opened = _open(source)
+    opened = _Source(source)
+    if isinstance(source, DataLoader):
+        gives_batches = source.batch_sampler is None
+        opened = _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=gives_batches)
     if isinstance(opened.dataset, IterableDataset) or not hasattr(opened.dataset, "__getitem__"):  # a stream
         stream = iter(opened.dataset)
         try:
@@ -138,12 +133,6 @@ def largest_samples(
         is_partial, of_all = seen < len(keys), f"{{}} of the dataset's {len(keys)} {{}}"
     looked_at = of_all.format(seen, "batches" if opened.gives_batches else "samples")
     return opened.described(largest), f"the largest was looked for among {looked_at}" if is_partial else None
-
-
-def _open(source: Any) -> _Source:
-    if not isinstance(source, DataLoader):
-        return _Source(source)
-    return _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=source.batch_sampler is None)
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:

@@ -27,7 +27,6 @@ from autobatch.batch.tree import (
     count_elements,
     count_rows,
     fields_of,
-    is_array,
     is_sequence,
     map_tensors,
     tensors_of,
@@ -102,22 +101,21 @@ class Layout:
         """The leaves of its spec, cut into parts of these sizes from a sample on: views that carry no graph."""
         if self.spec is None:
             return [()] * len(sizes)
-        if self.alike is not None and self.alike.are_rows and sum(sizes) == self.count:  # nearly always: in C alone
+        total = sum(sizes)
+        if self.alike is not None and self.alike.are_rows and total == self.count:  # nearly always: in C alone
             views = map(torch.Tensor.detach, self.leaves)
             return zip(*map(torch.split_with_sizes, views, repeat(sizes)), strict=True)
-        stop = start + sum(sizes)
         columns: list[Iterable[Any]] = []
         for leaf in self.leaves:
             if not isinstance(leaf, torch.Tensor):
                 columns.append(repeat(leaf, len(sizes)))
-                continue
-            if not leaf.ndim:
+            elif not leaf.ndim:
                 columns.append([leaf.detach() for _ in sizes])
-                continue
-            rows = leaf.detach()
-            if stop - start != self.count:
-                rows = rows.narrow(0, start, stop - start)
-            columns.append(torch.split_with_sizes(rows, sizes))
+            else:
+                rows = leaf.detach()
+                if total != self.count:
+                    rows = rows.narrow(0, start, total)
+                columns.append(torch.split_with_sizes(rows, sizes))
         return zip(*columns, strict=True)
 
     def micro_batch(
@@ -140,17 +138,16 @@ class Layout:
         return tuple(leaves) if self.spec.is_pair else self.spec.unflatten(leaves)
 
     def take(self, start: int, stop: int) -> Any:
-        """Samples ``start`` to ``stop`` (exclusive), as views: nothing is copied. All samples are the batch itself.
+        """Samples ``start`` to ``stop`` (exclusive), as views; all samples are the batch itself.
 
-        Of a registered type they are what its ``take`` returns, which may be copies. Raises InvalidArgument for an
-        empty range or one outside the batch, and, as ``spread`` and ``grow`` do, InvalidBatch where a list can be read
-        both as samples and as fields.
+        Of a registered type they are what its ``take`` returns, which may be copies. As ``spread`` and ``grow`` it
+        raises InvalidBatch where a list can be read both as samples and as fields.
         """
         if not 0 <= start < stop <= self.count:
             raise InvalidArgument(f"samples {start} to {stop} of a batch of {self.count}: no such part")
         if stop - start == self.count:
             return self.batch
-        return self._replace(self.batch, ROOT, lambda part: _take_entries(part, start, stop))
+        return self._replace(self.batch, ROOT, lambda part: _entries(part, range(start, stop)))
 
     def spread(self, n: int) -> Layout:
         """``n`` samples, evenly from first to last, as new tensors: a batch may be sorted.
@@ -167,9 +164,8 @@ class Layout:
     def grow(self, n: int) -> Any:
         """A batch of ``n`` samples: sample ``i`` is this batch's sample ``i`` modulo its count.
 
-        Up to its own count tensors are views, beyond it new tensors of the same dtype, device and memory format. Either
-        way each is a leaf that requires a gradient where the original does: none reaches the original. Samples in
-        lists are repeated by reference.
+        Up to its own count tensors are views, beyond it new tensors of the same memory format; either way leaves, of
+        which no gradient reaches the original. Samples in lists are repeated by reference.
         """
         if n < 1:
             raise InvalidArgument(f"a batch cannot have {n} samples: at least 1")
@@ -192,17 +188,10 @@ class Layout:
 
 
 def describe(batch: Any, like: Layout | None = None, samples: int | None = None) -> Layout:
-    """How this batch divides into samples, by the rules at the top of ``autobatch.batch.layout_rules``.
+    """How this batch divides into samples, by the rules at the top of ``layout_rules``; raises what ``read`` does.
 
-    Args:
-        batch: Any tree.
-        like: The layout of an earlier batch of the same kind: its lists are read as they were there, also where this
-            batch alone could be read otherwise.
-        samples: How many samples the batch was made of, where that is known.
-
-    Raises:
-        InvalidBatch: Nothing to count, no samples, unequal numbers, or a tensor whose rows cannot be viewed (sparse,
-            nested, packed); with the paths and sizes.
+    Lists are read as in an earlier batch of the same kind (``like``), also where this one alone could be read
+    otherwise. ``samples`` is how many samples the batch was made of, where that is known.
     """
     if like is not None and like.spec is not None:
         leaves: list[Any] = []
@@ -252,38 +241,34 @@ def _move_like(leaf: Any, part: Any, move: Callable[[torch.Tensor], torch.Tensor
     return move(part).requires_grad_(leaf.requires_grad) if isinstance(part, torch.Tensor) else part
 
 
-def _take_entries(part: Any, start: int, stop: int) -> Any:
+def _entries(part: Any, rows: range | list[int]) -> Any:
+    """Rows of what has one entry a sample: of tensors and arrays a view, if they are a range."""
     registered = find_type(part)
     if registered is not None:
-        return registered.take_samples(part, range(start, stop))
-    if isinstance(part, torch.Tensor):
-        return part.narrow(0, start, stop - start)
-    return with_items(part, part[start:stop]) if is_sequence(part) else part[start:stop]
+        return registered.take_samples(part, rows)
+    if is_sequence(part):
+        return with_items(part, [part[row] for row in rows])
+    return part[rows.start : rows.stop] if isinstance(rows, range) else part[rows]
 
 
-def _pick_entries(part: Any, rows: Sequence[int]) -> Any:
-    registered = find_type(part)
-    if registered is not None:
-        with torch.enable_grad():  # else whatever ``take`` computes requires none
-            taken = registered.take_samples(part, rows)
-        return map_tensors(taken, as_leaf)
-    if isinstance(part, torch.Tensor):
-        return part.detach()[rows].requires_grad_(part.requires_grad)
-    return with_items(part, [part[row] for row in rows]) if is_sequence(part) else part[rows]
+def _pick_entries(part: Any, rows: range | list[int]) -> Any:
+    """The same as leaves, but for samples in lists."""
+    if is_sequence(part):
+        return _entries(part, rows)
+    with torch.enable_grad():  # else no result requires a gradient
+        return map_tensors(_entries(part, rows), as_leaf)
 
 
 def _repeat_entries(part: Any, n: int, count: int) -> Any:
+    if n <= count:
+        return _pick_entries(part, range(n))
     if isinstance(part, torch.Tensor) and find_type(part) is None:
         return _repeat_rows(part.detach(), n).requires_grad_(part.requires_grad)
-    if is_array(part) and n <= count:
-        return part[:n]
     return _pick_entries(part, [index % count for index in range(n)])
 
 
 def _repeat_rows(rows: torch.Tensor, n: int) -> torch.Tensor:
     have = rows.shape[0]
-    if n <= have:
-        return rows.narrow(0, 0, n)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(rows.ndim, torch.contiguous_format)
     is_last = rows.is_contiguous(memory_format=last) and not rows.is_contiguous()
     memory_format = last if is_last else torch.contiguous_format

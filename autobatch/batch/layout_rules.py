@@ -71,16 +71,11 @@ class _Part(NamedTuple):
 def read(
     batch: Any, earlier: Mapping[str, ListReading], samples: int | None = None
 ) -> tuple[int, dict[str, ListReading]]:
-    """The number of samples, and what each list holds, by path.
+    """The number of samples, and what each list holds, by path; lists that ``earlier`` has are decided already.
 
-    Args:
-        batch: Any tree.
-        earlier: Lists that are already decided, by path.
-        samples: How many samples the batch was made of, where whoever made it knows; a tensor's rows outweigh it.
-
-    Raises:
-        InvalidBatch: Nothing to count, no samples, unequal numbers, a list that can be read in two ways, or a tensor
-            whose rows cannot be viewed (sparse, nested, packed); with the paths and sizes.
+    A tensor's rows outweigh ``samples``, of which the batch was made. Raises InvalidBatch with the paths and sizes: of
+    nothing to count, no samples, unequal numbers, a list that can be read in two ways, or a tensor whose rows cannot be
+    viewed (sparse, nested, packed).
     """
     lists: dict[str, ListReading] = {path: reading for path, reading in earlier.items() if reading != "unclear"}
     count = _count(batch, lists, samples)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -51,9 +51,8 @@ class SplitComparison:
         layout: Samples of which some are taken, evenly from first to last.
         device: Where.
         most: How many are taken; fewer where memory ends.
-        after_trials: Whether the step is known to run: then an error that it raises here comes from being made
-            deterministic or split, and the result is "unchecked". And then the comparison is quick: where BatchNorm
-            explains why the first partition is not exact, no other cause is looked for.
+        after_trials: Whether the step is known to run, so that an error comes from being made deterministic or split,
+            and the result is "unchecked". And where BatchNorm explains the first partition, no cause is looked for.
         exact_at: The number of samples for which a smaller comparison has found the split exact; 0 where none has.
     """
 
@@ -69,20 +68,14 @@ class SplitComparison:
         started = time.perf_counter()
         for parameter in self.workload.parameters():
             parameter.grad = None
-        verdict = self._try_samples()
-        return verdict.model_copy(update={"seconds": time.perf_counter() - started})
-
-    def _try_samples(self) -> Verdict:
-        samples, ended = min(self.layout.count, self.most), ""
-        while samples >= 2:
+        samples, verdict = min(self.layout.count, self.most), None
+        reason = "the batch has one sample, and one cannot be split"
+        while samples >= 2 and verdict is None:
             verdict, ended = self.attempt(samples)
-            if verdict is not None:
-                return verdict
-            self.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
-            samples //= 2
-        if ended:
-            return _unchecked(f"memory ended with two samples at once ({ended})")
-        return _unchecked("the batch has one sample, and one cannot be split")
+            if verdict is None:
+                self.device.reclaim()  # only now, after the ``except`` block, are the failed attempt's frames gone
+                samples, reason = samples // 2, f"memory ended with two samples at once ({ended})"
+        return (verdict or _unchecked(reason)).model_copy(update={"seconds": time.perf_counter() - started})
 
     @torch.enable_grad()
     def attempt(self, samples: int, partitions: Sequence[Sizes] = ()) -> tuple[Verdict | None, str]:
@@ -158,8 +151,11 @@ class SplitComparison:
 
     def _look_again(self, verdict: Verdict, before: Mapping[Sizes, Sequence[float]], dtype: torch.dtype) -> Verdict:
         with self._measuring(verdict.samples, dtype, diagnoses=True) as measured:
-            if before and (error := _error_left(before, measured)) is not None:
-                return verdict.model_copy(update={"exact": True, "relative_error": error})
+            # A gradient of nearly 0 is nearly all rounding, so it is judged relative to that of float32 too.
+            errors = (_find_error(measured, [sizes], scale) for sizes, scale in before.items())
+            exact = [*takewhile(lambda error: error <= TOLERANCE, errors)]
+            if before and len(exact) == len(before):
+                return verdict.model_copy(update={"exact": True, "relative_error": max(exact)})
             modules = measured.find_modules(verdict.partitions)
             error = modules[0].relative_error if modules else verdict.relative_error
             found = {"relative_error": error, "modules": modules, "causes": self._explain(measured, verdict.partitions)}
@@ -231,29 +227,17 @@ def _blame_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
     )
 
 
-def _find_error(measured: Measurement, partitions: Sequence[Sizes]) -> float:
+def _find_error(measured: Measurement, partitions: Sequence[Sizes], before: Sequence[float] = ()) -> float:
     """The error of the worst partition; if several rows a sample are drawn, with the order of rows that fits better."""
-    error = measured.error(partitions)
+    error = measured.error(partitions, before)
     if error > TOLERANCE and measured.random.flattened:
         measured.random.samples_last = True
         measured.forget()
-        if (turned := measured.error(partitions)) <= TOLERANCE:
+        if (turned := measured.error(partitions, before)) <= TOLERANCE:
             return turned
         measured.random.samples_last = False
         measured.forget()
     return error
-
-
-def _error_left(before: Mapping[Sizes, Sequence[float]], measured: Measurement) -> float | None:
-    """The error with less rounding than float32, if all differences are gone: a gradient of nearly 0 is rounding."""
-    errors = []
-    for sizes, scale in before.items():
-        measured.judge_against(scale)
-        errors.append(_find_error(measured, [sizes]))
-        if errors[-1] > TOLERANCE:
-            measured.judge_against(())
-            return None
-    return max(errors)
 
 
 def _differ(layout: Layout) -> bool:

@@ -68,17 +68,15 @@ def deterministic(
     wider = _WIDER[dtype]
     with ExitStack() as stack:
         stack.enter_context(_LOCK)
-        stack.enter_context(_no_autocast())
-        for owner, name, value in _settings():
-            stack.enter_context(_set(owner, name, value))
-        stack.enter_context(_full_matmul_precision())
+        _disable_autocast(stack)
+        _use_full_precision(stack)
         for module in model.modules():
             for layer, rate in _LAYERS_WITH_RATES.items():
                 if isinstance(module, layer):
-                    stack.enter_context(_set(module, rate, 0.0))
+                    _set(stack, module, rate, 0.0)
         for tensor in (*parameters, *model.buffers()):
             if tensor.dtype in wider:
-                stack.enter_context(_set(tensor, "data", tensor.data.to(wider[tensor.dtype])))
+                _set(stack, tensor, "data", tensor.data.to(wider[tensor.dtype]))
         random = SampleNumbers()
         stack.enter_context(PerSampleRandom(random))
         stack.enter_context(_NoDropoutNorCasts(wider))
@@ -121,67 +119,50 @@ class _NoDropoutNorCasts(TorchFunctionMode):
         return self._wider.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-@contextmanager
-def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
+def _set(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Until the stack is left."""
+    stack.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
-@contextmanager
-def _no_autocast() -> Iterator[None]:
-    """Disable autocast that is on, and any that the step enters itself, as an object, a decorator, or recomputing."""
+def _disable_autocast(stack: ExitStack) -> None:
+    """What is on, and what the step enters itself, as an object, a decorator, or recomputing."""
     enter: Callable[[Any], Any] = torch.autocast.__enter__
 
     def enter_disabled(autocast: Any) -> Any:
-        if not PerSampleRandom.is_active():  # another thread's
+        with ExitStack() as entering:
+            if PerSampleRandom.is_active():  # not another thread's
+                # Only while it enters: the object may be the user's, to be used again.
+                _set(entering, autocast, "_enabled", False)
             return enter(autocast)
-        # Only while it enters: the object may be the user's, to be used again.
-        with _set(autocast, "_enabled", False):
-            return enter(autocast)
 
-    with ExitStack() as stack:
-        accelerator = torch.accelerator.current_accelerator()
-        for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_set(torch.autocast, "__enter__", enter_disabled))
-        yield
+    accelerator = torch.accelerator.current_accelerator()
+    for kind in {"cpu", "cpu" if accelerator is None else accelerator.type}:
+        if torch.amp.is_autocast_available(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    _set(stack, torch.autocast, "__enter__", enter_disabled)
 
 
-@contextmanager
-def _full_matmul_precision() -> Iterator[None]:
-    """By the older switch as well: where the two disagree torch raises in a step that reads the older one."""
-    try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # they disagreed before
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _settings() -> Iterator[tuple[Any, str, Any]]:
-    """The precision settings of float32 operations: their owner, their name, and the value for full precision."""
+def _use_full_precision(stack: ExitStack) -> None:
+    """In float32 operations."""
     backends: Any = torch.backends
     if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
-        yield backends.cuda.matmul, "allow_tf32", False
-        yield backends.cudnn, "allow_tf32", False
-        return
-    for operation in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
-        yield operation, "fp32_precision", "ieee"
-    try:
-        # Where it can be read the older switch is turned: after the newer one `torch.backends.cudnn.flags`, which CTC
-        # losses use, would raise in the step.
-        _ = backends.cudnn.allow_tf32
-    except RuntimeError:
-        yield backends.cudnn.conv, "fp32_precision", "ieee"
-        yield backends.cudnn.rnn, "fp32_precision", "ieee"
+        _set(stack, backends.cuda.matmul, "allow_tf32", False)
+        _set(stack, backends.cudnn, "allow_tf32", False)
     else:
-        yield backends.cudnn, "allow_tf32", False
+        for operation in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+            _set(stack, operation, "fp32_precision", "ieee")
+        try:
+            # Where it can be read the older switch is turned: after the newer one `torch.backends.cudnn.flags`, which
+            # CTC losses use, would raise in the step.
+            _set(stack, backends.cudnn, "allow_tf32", False)
+        except RuntimeError:
+            _set(stack, backends.cudnn.conv, "fp32_precision", "ieee")
+            _set(stack, backends.cudnn.rnn, "fp32_precision", "ieee")
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the older switch and the newer one disagreed before
+        return
+    # By the older switch as well: where the two disagree torch raises in a step that reads the older one.
+    stack.callback(torch.set_float32_matmul_precision, before)
+    torch.set_float32_matmul_precision("highest")

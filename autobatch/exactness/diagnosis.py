@@ -10,12 +10,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.exactness.gradients import TOLERANCE
-from autobatch.exactness.loss_weights import NO_MEAN, explain_weighing, is_explained_by, is_near
+from autobatch.exactness.loss_weights import EXPLAINS, NO_MEAN, error_of, explain_weighing, is_near
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Sizes, ranges_of
 from autobatch.exactness.sample_numbers import Order
@@ -90,12 +91,12 @@ def _find_last_cause(measured: Measurement, partitions: Sequence[Sizes]) -> str:
     for sizes in partitions:  # each part by itself: if one shows draws to be of another kind, all before is void
         for start, stop in ranges_of(sizes):
             measured.alone(start, stop)
-    if is_explained_by(measured, partitions, lambda _start, _stop: 1.0, normalise=False):
+    if error_of(measured, partitions, lambda _start, _stop: 1.0, normalise=False) <= EXPLAINS:
         return _SUMMED
     # A term that is added in each of K micro-batches is K - 1 times too much.
     whole = measured.whole_values()
     extra = [(measured.values(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
-    if len(extra) >= 2 and all(is_near(one, extra[0], scale=extra[0]) for one in extra[1:]):
+    if len(extra) >= 2 and all(is_near(one, extra[0]) for one in extra[1:]):
         return _ONCE_A_MICRO_BATCH
     return explain_weighing(measured, partitions) or _COUPLED
 
@@ -155,10 +156,9 @@ def _renew_where_it_matters(measured: Measurement, partitions: Sequence[Sizes]) 
     """A measurement that restores buffers before each part, if that gives other gradients."""
     divided = [measured.values(sizes) for sizes in partitions]
     measured.release()
-    renewed = measured.renewed()
+    renewed = replace(measured, renews=True)
     is_same = all(
-        is_near(renewed.values(sizes), values, scale=values, tolerance=TOLERANCE)
-        for sizes, values in zip(partitions, divided, strict=True)
+        is_near(renewed.values(sizes), values, TOLERANCE) for sizes, values in zip(partitions, divided, strict=True)
     )
     return None if is_same else renewed
 

@@ -51,17 +51,14 @@ _CHUNK = 2**16
 
 def take_gradients(parameters: Sequence[torch.Tensor]) -> Gradients:
     """Move the gradients out of ``.grad``, which is ``None`` afterwards: sparse ones dense, complex ones as pairs."""
-    return [_take(parameter) for parameter in parameters]
-
-
-def _take(parameter: torch.Tensor) -> torch.Tensor | None:
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is None:
-        return None
-    gradient = gradient.detach()
-    if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()
-    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    taken = []
+    for parameter in parameters:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            gradient = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+            gradient = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+        taken.append(gradient)
+    return taken
 
 
 def sample_values(gradients: Gradients, like: Gradients, scales: Sequence[float]) -> torch.Tensor:

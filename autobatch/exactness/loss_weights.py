@@ -21,7 +21,7 @@ from autobatch.exactness.gradients import relate
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Sizes, ranges_of
 
-__all__ = ["NO_MEAN", "Unit", "explain_weighing", "is_explained_by", "is_near", "units_of"]
+__all__ = ["EXPLAINS", "NO_MEAN", "Unit", "error_of", "explain_weighing", "is_near", "units_of"]
 
 NO_MEAN = (
     "the loss is not a mean over samples: what each counts for depends on the losses themselves (a maximum, logsumexp, "
@@ -29,7 +29,7 @@ NO_MEAN = (
     "or choose the target so that a micro-batch is the unit you want"
 )
 
-_EXPLAINS = 1e-3
+EXPLAINS = 1e-3
 """A cause explains a gradient where what it predicts is this near."""
 
 _BETTER = 10.0
@@ -112,32 +112,28 @@ def _sources(layout: Layout) -> Iterator[_Source]:
                 yield _Source(path, name, values, items[0][name].ndim)
 
 
-def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
-    if isinstance(node, torch.Tensor):
-        return {path: node} if node.ndim and not node.is_complex() else {}
-    found: dict[str, torch.Tensor] = {}
+def _walk(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+    yield path, node
     for suffix, child in fields_of(node) or ():
-        found.update(_tensors(path + suffix, child))
-    return found
+        yield from _walk(path + suffix, child)
+
+
+def _tensors(path: str, node: Any) -> dict[str, torch.Tensor]:
+    tensors = ((reached, leaf) for reached, leaf in _walk(path, node) if isinstance(leaf, torch.Tensor))
+    return {reached: tensor for reached, tensor in tensors if tensor.ndim and not tensor.is_complex()}
 
 
 def _at(batch: Any, path: str) -> Any:
     """What a container holds at this path."""
-    waiting = [("batch", batch)]
-    while waiting:
-        reached, node = waiting.pop()
-        if reached == path:
-            return node
-        waiting += [(reached + suffix, child) for suffix, child in fields_of(node) or ()]
-    return ()
+    return dict(_walk("batch", batch)).get(path, ())
 
 
 def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
     """One sentence where the loss is a mean over something else than is counted, with what to pass or return."""
     whole = measured.whole_values()
     passed = max(_relative(measured.values(sizes), whole) for sizes in partitions)
-    most = min(_EXPLAINS, passed / _BETTER)
-    if _error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
+    most = min(EXPLAINS, passed / _BETTER)
+    if error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
         return (
             "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
             "or state the number of samples as its count"
@@ -168,7 +164,7 @@ def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple
     """The code that leaves the least error, and that error; the first of those that leave almost none."""
     best = "", math.inf
     for unit in units_of(measured.layout):
-        error = _error_of(measured, partitions, _weigh_by(unit, measured))
+        error = error_of(measured, partitions, _weigh_by(unit, measured))
         if error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):
             best = unit.code, error
     return best
@@ -178,14 +174,7 @@ def _weigh_by(unit: Unit, measured: Measurement) -> _Weigh:
     return lambda start, stop: unit.count(measured.part(start, stop).batch)
 
 
-def is_explained_by(
-    measured: Measurement, partitions: Iterable[Sizes], weigh: _Weigh, *, normalise: bool = True
-) -> bool:
-    """Whether the whole is the sum of its parts' own gradients with these weights, in every partition."""
-    return _error_of(measured, partitions, weigh, normalise=normalise) <= _EXPLAINS
-
-
-def _error_of(measured: Measurement, partitions: Iterable[Sizes], weigh: _Weigh, *, normalise: bool = True) -> float:
+def error_of(measured: Measurement, partitions: Iterable[Sizes], weigh: _Weigh, *, normalise: bool = True) -> float:
     """How far the sum of the parts' own gradients with these weights is from the whole, in the worst partition."""
     whole, worst = measured.whole_values(), 0.0
     for sizes in partitions:
@@ -210,18 +199,18 @@ def _are_of_samples(partitions: Sequence[Sizes], weights: Sequence[Sequence[floa
     """Whether weights are positive, sum to 1, and give a range of samples the same in every partition."""
     reached = {0: 0.0}
     for sizes, found in zip(partitions, weights, strict=True):
-        if abs(sum(found) - 1) > _EXPLAINS or min(found) < -_EXPLAINS:
+        if abs(sum(found) - 1) > EXPLAINS or min(found) < -EXPLAINS:
             return False
         for (_, stop), so_far in zip(ranges_of(sizes), accumulate(found), strict=True):
-            if abs(reached.setdefault(stop, so_far) - so_far) > 2 * _EXPLAINS:
+            if abs(reached.setdefault(stop, so_far) - so_far) > 2 * EXPLAINS:
                 return False
     ordered = [reached[stop] for stop in sorted(reached)]
-    return all(later >= earlier - _EXPLAINS for earlier, later in pairwise(ordered))
+    return all(later >= earlier - EXPLAINS for earlier, later in pairwise(ordered))
 
 
 def _depend_on_losses(measured: Measurement, partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
     """Whether one part counts alone, or other parameters give other weights: those of classes or tokens stay."""
-    if all(max(found) > 1 - _EXPLAINS for found in weights):
+    if all(max(found) > 1 - EXPLAINS for found in weights):
         return True  # a maximum, which may be the same sample's for other parameters too
     parameters = measured.workload.parameters()
     _flip(parameters)
@@ -231,7 +220,7 @@ def _depend_on_losses(measured: Measurement, partitions: Sequence[Sizes], weight
     finally:
         _flip(parameters)
     return any(
-        other is not None and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * _EXPLAINS
+        other is not None and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * EXPLAINS
         for found, other in zip(weights, others, strict=True)
     )
 
@@ -251,12 +240,12 @@ def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
         return None
     matrix = torch.stack([*columns.values()], 1)
     found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")
-    if int(found.rank) < len(columns) or not is_near((matrix @ found.solution).squeeze(1), whole, scale=whole):
+    if int(found.rank) < len(columns) or not is_near((matrix @ found.solution).squeeze(1), whole):
         return None
     solved = dict(zip(columns, found.solution.squeeze(1).tolist(), strict=True))
     return [solved.get(index, 0.0) for index in range(len(parts))]
 
 
-def is_near(found: torch.Tensor, expected: torch.Tensor, *, scale: torch.Tensor, tolerance: float = _EXPLAINS) -> bool:
-    """Whether the difference is that small a part of ``scale``."""
-    return bool((found - expected).norm() <= tolerance * scale.norm())
+def is_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float = EXPLAINS) -> bool:
+    """Whether the difference is that small a part of what is expected."""
+    return bool((found - expected).norm() <= tolerance * expected.norm())

@@ -52,11 +52,8 @@ class Measurement:
     Where memory ends all methods that run something raise DoesNotFit.
 
     Attributes:
-        workload: What is run; its gradients are overwritten.
         rewind_point: Buffers and generators at the start of each run.
         outside: What modules that the step can reach outside the model held, such as a teacher.
-        random: Draws the step's random numbers, by sample.
-        before: See ``Scales.before``.
         diagnoses: Whether values of gradients are stored for ``values`` and ``alone``.
         renews: Whether the model is rewound before each part of a run too, not only before the run.
         states_counts: Whether the step said itself what a loss was divided by.
@@ -68,7 +65,6 @@ class Measurement:
     rewind_point: RewindPoint
     outside: ModuleState
     random: SampleNumbers
-    before: Sequence[float] = ()
     diagnoses: bool = False
     renews: bool = False
     states_counts: bool = False
@@ -85,13 +81,8 @@ class Measurement:
     def scales(self) -> Scales:
         """The scale on which each parameter is judged; without its noise until that was needed."""
         if self._scales is None:
-            self._scales = Scales(norms(self.whole()), before=self.before)
+            self._scales = Scales(norms(self.whole()))
         return self._scales
-
-    def judge_against(self, before: Sequence[float]) -> None:
-        """Judge differences from here on also relative to an earlier measurement; see ``Scales.before``."""
-        self.before = before
-        self._scales = replace(self.scales(), before=before)
 
     def release(self) -> None:
         """Free the whole gradient; it is measured again when it is needed."""
@@ -101,10 +92,6 @@ class Measurement:
         """Measure everything again."""
         self._whole, self._scales, self._measured = None, None, {}
 
-    def renewed(self) -> Measurement:
-        """The same with buffers restored before every part."""
-        return replace(self, renews=True)
-
     def anew(self) -> Measurement:
         """The same, measured again because something in the model or in its random numbers was changed."""
         return replace(self, rewind_point=RewindPoint([*self.workload.model.modules()], self.device.torch_device))
@@ -113,15 +100,15 @@ class Measurement:
         """How far this partition's gradient is from the whole one, parameter by parameter."""
         return self._measure(ranges_of(sizes))[0]
 
-    def error(self, partitions: Sequence[Sizes]) -> float:
+    def error(self, partitions: Sequence[Sizes], before: Sequence[float] = ()) -> float:
         """The relative error of the worst parameter in the worst partition, accumulated as training would.
 
-        More than ``TOLERANCE`` only where it is more than the parameter's rounding noise as well.
+        More than ``TOLERANCE`` only where it is more than the parameter's rounding noise, and what it had ``before``.
         """
         for sizes in partitions:
             self.differences(sizes)
         # Some again: a later partition may have made an earlier one void.
-        return max(self._judge(self.differences(sizes)) for sizes in partitions)
+        return max(self._judge(self.differences(sizes), before) for sizes in partitions)
 
     def repeat_error(self) -> float:
         """The relative error of all samples at once, run again."""
@@ -181,12 +168,12 @@ class Measurement:
                 self._measured[ranges] = distances(found, whole), values
         return self._measured[ranges]
 
-    def _judge(self, apart: list[float]) -> float:
-        worst = max(self.scales().judge(apart), default=0.0)
+    def _judge(self, apart: list[float], before: Sequence[float] = ()) -> float:
+        worst = max(replace(self.scales(), before=before).judge(apart), default=0.0)
         if worst <= TOLERANCE:
             return worst
         self._measure_noise()
-        return max(self.scales().judge(apart))
+        return max(replace(self.scales(), before=before).judge(apart))
 
     def _measure_noise(self) -> None:
         """Multiply the loss by a factor and divide the gradient by it: all that differs is rounding.

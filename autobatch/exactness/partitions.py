@@ -40,11 +40,7 @@ def partitions_of(samples: int, smallest: int) -> list[Sizes]:
 def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:
     """How many samples to compare at once, the best choice first and then what to try where memory ends.
 
-    Args:
-        target: Samples of the step.
-        size: Samples of its micro-batches.
-        most: Samples that should fit at once.
-        compared: How many were compared before; fewer than these show nothing new.
+    Of a step of ``target`` samples in micro-batches of ``size``, of which ``most`` should fit; more than were compared.
     """
     wholes, fewer = [min(target, most)], min(size, target)
     while fewer > compared:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,24 +66,14 @@ def _options(given: _Arguments) -> _Arguments:
     return {name: given[name] for name in _OPTIONS if given.get(name) is not None}
 
 
-def _fill(make: Callable[[_Arguments], torch.Tensor], values: _Values) -> _Draw:
-    def draw(given: _Arguments, random: SampleNumbers) -> torch.Tensor:
-        result = make(given)
-        return result.copy_(values(given, random.uniform(result.shape, result.device)))
-
-    return draw
-
-
-def _in_place(values: _Values) -> _Draw:
-    return _fill(lambda given: given["self"], values)
-
-
-def _new(values: _Values, dtype: torch.dtype | None = None) -> _Draw:
-    return _fill(lambda given: torch.empty(given["size"], **{"dtype": dtype, **_options(given)}), values)
-
-
-def _new_like(values: _Values) -> _Draw:
-    return _fill(lambda given: torch.empty_like(given["self"], **_options(given)), values)
+def _fill(values: _Values, is_in_place: bool, given: _Arguments, random: SampleNumbers) -> torch.Tensor:  # noqa: FBT001 - bound in a table
+    if is_in_place:
+        result: torch.Tensor = given["self"]
+    elif "size" in given:
+        result = torch.empty(given["size"], **{"dtype": torch.int64 if "high" in given else None, **_options(given)})
+    else:
+        result = torch.empty_like(given["self"], **_options(given))
+    return result.copy_(values(given, random.uniform(result.shape, result.device)))
 
 
 def _between(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
@@ -115,7 +106,7 @@ def _normal(given: _Arguments, random: SampleNumbers) -> Any:
     named = (given.get("mean"), given.get("std"))
     tensors: list[torch.Tensor] = [value for value in named if isinstance(value, torch.Tensor)]
     if not tensors:
-        return _new(_deviate)(given, random)
+        return _fill(_deviate, False, given, random)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     return _deviate(given, random.uniform(shape, tensors[0].device)).to(tensors[0].dtype)
 
@@ -174,28 +165,31 @@ def _rrelu(given: _Arguments, _: SampleNumbers) -> torch.Tensor:
     return result
 
 
+_VALUES: dict[str, _Values] = {
+    "rand": lambda _, uniform: uniform,
+    "uniform": _between,
+    "randn": _deviate,
+    "normal": _deviate,
+    "bernoulli": _heads,
+    "randint": _integer,
+    "random": _integer,
+    "exponential": lambda given, uniform: -(1 - uniform).log() / given.get("lambd", 1.0),
+    "cauchy": lambda given, uniform: (
+        given.get("median", 0.0) + given.get("sigma", 1.0) * (math.pi * (uniform - 0.5)).tan()
+    ),
+    "log_normal": lambda given, uniform: _deviate({"mean": 1.0, "std": 2.0, **given}, uniform).exp(),
+    "geometric": lambda given, uniform: (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1),
+}
+"""What each number becomes; in a new tensor, in one that is given (``_``), or in one of its shape (``_like``)."""
+
 _DRAWS: dict[str, _Draw] = {
-    "aten::bernoulli": _new_like(_heads),
-    "aten::bernoulli_": _in_place(_heads),
-    "aten::rand": _new(lambda _, uniform: uniform),
-    "aten::rand_like": _new_like(lambda _, uniform: uniform),
-    "aten::uniform_": _in_place(_between),
-    "aten::randn": _new(_deviate),
-    "aten::randn_like": _new_like(_deviate),
+    **{
+        f"aten::{name}{form}": partial(_fill, values, form == "_")
+        for name, values in _VALUES.items()
+        for form in ("", "_", "_like")
+    },
     "aten::normal": _normal,
-    "aten::normal_": _in_place(_deviate),
-    "aten::randint": _new(_integer, torch.int64),
-    "aten::randint_like": _new_like(_integer),
-    "aten::random_": _in_place(_integer),
     "aten::randperm": _permutation,
-    "aten::exponential_": _in_place(lambda given, uniform: -(1 - uniform).log() / given.get("lambd", 1.0)),
-    "aten::cauchy_": _in_place(
-        lambda given, uniform: given.get("median", 0.0) + given.get("sigma", 1.0) * (math.pi * (uniform - 0.5)).tan()
-    ),
-    "aten::log_normal_": _in_place(lambda given, uniform: _deviate({"mean": 1.0, "std": 2.0, **given}, uniform).exp()),
-    "aten::geometric_": _in_place(
-        lambda given, uniform: (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1)
-    ),
     "aten::multinomial": _categories,
     "aten::poisson": lambda given, random: _counts_near(given["self"], given["self"], random),
     "aten::binomial": _binomial,

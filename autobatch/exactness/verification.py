@@ -8,7 +8,7 @@ count that is consistent but not the intended one: class weights with samples as
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 
-__all__ = ["FullSize", "check_split", "verify"]
+__all__ = ["check_split", "compare_many", "verify"]
 
 _MOST_SAMPLES = 16
 """Enough for four quarters of four, which are needed to tell the causes apart; few enough to be quick."""
@@ -82,12 +82,14 @@ def verify(
         if verdict.exact and at_once > verdict.samples:
             memory.watch(workload.resident_tensors())
             with memory.limit(find_allowance(memory, None, None).limit_bytes):
-                verdict = FullSize(layout.count, size=at_once, most=at_once).extend(comparison, verdict)
+                verdict = compare_many(comparison, verdict, target=layout.count, size=at_once, most=at_once)
     memory.reclaim()
     return verdict
 
 
-def check_split(workload: Workload, layout: Layout, device: Device, most: int, full_size: FullSize) -> Verdict:
+def check_split(
+    workload: Workload, layout: Layout, device: Device, *, target: int, size: int, most: int, smallest: int
+) -> Verdict:
     """``verify`` for ``fit``, which holds a ``TrainingState`` and restores it: the model is changed here.
 
     Trials have run the step before, so an error does not come out: where the step cannot be made deterministic, or is
@@ -95,56 +97,43 @@ def check_split(workload: Workload, layout: Layout, device: Device, most: int, f
 
     Args:
         workload: What is run, in the mode in which its model is.
-        layout: Samples of which some are taken; fewer where memory ends.
+        layout: Samples of which some are taken.
         device: Where, inside the limit that holds for the comparison.
-        most: Samples that are known to fit; at most 16 are taken first, and at least 2.
-        full_size: The plan's own division, compared when the small divisions are exact.
-    """
-    comparison = SplitComparison(workload, layout, device, min(max(2, most), _MOST_SAMPLES), after_trials=True)
-    return full_size.extend(comparison, comparison.run())
-
-
-@dataclass(frozen=True)
-class FullSize:
-    """What a step runs at its real size.
-
-    Attributes:
         target: Samples of the step.
-        size: Samples of its micro-batches; they have run, or are known to be wanted.
+        size: Samples of its micro-batches, which are known to fit.
         most: Samples that should fit at once; fewer are compared where they do not.
         smallest: The fewest samples that the model can run.
     """
+    comparison = SplitComparison(workload, layout, device, min(max(2, size), _MOST_SAMPLES), after_trials=True)
+    return compare_many(comparison, comparison.run(), target=target, size=size, most=most, smallest=smallest)
 
-    target: int
-    size: int
-    most: int
-    smallest: int = 1
 
-    def extend(self, comparison: SplitComparison, few: Verdict) -> Verdict:
-        """The verdict of a few samples together with that of many, or as it is where it was not exact.
+def compare_many(
+    comparison: SplitComparison, few: Verdict, *, target: int, size: int, most: int, smallest: int = 1
+) -> Verdict:
+    """The verdict of a few samples together with that of many, or as it is where it was not exact.
 
-        Raises AutobatchError, except after trials, where the step is used wrongly, which only many samples show.
-        """
-        if not few.exact:
-            return few
-        started = time.perf_counter()
-        found = self._compare(replace(comparison, exact_at=few.samples), few)
-        return found.model_copy(update={"seconds": few.seconds + time.perf_counter() - started})
-
-    def _compare(self, comparison: SplitComparison, few: Verdict) -> Verdict:
-        reason, verdict, compared = "no more fit in memory", few, few.samples
-        for whole in wholes_of(self.target, self.size, self.most, few.samples):
-            sizes = divide_at_full_size(self.target, self.size, whole, self.smallest)
-            if not sizes:
-                break
-            many, _ = comparison.attempt(sum(sizes), (sizes,))
-            comparison.device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
-            if many is not None and not many.unchecked:
-                verdict, compared = many, sum(sizes)
-                if many.exact:
-                    error = max(few.relative_error, many.relative_error)
-                    verdict = few.model_copy(update={"relative_error": error, "larger_partition": sizes})
-                break
-            reason = many.unchecked if many is not None else reason
-        at_most = f"at most {compared} of {self.target} samples were compared at once: {reason}"
-        return verdict.model_copy(update={"not_compared": at_most if compared < self.target else ""})
+    Arguments as in ``check_split``. Raises AutobatchError, except after trials, where the step is used wrongly, which
+    only many samples show.
+    """
+    if not few.exact:
+        return few
+    started = time.perf_counter()
+    larger = replace(comparison, exact_at=few.samples)
+    reason, verdict, compared = "no more fit in memory", few, few.samples
+    for whole in wholes_of(target, size, most, few.samples):
+        sizes = divide_at_full_size(target, size, whole, smallest)
+        if not sizes:
+            break
+        many, _ = larger.attempt(sum(sizes), (sizes,))
+        comparison.device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+        if many is not None and not many.unchecked:
+            verdict, compared = many, sum(sizes)
+            if many.exact:
+                error = max(few.relative_error, many.relative_error)
+                verdict = few.model_copy(update={"relative_error": error, "larger_partition": sizes})
+            break
+        reason = many.unchecked if many is not None else reason
+    at_most = f"at most {compared} of {target} samples were compared at once: {reason}" if compared < target else ""
+    seconds = few.seconds + time.perf_counter() - started
+    return verdict.model_copy(update={"not_compared": at_most, "seconds": seconds})

@@ -20,7 +20,7 @@ from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.distributed import refuse_many_ranks
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, PlanMade, emit
-from autobatch.exactness.verification import FullSize, check_split
+from autobatch.exactness.verification import check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device, collecting_new_objects
@@ -161,9 +161,9 @@ def _record(workload: Workload, memory: Device) -> TrainingState:
 def _check(found: SizeSearch) -> Verdict:
     """Check whether the split is exact, after the last trial has restored the modules' train and eval modes."""
     target, memory = found.wanted.target_batch, found.memory
-    full_size = FullSize(target, found.size, found.most_at_once, found.smallest)
+    sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
     with memory.limit(found.wanted.limit_bytes):
-        return check_split(found.workload, found.example, memory, found.size, full_size)
+        return check_split(found.workload, found.example, memory, **sizes)
 
 
 def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:

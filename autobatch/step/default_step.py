@@ -17,7 +17,7 @@ from autobatch._wrappers import unwrap_model
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidStep
 
-__all__ = ["call_model", "default_step", "explain_default", "loss_of"]
+__all__ = ["call_model", "default_step", "explain_default", "find_loss"]
 
 _Origin = Literal["loss", "scalar", "mean"]
 
@@ -30,7 +30,7 @@ _EXPLANATIONS: dict[_Origin, str] = {
 
 def default_step(model: nn.Module, batch: Any) -> torch.Tensor:
     """Call the model on the batch and find a scalar loss in its output; raises InvalidStep where that has no floats."""
-    return loss_of(call_model(model, batch))
+    return find_loss(call_model(model, batch))[1]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -46,13 +46,24 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if _takes(model, batch) else model(batch[0])
 
 
-def loss_of(output: Any) -> torch.Tensor:
-    """A scalar to start the backward pass from; raises InvalidStep where the output has none.
+def find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
+    """A scalar to start the backward pass from, and which; raises InvalidStep where the output has none.
 
     The output's ``.loss`` (an attribute or a key) if it is a tensor, else the output itself if it is a scalar tensor,
     else the mean over all elements of its floating-point tensors, accumulated in at least float32.
     """
-    return _find_loss(output)[1]
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return "loss", loss
+    if isinstance(output, torch.Tensor) and output.ndim == 0:
+        return "scalar", output
+    floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.numel() > 0]
+    if not floats:
+        raise InvalidStep(f"the model returned {type(output).__name__} without a float tensor: pass step= with a loss")
+    total = sum(tensor.numel() for tensor in floats)
+    means = [tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floats]
+    parts = [mean.to(floats[0].device) * (tensor.numel() / total) for mean, tensor in zip(means, floats, strict=True)]
+    return "mean", sum(parts[1:], start=parts[0])
 
 
 def explain_default(model: nn.Module, batch: Any) -> str:
@@ -63,7 +74,7 @@ def explain_default(model: nn.Module, batch: Any) -> str:
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     with torch.no_grad():
-        return _EXPLANATIONS[_find_loss(call_model(model, map_tensors(batch, lambda tensor: tensor.to(device))))[0]]
+        return _EXPLANATIONS[find_loss(call_model(model, map_tensors(batch, lambda tensor: tensor.to(device))))[0]]
 
 
 def _takes(model: nn.Module, arguments: list[Any] | tuple[Any, ...]) -> bool:
@@ -76,22 +87,3 @@ def _takes(model: nn.Module, arguments: list[Any] | tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor):
-        return "loss", loss
-    if isinstance(output, torch.Tensor) and output.ndim == 0:
-        return "scalar", output
-    return "mean", _mean_of_floats(output)
-
-
-def _mean_of_floats(output: Any) -> torch.Tensor:
-    floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.numel() > 0]
-    if not floats:
-        raise InvalidStep(f"the model returned {type(output).__name__} without a float tensor: pass step= with a loss")
-    total = sum(tensor.numel() for tensor in floats)
-    means = [tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floats]
-    parts = [mean.to(floats[0].device) * (tensor.numel() / total) for mean, tensor in zip(means, floats, strict=True)]
-    return sum(parts[1:], start=parts[0])

@@ -25,7 +25,7 @@ from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit
 from autobatch.exactness.compare_split import SplitComparison
 from autobatch.exactness.partitions import divide_at_full_size, halvings, wholes_of
-from autobatch.exactness.verification import FullSize, verify
+from autobatch.exactness.verification import compare_many, verify
 from autobatch.memory.cpu import CpuDevice
 from autobatch.planning.planner import balance
 from autobatch.step.workload import Workload
@@ -223,13 +223,13 @@ def test_memory_may_end_anywhere_in_the_comparison():
     """Wherever it ends, the verdict of few samples stands or is extended, and no error comes out."""
     workload, device = Workload(small(), mean_step), CpuDevice()
     comparison = SplitComparison(workload, describe(make_batch(40)), device, 16, after_trials=True)
-    few, full_size = comparison.run(), FullSize(40, size=20, most=40)
+    few = comparison.run()
     with oom_at(10**9) as counted:
-        assert not full_size.extend(comparison, few).not_compared
+        assert not compare_many(comparison, few, target=40, size=20, most=40).not_compared
     compared = set()
     for position in range(1, counted.operations, 7):
         with oom_at(position):
-            found = full_size.extend(comparison, few)
+            found = compare_many(comparison, few, target=40, size=20, most=40)
         assert found.exact
         assert bool(found.not_compared) == (sum(found.larger_partition) < 40)
         compared.add(sum(found.larger_partition))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autobatch.errors import InvalidStep
-from autobatch.step.default_step import call_model, default_step, explain_default, loss_of
+from autobatch.step.default_step import call_model, default_step, explain_default, find_loss
 
 pytestmark = pytest.mark.quick
 
@@ -132,14 +132,14 @@ def test_loss(output: Any, value: float, explained: str) -> None:
 def test_no_loss(output: Any) -> None:
     """An output without a float is refused, with what to do."""
     with pytest.raises(InvalidStep, match=f"returned {type(output).__name__} without a float tensor: pass step="):
-        loss_of(output)
+        find_loss(output)
 
 
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_mean_over_all_elements(values: list[list[float]]) -> None:
     """However floats are spread over tensors, the mean is that of all laid end to end, and so is its gradient."""
     parts = [torch.tensor(part, dtype=torch.float64, requires_grad=True) for part in values]
-    loss = loss_of(parts)
+    _, loss = find_loss(parts)
     assert loss.item() == pytest.approx(torch.cat(parts).mean().item(), abs=1e-9)
     loss.backward()
     count = sum(map(len, values))
