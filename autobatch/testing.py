@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autobatch.torch_internals.silent_import import import_torch
+from autobatch.torch_internals import import_torch
 
 import_torch()  # this module is often imported before torch is
 

@@ -1,20 +1,11 @@
-"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other.
-
-Covers how a mode is entered and left, and how the compiler is held off of it without being loaded for that. Does not
-cover what a mode does with an operator.
-"""
+"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["DispatchMode"]
 
