@@ -2,7 +2,7 @@
 
 A number beyond its bound is refused everywhere. A text is one line: in JSON a control character or too many letters are
 refused, as an attempt to look like something else; in a record that is made here, such a text of a driver's or a user's
-is escaped and cut, since a plan must not be lost for it. Does not cover what fields of one record say about each other.
+is escaped and cut, since a plan must not be lost for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Formats bytes and counts for sentences, and a user's own values for messages.
-
-Bytes are int everywhere else; GiB appears only here. Does not cover whole reports (``report``).
-"""
+"""Formats bytes and counts for sentences, and a user's own values for messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Defines the frozen records that one stage hands to the next.
-
-Covers the plain data of devices, trials and verdicts. Does not cover how a record is computed (``planning``,
-``fitting``) or shown (``report``), nor plans (``planning.plan_record``). Nothing here imports torch.
-"""
+"""Defines the frozen records that one stage hands to the next: devices, trials, verdicts; plans are ``plan_record``."""
 
 from __future__ import annotations
 
@@ -149,32 +145,20 @@ class ModelIdentity(Record):
 
     The same for a model that is compiled, wrapped for data parallelism, moved, cast to another dtype or trained on:
     names, dtypes and values do not count.
-
-    Attributes:
-        tensors: Parameters, each once however often it is shared.
-        parameters: Numbers in them.
-        trained: Numbers in those that require a gradient.
-        shapes: A digest of all shapes.
-        optimizer: The class of the torch optimizer; empty where there was none.
     """
 
-    tensors: Count
-    parameters: Count
-    trained: Count
-    shapes: Text
-    optimizer: Text = ""
+    tensors: Count  # parameters, each once however often it is shared
+    parameters: Count  # numbers in them
+    trained: Count  # numbers in those that require a gradient
+    shapes: Text  # a digest of all shapes
+    optimizer: Text = ""  # the class of the torch optimizer; empty where there was none
 
 
 class ModuleError(Record):
-    """How far one module's gradient is off in a split.
+    """How far one module's gradient is off in a split."""
 
-    Attributes:
-        module: Its path in the model; the model's type where parameters are the model's own.
-        relative_error: ``|split - whole| / |whole|`` of its parameter that is worst; 1 where the whole has no gradient.
-    """
-
-    module: Text
-    relative_error: Ratio
+    module: Text  # its path in the model; the model's type where parameters are the model's own
+    relative_error: Ratio  # |split - whole| / |whole| of its worst parameter; 1 where the whole has no gradient
 
 
 class Verdict(Record):

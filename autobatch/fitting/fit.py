@@ -111,9 +111,8 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    check_switch("accumulate_in_float32", accumulate_in_float32)
-    check_switch("reuse", reuse)
-    check_switch("progress", progress)
+    for name, switch in (("accumulate_in_float32", accumulate_in_float32), ("reuse", reuse), ("progress", progress)):
+        check_switch(name, switch)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
@@ -121,7 +120,6 @@ def fit(
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
     # A daemon has no stderr.
     hooks = (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
-    recall = (ledger if reuse else Ledger(None)).recall
     with one_at_a_time():
         memory = find_device(workload.parameters(), type(model).__name__, device)
         memory.watch(workload.resident_tensors())
@@ -137,6 +135,7 @@ def fit(
                     accumulate_in_float32=accumulate_in_float32,
                     limit_bytes=allowance.limit_bytes,
                 )
+                recall = (ledger if reuse else Ledger(None)).recall
                 found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall)
                 found.run(batch)
                 verdict = _check(found) if check is not None and target_batch > 1 else None

@@ -1,7 +1,4 @@
-"""Defines a plan as plain data: what was decided, from which measurements, under which budget.
-
-Does not cover what a user does with it (``autobatch.plan``) nor how it is shown (``report``).
-"""
+"""Defines a plan as plain data: what was decided, from which measurements, under which budget."""
 
 from __future__ import annotations
 
