@@ -10,9 +10,7 @@ from autobatch._bounds import is_one_line
 
 __all__ = ["format_bytes", "name_type", "plural", "show_value", "spell", "with_article"]
 
-_LONGEST_VALUE = 80
-"""Characters of a value in a message, which is one line."""
-
+_LONGEST_VALUE = 80  # characters of a value in a message, which is one line
 _LONGEST_INT = 10**40
 
 _VOWEL_SOUND = re.compile(

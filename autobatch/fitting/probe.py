@@ -37,11 +37,8 @@ from autobatch.training.accumulation_state import AccumulationState, Shortage
 
 __all__ = ["Probe"]
 
-_WARM_SIZE = 2
-"""Samples of the first step, whose batch is a copy: at a trial's own size that would need more than training does."""
-
-_LITTLE = 0.001
-"""The part of a step's memory that may outlive the step, such as a loss in an attribute, without another trial."""
+_WARM_SIZE = 2  # of the first step, whose batch is a copy: at a trial's own size that needs more than training does
+_LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attribute, without another trial
 
 
 @dataclass

@@ -31,8 +31,7 @@ __all__ = [
     "parse_headroom",
 ]
 
-DEFAULT_HEADROOM = 0.05
-"""Fraction of the budget left free, for longer batches and for fragmentation."""
+DEFAULT_HEADROOM = 0.05  # of the budget, for longer batches and for fragmentation
 
 
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:

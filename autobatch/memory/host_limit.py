@@ -14,11 +14,11 @@ from autobatch.records import Record
 
 __all__ = ["HostMemory", "read_host_memory"]
 
+# By version: the files with the limit and the use, and the line of `memory.stat` with droppable page cache.
 _GROUP_FILES = {
     "cgroup v2": ("memory.max", "memory.current", "inactive_file "),
     "cgroup v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
 }
-"""By version: the files with the limit and the use, and the line of ``memory.stat`` with droppable page cache."""
 
 
 class HostMemory(Record):

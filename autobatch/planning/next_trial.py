@@ -21,17 +21,10 @@ from autobatch.records import Record, Trial
 
 __all__ = ["Question", "choose_size", "draw_line", "fits", "most_trials", "next_size", "next_smaller_size"]
 
-_AS_FAST = 0.98
-"""The share of the best rate that still counts as no slower; timings of one size differ by about as much."""
-
-_STRAIGHT = 200
-"""Points lie on a line when they are within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB."""
-
-_SPARE = 50
-"""A trial that takes 1/50 more than the limit seldom runs out: the headroom is 1/20 unless the user asks for less."""
-
-_SEGMENT = 20 * 2**20
-"""Bytes that the CUDA allocator takes at once for what is smaller than half of that."""
+_AS_FAST = 0.98  # the share of the best rate that still counts as no slower; timings of one size differ by as much
+_STRAIGHT = 200  # points lie on a line within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB
+_SPARE = 50  # a trial that takes 1/50 more than the limit seldom runs out: the headroom is 1/20 by default
+_SEGMENT = 20 * 2**20  # bytes that the CUDA allocator takes at once for what is smaller than half of that
 
 
 class Question(Record):

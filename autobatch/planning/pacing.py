@@ -21,11 +21,8 @@ from autobatch.planning.curve import MemoryCurve
 
 __all__ = ["CLEAN_STEPS", "LONGEST_WAIT", "Pace", "Reason", "shrink"]
 
-CLEAN_STEPS = 20
-"""Clean steps before one of the sizes below a failed one is tried while it waits, and the first wait after thrash."""
-
-LONGEST_WAIT = 64 * CLEAN_STEPS
-"""The most clean steps before a failed size is tried again."""
+CLEAN_STEPS = 20  # before a size below a failed one is tried while that waits; and the first wait after thrash
+LONGEST_WAIT = 64 * CLEAN_STEPS  # before a failed size is tried again
 
 Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
 

@@ -16,12 +16,9 @@ from autobatch.records import ModelIdentity, Record, Trial
 
 __all__ = ["Remembered", "Wanted", "find_remembered", "model_differences", "why_not_confirmed"]
 
-_CHANGED = 0.05
-"""A peak that differs by more than this is of another step. The allocator's segments alone move it by less."""
-_SEGMENTS = 2 * 20 * 2**20
-"""Bytes by which two runs of one step may differ on a small budget: two segments of CUDA's allocator."""
-_QUESTION = ("target_batch", "max_micro_batch", "objective", "accumulate_in_float32")
-"""Fields of ``Wanted`` in which a plan must agree."""
+_CHANGED = 0.05  # a peak that differs by more is of another step: the allocator's segments alone move it by less
+_SEGMENTS = 2 * 20 * 2**20  # bytes by which two runs of one step may differ on a small budget, on CUDA
+_QUESTION = ("target_batch", "max_micro_batch", "objective", "accumulate_in_float32")  # in which a plan must agree
 
 
 class Wanted(Record):

@@ -28,9 +28,8 @@ class DispatchMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         """Activate the mode, in this thread.
 
-        torch's own ``__enter__`` notes in three globals that the process is in a mode, and its ``__exit__`` puts back
-        what it found there: two threads that enter and leave in turn would leave them set. What reads them is compiled
-        code, of which there is none here.
+        torch's own method also notes that in three globals, which two threads that enter and leave in turn would leave
+        set. What reads them is compiled code, which does not run here.
         """
         if "torch._dynamo" in sys.modules:
             _set_up_compiler()
