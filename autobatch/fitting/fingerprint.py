@@ -1,9 +1,8 @@
 """Identifies what a measurement depends on, by a short text that changes when any of it changes.
 
-Covers modules with their switches (gradient checkpointing is one), parameters and buffers, the step's code, the batch's
-shapes, the optimizer and its options, precision settings, software and device. Does not cover values of parameters or
-data (no user data goes in), numbers that move during training (learning rates, counters), code that the step calls, and
-values that it closes over: a plan that no longer fits is found out by the trial that confirms it.
+Does not cover values of parameters or data (no user data goes in), numbers that move during training (learning rates,
+counters), code that the step calls, and values that it closes over: a plan that no longer fits is found out by the
+trial that confirms it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tries one micro-batch size: runs it for real and measures it, under the conditions of training.
 
-Covers one measured attempt: gradients resident, optimizer state resident, two micro-batches accumulated by the code
-that trains, then the optimizer's own step; and the phase in which memory ends. Does not cover which sizes are tried
-(``planning.next_trial``), nor the restoration after the last trial (``state.training_state``, held by ``fit``).
+That is with gradients and optimizer state resident: two micro-batches accumulated by the code that trains, then the
+optimizer's own step. What has to be restored after the last trial is ``fit``'s to restore.
 
 The optimizer's step is a real one on the user's own tensors, put back from a copy in host memory. A shadow of the
 parameters would need as many bytes again on the device, which moves the very limit that is measured; a fake trace does
