@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from autobatch._version import __version__
-from autobatch.torch_internals.silent_import import import_torch
+from autobatch.torch_internals import import_torch
 
 if TYPE_CHECKING:
     from autobatch import batches, hooks, testing

@@ -1,8 +1,4 @@
-"""Checks plain arguments: counts, choices, bytes, paths, and objects by the methods that are called on them.
-
-Covers what one argument means by itself, without torch. Does not cover devices (``memory.devices``), headroom
-(``memory.devices``), models, batches and steps.
-"""
+"""Checks plain arguments: counts, choices, bytes, paths, and objects by the methods that are called on them."""
 
 from __future__ import annotations
 

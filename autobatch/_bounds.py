@@ -2,7 +2,7 @@
 
 A number beyond its bound is refused everywhere. A text is one line: in JSON a control character or too many letters are
 refused, as an attempt to look like something else; in a record that is made here, such a text of a driver's or a user's
-is escaped and cut, since a plan must not be lost for it. Does not cover what fields of one record say about each other.
+is escaped and cut, since a plan must not be lost for it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,12 @@ __all__ = [
     "is_one_line",
 ]
 
-MOST_SAMPLES = 10**8
-"""Of one optimizer step: sizes are searched among twice the root of it."""
-
-MOST_MICRO_BATCHES = 10**6
-"""Of one optimizer step: a plan lists them one by one."""
-
-LONGEST_TEXT = 4000
-LONGEST_LIST = 10_000
-"""Entries; trials, ranges of steps and warnings are far fewer."""
-
-LARGEST = 2**63 - 1
-"""What SQLite holds; no device has as many bytes."""
-
+MOST_SAMPLES = 10**8  # of one optimizer step: sizes are searched among twice the root of it
+MOST_MICRO_BATCHES = 10**6  # of one optimizer step: a plan lists them one by one
+LONGEST_TEXT = 4000  # letters
+LONGEST_LIST = 10_000  # entries; trials, ranges of steps and warnings are far fewer
+LARGEST = 2**63 - 1  # what SQLite holds; no device has as many bytes
+SHORTEST = 1e-9  # seconds; no rate is worked out from less, since it would be no number
 _LAST_MOMENT = 253_402_214_400.0  # the last day of the year 9999: the calendar ends there, in any time zone
 
 _STEERING = re.compile(
@@ -74,45 +67,24 @@ def _check_text(text: str, info: ValidationInfo) -> str:
     return spelt if len(spelt) <= LONGEST_TEXT and len(text) <= LONGEST_TEXT else f"{spelt[: LONGEST_TEXT - 3]}..."
 
 
-Text = Annotated[str, AfterValidator(_check_text)]
-"""One line of at most ``LONGEST_TEXT`` letters."""
-
-Bytes = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
-"""Strict, as all ints here: pydantic would take ``true``, ``3.0`` and ``"3"`` for one."""
-
-Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
-Flag = Annotated[bool, Strict()]
-"""Only ``true`` and ``false``: pydantic would take 1, ``"yes"`` and ``"off"`` too."""
-
-Steps = Annotated[int, Strict(), Field(ge=1, le=MOST_MICRO_BATCHES)]
-"""Micro-batches of one optimizer step."""
-
-Target = Annotated[int, Strict(), Field(ge=1, le=MOST_SAMPLES)]
-"""Samples of one optimizer step."""
-
-Whole = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]
-"""A difference of two of them."""
-
-Samples = Annotated[int, Strict(), Field(ge=1, le=2**31)]
-"""In one micro-batch."""
-
-Seconds = Annotated[float, Strict(), Field(ge=0, le=1e10, allow_inf_nan=False)]
-
-
 def _check_ratio(value: float) -> float:
     if value < 0:
         raise ValueError("Input should be greater than or equal to 0")
     return math.inf if math.isnan(value) else value  # of numbers that are none nothing is known to be small
 
 
-Ratio = Annotated[float, AfterValidator(_check_ratio)]
-"""May be infinite, where what it is relative to is 0."""
+Text = Annotated[str, AfterValidator(_check_text)]  # one line of at most LONGEST_TEXT letters
+LISTED = Field(max_length=LONGEST_LIST)  # of a tuple, as Annotated[tuple[...], LISTED]
 
-Moment = Annotated[float, Strict(), Field(ge=0, le=_LAST_MOMENT, allow_inf_nan=False)]
-"""Seconds since 1970, UTC; 0 where it was not noted."""
+# Strict: pydantic would take `true`, `3.0` and "3" for an int, and 1, "yes" and "off" for a bool.
+Flag = Annotated[bool, Strict()]
+Bytes = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
+Count = Annotated[int, Strict(), Field(ge=0, le=LARGEST)]
+Whole = Annotated[int, Strict(), Field(ge=-LARGEST, le=LARGEST)]  # a difference of two of them
+Steps = Annotated[int, Strict(), Field(ge=1, le=MOST_MICRO_BATCHES)]  # micro-batches of one optimizer step
+Target = Annotated[int, Strict(), Field(ge=1, le=MOST_SAMPLES)]  # samples of one optimizer step
+Samples = Annotated[int, Strict(), Field(ge=1, le=2**31)]  # in one micro-batch
 
-LISTED = Field(max_length=LONGEST_LIST)
-"""Of a tuple, as ``Annotated[tuple[...], LISTED]``."""
-
-SHORTEST = 1e-9
-"""Seconds; no rate is worked out from less, since it would be no number."""
+Ratio = Annotated[float, AfterValidator(_check_ratio)]  # may be infinite, where what it is relative to is 0
+Seconds = Annotated[float, Strict(), Field(ge=0, le=1e10, allow_inf_nan=False)]
+Moment = Annotated[float, Strict(), Field(ge=0, le=_LAST_MOMENT, allow_inf_nan=False)]  # since 1970, UTC; 0: not noted

@@ -1,7 +1,4 @@
-"""Formats bytes and counts for sentences, and a user's own values for messages.
-
-Bytes are int everywhere else; GiB appears only here. Does not cover whole reports (``report``).
-"""
+"""Formats bytes and counts for sentences, and a user's own values for messages."""
 
 from __future__ import annotations
 
@@ -13,9 +10,7 @@ from autobatch._bounds import is_one_line
 
 __all__ = ["format_bytes", "name_type", "plural", "show_value", "spell", "with_article"]
 
-_LONGEST_VALUE = 80
-"""Characters of a value in a message, which is one line."""
-
+_LONGEST_VALUE = 80  # characters of a value in a message, which is one line
 _LONGEST_INT = 10**40
 
 _VOWEL_SOUND = re.compile(

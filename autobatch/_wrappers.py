@@ -1,8 +1,7 @@
 """Finds the user's own objects inside the wrappers that frameworks put around them.
 
-Covers modules inside ``DistributedDataParallel``, ``DataParallel`` and ``torch.compile``, and optimizers and schedulers
-inside those of Lightning, Lightning Fabric and accelerate, which are recognised by name: nothing of theirs is imported.
-Does not cover wrappers of other kinds, which stay as they are.
+Those of Lightning, Lightning Fabric and accelerate are recognised by name, as nothing of theirs is imported; wrappers
+of other kinds stay as they are.
 """
 
 from __future__ import annotations
@@ -51,9 +50,6 @@ def unwrap_for_training(optimizer: Any, scaler: Any | None) -> tuple[Any, Any | 
     Lightning's wrappers are stepped, since ``trainer.global_step`` and callbacks count on that. accelerate's is not:
     inside ``accelerator.accumulate()`` its ``step()`` does nothing, and with a scaler it unscales a second time, since
     ``GradScaler`` counts by the identity of the optimizer.
-
-    Raises:
-        InvalidArgument: Another scaler was passed than the wrapper has, or one beside Lightning's wrapper.
     """
     while _is_accelerate(optimizer):
         own = optimizer.scaler
@@ -81,8 +77,11 @@ def unwrap_scheduler(scheduler: Any) -> Any:
 def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
     """One sentence where trials step an optimizer that wraps another one in a way that is not known here."""
     optimizer = unwrap_optimizer(optimizer)
-    inner = next((value for value in _attributes(optimizer) if isinstance(value, torch.optim.Optimizer)), None)
-    if inner is None or _is_initialised(optimizer):
+    own = getattr(optimizer, "__dict__", {})
+    values = [part for value in own.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
+    inner = next((value for value in values if isinstance(value, torch.optim.Optimizer)), None)
+    # A torch optimizer by itself, as SAM and Lookahead are, changes only what is its own.
+    if inner is None or (isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in own):
         return ()
     warning = (
         f"optimizer= is {name_type(optimizer)} around {type(inner).__name__}, and its own step() ran in the "
@@ -104,13 +103,3 @@ def _is_accelerate(optimizer: Any) -> bool:
 
 def _name(kind: type) -> tuple[str, str]:
     return kind.__module__.partition(".")[0], kind.__name__
-
-
-def _attributes(optimizer: Any) -> list[Any]:
-    values = list(getattr(optimizer, "__dict__", {}).values())
-    return [*values, *(part for value in values if isinstance(value, (list, tuple)) for part in value)]
-
-
-def _is_initialised(optimizer: Any) -> bool:
-    """Whether it is a torch optimizer by itself, as SAM and Lookahead are: then all that it changes is its own."""
-    return isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in vars(optimizer)

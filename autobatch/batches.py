@@ -1,7 +1,4 @@
-"""Defines how a batch is read where autobatch cannot see it: types of your own, and lists with two possible meanings.
-
-Covers the public names. Does not cover how other batches are read (``autobatch.batch.layout_rules``).
-"""
+"""Defines how a batch is read where autobatch cannot see it: types of your own, and lists with two meanings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Defines the errors that autobatch raises itself.
-
-Covers the names a user may catch. Does not cover errors of the user's own step: those come out as they were
-raised, and memory errors are classified in ``autobatch.memory.oom``.
-"""
+"""Defines the errors that autobatch raises itself; those of the user's own step come out as they were raised."""
 
 from __future__ import annotations
 

@@ -21,16 +21,14 @@ from autobatch.report.text import explain_plan, summarise_plan
 
 __all__ = ["Plan"]
 
+# What each framework calls the micro-batch size and the accumulation steps.
 _SETTINGS = {
     "huggingface": ("per_device_train_batch_size", "gradient_accumulation_steps"),
     "lightning": ("batch_size", "accumulate_grad_batches"),
     "accelerate": ("batch_size", "gradient_accumulation_steps"),
     "deepspeed": ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
 }
-"""What each framework calls the micro-batch size and the accumulation steps."""
-
-_LARGEST_FILE = 64 * 2**20
-"""Four times what the most micro-batches take."""
+_LARGEST_FILE = 64 * 2**20  # four times what the most micro-batches take
 
 
 class Plan(PlanRecord):

@@ -1,8 +1,4 @@
-"""Defines the frozen records that one stage hands to the next.
-
-Covers the plain data of devices, trials and verdicts. Does not cover how a record is computed (``planning``,
-``fitting``) or shown (``report``), nor plans (``planning.plan_record``). Nothing here imports torch.
-"""
+"""Defines the frozen records that one stage hands to the next: devices, trials, verdicts; plans are ``plan_record``."""
 
 from __future__ import annotations
 
@@ -27,15 +23,13 @@ __all__ = [
     "spell_invalid",
 ]
 
-_LONGEST_REASON = 200
-"""Of each half of a reason: a field's name may come from the file, and be as long as that."""
+_MODULES_SHOWN = 3
+_LONGEST_REASON = 200  # of each half of a reason: a field's name may come from the file, and be as long as that
 
 Outcome = Literal["fits", "oom", "thrash"]
 
+# The parts of a training step in which memory can end, in their order.
 Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
-"""The parts of a training step in which memory can end, in their order."""
-
-_MODULES_SHOWN = 3
 
 
 class Record(BaseModel):
@@ -107,22 +101,19 @@ class Trial(Record):
 
     Attributes:
         micro_batch_size: Samples in each of the two micro-batches.
-        outcome: ``"fits"``; ``"oom"``; or ``"thrash"``: it ran, but the allocator had to give memory back and ask
-            again.
+        outcome: ``"fits"``, ``"oom"``, or ``"thrash"``: it ran, but the allocator had to free memory and ask again.
         peak_allocated: Most bytes in tensors at once.
         peak_reserved: Most bytes held by the allocator at once: what meets the limit.
         optimizer_peak: Most bytes in tensors at once during ``optimizer.step()``; 0 without an optimizer.
         alloc_retries: How often the allocator had to free its cache to go on.
         seconds: Wall time of the two micro-batches and the step.
-        backward_allocated: ``peak_allocated`` of the forward and backward passes alone, which is what grows with the
-            size.
+        backward_allocated: ``peak_allocated`` of the forward and backward passes alone: what grows with the size.
         backward_reserved: ``peak_reserved`` up to the end of the backward passes.
         resident_bytes: Bytes in tensors before the first micro-batch: parameters, buffers, optimizer state, batch.
-        held_bytes: Bytes of activations of the step before, which the model holds in attributes, or a hook in a list.
-            Not in ``resident_bytes``, but there during the step, and so in the peaks.
+        held_bytes: Bytes of activations of the step before, which the model holds in attributes, or a hook in a list:
+            in the peaks, but not in ``resident_bytes``.
         ended_in: Where memory ended, if it did. ``"gradients"``: in a backward pass, where the gradients alone are more
-            than the limit beside what was there before it. ``"optimizer state"``: where the optimizer made it, which
-            some do in the course of their first step.
+            than the limit beside what was there before it.
     """
 
     micro_batch_size: Samples
@@ -149,50 +140,35 @@ class ModelIdentity(Record):
 
     The same for a model that is compiled, wrapped for data parallelism, moved, cast to another dtype or trained on:
     names, dtypes and values do not count.
-
-    Attributes:
-        tensors: Parameters, each once however often it is shared.
-        parameters: Numbers in them.
-        trained: Numbers in those that require a gradient.
-        shapes: A digest of all shapes.
-        optimizer: The class of the torch optimizer; empty where there was none.
     """
 
-    tensors: Count
-    parameters: Count
-    trained: Count
-    shapes: Text
-    optimizer: Text = ""
+    tensors: Count  # parameters, each once however often it is shared
+    parameters: Count  # numbers in them
+    trained: Count  # numbers in those that require a gradient
+    shapes: Text  # a digest of all shapes
+    optimizer: Text = ""  # the class of the torch optimizer; empty where there was none
 
 
 class ModuleError(Record):
-    """How far one module's gradient is off in a split.
+    """How far one module's gradient is off in a split."""
 
-    Attributes:
-        module: Its path in the model; the model's type where parameters are the model's own.
-        relative_error: ``|split - whole| / |whole|`` of its parameter that is worst; 1 where the whole has no gradient.
-    """
-
-    module: Text
-    relative_error: Ratio
+    module: Text  # its path in the model; the model's type where parameters are the model's own
+    relative_error: Ratio  # |split - whole| / |whole| of its worst parameter; 1 where the whole has no gradient
 
 
 class Verdict(Record):
     """Whether splitting a step gives the gradient of the whole batch, and why not.
 
     Attributes:
-        exact: Whether every division tried gave it, to 1e-4 in each parameter by itself. False also where nothing could
-            be checked.
-        relative_error: ``|split - whole| / |whole|`` of the worst parameter in the worst division; infinite
-            where the whole batch has no gradient and the parts have one.
+        exact: Whether every division tried gave it, to 1e-4 in each parameter; false also where none could be checked.
+        relative_error: ``|split - whole| / |whole|`` of the worst parameter in the worst division; may be infinite.
         causes: What makes it inexact, each with what to do.
         samples: How many samples were compared.
         partitions: The sizes of the parts of each division that was tried.
         seconds: Wall time of the check.
         unchecked: Why no verdict could be given; empty where one was.
         modules: Which modules differ, the worst first.
-        larger_partition: Sizes of the parts of one more division that is exact, of more samples: all of the target or
-            batch, or as many as fit at once. Empty where ``samples`` were all of them, or no more fit.
+        larger_partition: Sizes of the parts of one more exact division, of as many samples as there are or as fit.
         not_compared: How many samples the largest comparison had, and why not all; empty where it had all.
     """
 

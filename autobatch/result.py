@@ -1,7 +1,4 @@
-"""Defines ``StepResult``: what one step of the runner returns.
-
-Covers the numbers of one step. Does not cover anything over time (hooks do).
-"""
+"""Defines ``StepResult``: what one step of the runner returns."""
 
 from __future__ import annotations
 

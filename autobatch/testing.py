@@ -1,7 +1,7 @@
 """Simulates a device and out-of-memory errors for users' own tests.
 
-Covers CPU tests of code that trains with autobatch: ``FakeDevice`` for plans and retries without a GPU, ``oom_at`` for
-an out-of-memory error at a chosen operation, ``tenant`` for another user of the memory. Does not cover speed.
+``FakeDevice`` is for plans and retries without a GPU, ``oom_at`` for an out-of-memory error at a chosen operation,
+``tenant`` for another user of the memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from autobatch.torch_internals.silent_import import import_torch
+from autobatch.torch_internals import import_torch
 
 import_torch()  # this module is often imported before torch is
 
@@ -72,7 +72,10 @@ class FakeDevice(Device):
         self.curve = curve
         self.total_bytes = parse_bytes("total_bytes", total_bytes)
         self.thrashes_from = None if thrashes_from is None else check_count("thrashes_from", thrashes_from)
-        self.tenants = _check_tenants(tenants)
+        self.tenants = tuple(tenants) if isinstance(tenants, Iterable) else (tenants,)
+        for one in self.tenants:
+            if not isinstance(one, Tenant):
+                raise InvalidArgument(f"tenants has {show_value(one)}: pass a list of autobatch.records.Tenant")
         self.ran_sizes: list[int] = []
         self._budget = self.total_bytes
         self._peak = 0
@@ -138,14 +141,6 @@ class FakeDevice(Device):
         """Nothing is held."""
 
 
-def _check_tenants(tenants: Any) -> tuple[Tenant, ...]:
-    found = tuple(tenants) if isinstance(tenants, Iterable) else (tenants,)
-    for one in found:
-        if not isinstance(one, Tenant):
-            raise InvalidArgument(f"tenants has {show_value(one)}: pass a list of autobatch.records.Tenant")
-    return found
-
-
 class _OutOfMemoryAt(DispatchMode):
     """Counts operations and raises at the chosen ones."""
 
@@ -157,21 +152,16 @@ class _OutOfMemoryAt(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or raise before it."""
-        if _allocates_nothing(func):
-            return func(*args, **(kwargs or {}))
-        self.operations += 1
-        if self.operations in self.positions:
-            self.raised.append(str(func))
-            message = f"planned out of memory. Tried to allocate at operation {self.operations} ({func})"
-            raise torch.OutOfMemoryError(message)
+        # Views, copies into memory that is there (how state is put back), marks of the profiler: they cannot run out.
+        aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - nothing public has it
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if not (is_view or func is torch.ops.aten.copy_.default or func.namespace == "profiler"):
+            self.operations += 1
+            if self.operations in self.positions:
+                self.raised.append(str(func))
+                message = f"planned out of memory. Tried to allocate at operation {self.operations} ({func})"
+                raise torch.OutOfMemoryError(message)
         return func(*args, **(kwargs or {}))
-
-
-def _allocates_nothing(func: Any) -> bool:
-    """Views, copies into memory that is there (how state is put back), marks of the profiler: they cannot run out."""
-    aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - nothing public has it
-    is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    return is_view or func is torch.ops.aten.copy_.default or func.namespace == "profiler"
 
 
 @contextmanager
@@ -208,15 +198,15 @@ def tenant(byte_count: int | str, device: Device | torch.device | str = "cpu") -
         InvalidArgument: It is no size, or no device that is here.
     """
     memory = open_device(device)
+    size = parse_bytes("byte_count", byte_count)
     if isinstance(memory, FakeDevice):
-        others = memory.tenants
-        memory.tenants = (*others, Tenant(pid=0, used_bytes=parse_bytes("byte_count", byte_count), name="tenant"))
+        others, memory.tenants = memory.tenants, (*memory.tenants, Tenant(pid=0, used_bytes=size, name="tenant"))
         try:
             yield
         finally:
             memory.tenants = others
         return
-    held = torch.empty(parse_bytes("byte_count", byte_count), dtype=torch.uint8, device=memory.torch_device)
+    held = torch.empty(size, dtype=torch.uint8, device=memory.torch_device)
     memory.watch([held])
     try:
         yield

@@ -18,7 +18,7 @@ from typing import NoReturn
 from autobatch._version import __version__
 from autobatch.cli.output import NO, USAGE, Answer
 from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
-from autobatch.torch_internals.silent_import import import_torch
+from autobatch.torch_internals import import_torch
 
 __all__ = ["main"]
 

@@ -14,9 +14,8 @@ __all__ = ["refuse_many_ranks", "world_size"]
 
 def world_size() -> int:
     """Ranks of the default process group; 1 without one."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1
+    has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if has_group else 1
 
 
 def refuse_many_ranks() -> None:

@@ -1,9 +1,8 @@
 """Identifies what a measurement depends on, by a short text that changes when any of it changes.
 
-Covers modules with their switches (gradient checkpointing is one), parameters and buffers, the step's code, the batch's
-shapes, the optimizer and its options, precision settings, software and device. Does not cover values of parameters or
-data (no user data goes in), numbers that move during training (learning rates, counters), code that the step calls, and
-values that it closes over: a plan that no longer fits is found out by the trial that confirms it.
+Does not cover values of parameters or data (no user data goes in), numbers that move during training (learning rates,
+counters), code that the step calls, and values that it closes over: a plan that no longer fits is found out by the
+trial that confirms it.
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ __all__ = ["fingerprint"]
 def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_size: int) -> str:
     """A hexadecimal digest of 32 characters: equal where an earlier plan may be confirmed by one trial.
 
-    Args:
-        workload: Model, step, weights and optimizer.
-        example: The batch that sizes were made from; one sample's shapes count, not how many there are.
-        device: Name, total bytes and driver count; who else is on it does not.
-        world_size: Ranks that share the target.
+    Of ``example`` one sample's shapes count, not how many there are; who else is on the device does not count.
     """
     model = workload.model
+    autocasts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     parts = {
         "modules": [_spell_module(name, module) for name, module in model.named_modules()],
         "parameters": [_spell(name, p) for name, p in model.named_parameters()],
@@ -46,7 +42,11 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
         "weigh": _spell_code(workload.weigh),
         "batch": [_spell("", tensor) for tensor in tensors_of(example.take(0, 1))],
         "optimizer": list(_spell_optimizer(workload.optimizer)),
-        "precision": [torch.get_float32_matmul_precision(), str(torch.get_default_dtype()), *_list_autocasts()],
+        "precision": [
+            torch.get_float32_matmul_precision(),
+            str(torch.get_default_dtype()),
+            *(f"{kind} {torch.get_autocast_dtype(kind)}" for kind in autocasts),
+        ],
         "software": [torch.__version__, str(torch.version.cuda)],
         "device": [device.kind, device.name, device.total_bytes, device.driver],
         "world_size": world_size,
@@ -69,11 +69,6 @@ def _spell_module(name: str, module: nn.Module) -> str:
     return f"{name} {type(module).__qualname__} {switches}"
 
 
-def _list_autocasts() -> list[str]:
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]
-
-
 def _spell_code(function: Callable[..., Any] | None) -> str:
     """A Python function's code and constants, of anything else its type: lines may move, the code may not change."""
     if function is None:
@@ -83,11 +78,11 @@ def _spell_code(function: Callable[..., Any] | None) -> str:
         given = [*function.args, *(value for _, value in sorted(function.keywords.items()))]
         return f"partial {_spell_code(function.func)} {[*function.keywords]} {list(map(_spell_option, given))}"
     called = function if hasattr(function, "__code__") or hasattr(function, "__func__") else type(function).__call__
-    code = getattr(getattr(called, "__func__", called), "__code__", None)
+    called = getattr(called, "__func__", called)
+    code = getattr(called, "__code__", None)
     if not isinstance(code, CodeType):
         return type(function).__qualname__
-    defaults = getattr(getattr(called, "__func__", called), "__defaults__", None) or ()
-    return f"{_spell_constant(code)} {list(map(_spell_option, defaults))}"
+    return f"{_spell_constant(code)} {[_spell_option(value) for value in getattr(called, '__defaults__', None) or ()]}"
 
 
 def _spell_constant(value: Any) -> str:

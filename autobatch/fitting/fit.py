@@ -1,7 +1,7 @@
 """Fits a plan to a model and a target batch, and leaves the model as it was.
 
-Covers the way from arguments to a plan: example batch, budget, trials, choice, warnings. Does not cover how a trial is
-run (``probe``), which sizes are tried (``planning.next_trial``), nor how a plan is applied (``runner``).
+Covers the way from arguments to a plan. Does not cover the search (``size_search``), how a trial is run (``probe``),
+nor how a plan is applied (``training.runner``).
 """
 
 from __future__ import annotations
@@ -109,18 +109,19 @@ def fit(
     target_batch = check_target(target_batch)
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
-    check_switch("accumulate_in_float32", accumulate_in_float32)
-    check_switch("reuse", reuse)
-    check_switch("progress", progress)
+    for name, switch in (("accumulate_in_float32", accumulate_in_float32), ("reuse", reuse), ("progress", progress)):
+        check_switch(name, switch)
     bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
     optimizer = unwrap_optimizer(optimizer)
     check_micro_batches(target_batch, bound)
     workload = Workload(model, step or default_step, weigh, optimizer)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
-    hooks = (_show_progress,) if progress and _has_terminal() else ()
-    recall = (ledger if reuse else Ledger(None)).recall
+    # A daemon has no stderr.
+    hooks = (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
     with one_at_a_time():
-        memory = _watch(workload, device)
+        memory = find_device(workload.parameters(), type(model).__name__, device)
+        memory.watch(workload.resident_tensors())
+        memory.reclaim()  # an earlier model that was deleted may still take memory of the budget
         with collecting_new_objects():
             with _record(workload, memory) as state:
                 # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
@@ -132,23 +133,16 @@ def fit(
                     accumulate_in_float32=accumulate_in_float32,
                     limit_bytes=allowance.limit_bytes,
                 )
+                recall = (ledger if reuse else Ledger(None)).recall
                 found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall)
                 found.run(batch)
                 verdict = _check(found) if check is not None and target_batch > 1 else None
             memory.reclaim()
     warnings = _judge(found, verdict, target_batch, strict=check == "raise")
-    plan = _make_plan(found, verdict, warnings).model_copy(update={"seconds": time.perf_counter() - started})
+    plan = _make_plan(found, verdict, warnings, time.perf_counter() - started)
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=warnings))
     return plan
-
-
-def _watch(workload: Workload, device: torch.device | str | Device | None) -> Device:
-    """The model's device, or the given one, after memory that nothing uses is given back."""
-    memory = find_device(workload.parameters(), type(workload.model).__name__, device)
-    memory.watch(workload.resident_tensors())
-    memory.reclaim()  # an earlier model that was deleted may still take memory of the budget
-    return memory
 
 
 def _record(workload: Workload, memory: Device) -> TrainingState:
@@ -169,13 +163,16 @@ def _check(found: SizeSearch) -> Verdict:
 def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
     """Warnings of a split that is not exact or could not be checked, the latter also where only a retry would split.
 
-    Raises:
-        InexactSplit: With ``strict``, where the plan splits.
+    With ``strict`` they are raised as ``InexactSplit`` where the plan splits.
     """
     if verdict is None or verdict.exact:
         return ()
     splits = found.size < target
-    known = _explain_inexactness(found, verdict, target) if splits else ()
+    known: tuple[str, ...] = ()
+    if splits and not verdict.unchecked:
+        known = (str(verdict),)
+    elif splits and found.batch_norms:  # no check is needed to know that these are not exact
+        known = (warn_of_batch_norms(found.batch_norms, found.size, target),)
     if strict and splits:
         raise InexactSplit(
             known[0]
@@ -185,14 +182,7 @@ def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: b
     return (*known, str(verdict)) if verdict.unchecked else known
 
 
-def _explain_inexactness(found: SizeSearch, verdict: Verdict, target: int) -> tuple[str, ...]:
-    """The warning where splitting is known not to be exact; for BatchNorm no check is needed."""
-    if not verdict.unchecked:
-        return (str(verdict),)
-    return (warn_of_batch_norms(found.batch_norms, found.size, target),) if found.batch_norms else ()
-
-
-def _make_plan(found: SizeSearch, verdict: Verdict | None, warnings: tuple[str, ...]) -> Plan:
+def _make_plan(found: SizeSearch, verdict: Verdict | None, warnings: tuple[str, ...], seconds: float) -> Plan:
     wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
     check_micro_batches(wanted.target_batch, found.size)
     sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
@@ -215,6 +205,7 @@ def _make_plan(found: SizeSearch, verdict: Verdict | None, warnings: tuple[str, 
         verdict=verdict,
         batch_lists=dict(found.example.lists),
         fingerprint=found.fingerprint,
+        seconds=seconds,
         version=__version__,
         id=secrets.token_hex(6),
         made_at=time.time(),
@@ -227,10 +218,6 @@ def _make_plan(found: SizeSearch, verdict: Verdict | None, warnings: tuple[str, 
         identity=identify_model(workload.model, workload.optimizer),
         smallest_micro_batch=found.smallest,
     )
-
-
-def _has_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()  # a daemon has none
 
 
 def _show_progress(event: Event) -> None:

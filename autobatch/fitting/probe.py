@@ -1,8 +1,7 @@
 """Tries one micro-batch size: runs it for real and measures it, under the conditions of training.
 
-Covers one measured attempt: gradients resident, optimizer state resident, two micro-batches accumulated, then the
-optimizer's own step. Does not cover the step itself (``trial_step``), which sizes are tried (``planning.next_trial``),
-nor the restoration after the last trial (``state.training_state``, held by ``fitting``).
+That is with gradients and optimizer state resident: two micro-batches accumulated by the code that trains, then the
+optimizer's own step. What has to be restored after the last trial is ``fit``'s to restore.
 
 The optimizer's step is a real one on the user's own tensors, put back from a copy in host memory. A shadow of the
 parameters would need as many bytes again on the device, which moves the very limit that is measured; a fake trace does
@@ -13,108 +12,80 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from autobatch.batch.layout import Layout, map_tensors, tensors_of
+from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.errors import DoesNotFit
-from autobatch.fitting.trial_step import TrialStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import MemoryUsage, Phase, Trial
+from autobatch.state.optimizer_state import count_state, is_making_state, make_state
+from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
+from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import bytes_of
+from autobatch.training.accumulation import Accumulation
+from autobatch.training.accumulation_state import AccumulationState, Shortage
 
 __all__ = ["Probe"]
 
-_WARM_SIZE = 2
-"""Samples of the first step, whose batch is a copy: at a trial's own size that would need more than training does."""
-
-_LITTLE = 0.001
-"""The part of a step's memory that may outlive the step, such as a loss in an attribute, without another trial."""
+_WARM_SIZE = 2  # of the first step, whose batch is a copy: at a trial's own size that needs more than training does
+_LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attribute, without another trial
 
 
 @dataclass
 class _Readings:
-    """What one trial has measured so far."""
+    """What one trial has measured so far; all bytes but the last three."""
 
     resident: int = 0
     held: int = 0
     state: int = 0
-    retries_before: int = 0
-    seconds: float = 0.0
     backward: MemoryUsage = field(default_factory=MemoryUsage)
     optimizer: MemoryUsage = field(default_factory=MemoryUsage)
-
-    def summarise(self, size: int, alloc_retries: int, ended_in: Phase | None) -> Trial:
-        retries = max(alloc_retries - self.retries_before, 0)  # the step may reset the allocator's statistics
-        return Trial(
-            micro_batch_size=size,
-            outcome="oom" if ended_in is not None else "thrash" if retries > 0 else "fits",
-            peak_allocated=max(self.backward.peak_allocated, self.optimizer.peak_allocated),
-            peak_reserved=max(self.backward.peak_reserved, self.optimizer.peak_reserved),
-            optimizer_peak=self.optimizer.peak_allocated,
-            alloc_retries=retries,
-            seconds=self.seconds,
-            backward_allocated=self.backward.peak_allocated,
-            backward_reserved=self.backward.peak_reserved,
-            resident_bytes=self.resident,
-            held_bytes=self.held,
-            ended_in=ended_in,
-        )
+    retries_before: int = 0
+    seconds: float = 0.0
+    phase: Phase = "forward"
 
 
 @dataclass
 class Probe:
-    """Runs trials of one workload on one device.
-
-    Attributes:
-        workload: What is tried.
-        example: The batch from which every size is made, by repeating its samples.
-        device: Where.
-        limit_bytes: Enforced during each trial.
-        state: Puts values and generators back after each trial.
-        in_float32, target: As for ``TrialStep``.
-        state_bytes: The most that the optimizer's state has taken.
-        errors: For each size that ran out of memory, the error's first line.
-    """
+    """Runs trials of one workload on one device, and puts everything back after each."""
 
     workload: Workload
-    example: Layout
+    example: Layout  # every size is made of it, by repeating its samples
     device: Device
     limit_bytes: int
     state: TrainingState
-    in_float32: bool = True
-    target: int = 0
-    errors: dict[int, str] = field(default_factory=dict)
-    state_bytes: int = 0
-    step: TrialStep = field(init=False)
+    in_float32: bool = True  # as in Accumulation
+    target: int = 0  # samples in a step, of which a trial runs two micro-batches; 0: no more than those
+    errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
+    state_bytes: int = 0  # the most that the optimizer's state has taken
+    aux_bytes: int = 0  # the most that a step has returned beside the loss of one micro-batch
     _now: _Readings = field(default_factory=_Readings)
-    _warm: bool = False
+    _is_warm: bool = False
+    _leaves_are_known: bool = False
     _holds_activations: bool = False
 
     def __post_init__(self) -> None:
         """Rewind the state, so that the first attempt begins as the later ones do."""
-        self.step = TrialStep(self.workload, self.device, in_float32=self.in_float32, target=self.target)
+        # What is compiled is not recorded, since that would run it eagerly.
+        self._is_compiled = is_compiled(self.workload.model, self.workload.step)
+        self._learnt = StepState(self.workload.model, self.device.torch_device, records=not self._is_compiled)
         self.state.rewind()
 
     def run(self, size: int) -> Trial:
-        """Try one size. Only an out-of-memory error becomes an outcome; all others pass through.
-
-        Args:
-            size: Samples in each of the two micro-batches.
-
-        Returns:
-            What was measured, up to the point where memory ended if it did.
-        """
+        """Try one size; of errors only out of memory is an outcome, measured up to the point where memory ended."""
         self.device.watch(self.workload.resident_tensors())
         usage = self.device.usage()
         self._now, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
-        if not self._warm:
+        if not self._is_warm:
             self._now.state = self._resumed_state_bytes(usage)
             reason = self._run_first_step(min(size, _WARM_SIZE))
         if reason is None:
@@ -122,34 +93,9 @@ class Probe:
             reason = self._attempt(self._measure, size)
             if self._holds_activations and not was_known:  # once more, now that they are known to outlive their step
                 reason = self._attempt(self._measure, size)
-        phase = None
         if reason is not None:
-            self.errors[size], phase = reason, self._judge_phase()
-        return self._now.summarise(size, self.device.usage().alloc_retries, phase)
-
-    def _run_first_step(self, size: int) -> str | None:
-        """Run the step before the first trial, which records writes; returns why memory ended."""
-        reason = self._attempt(self._warm_up, size, records=True)
-        if reason is None and self.step.is_compiled:  # recorded, it ran eagerly: now it is compiled
-            reason = self._attempt(self._warm_up, size)
-        if reason is not None:
-            self.state.reset_optimizer()
-            self.device.reclaim()
-        else:
-            self._warm, self.step.learnt.records = True, False
-        return reason
-
-    def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
-        """Bytes of the device that the state of a resumed run takes; state on another device is not counted."""
-        others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
-        return min(self.workload.state_bytes(), max(usage.allocated - others, 0))
-
-    def _judge_phase(self) -> Phase:
-        """The phase in which memory ended; of a backward pass that cannot hold all gradients, ``gradients``."""
-        gradients = sum(bytes_of(p) for p in self.workload.parameters() if p.requires_grad)
-        resident, phase = self._now.resident, self.step.phase
-        is_hopeless = 0 < self.limit_bytes < resident + gradients
-        return "gradients" if phase == "backward" and is_hopeless and resident < self.limit_bytes else phase
+            self.errors[size] = reason
+        return self._summarise(size, has_ended=reason is not None)
 
     def find_smallest(self) -> int:
         """The fewest samples whose forward pass runs: 1, or 2 where one alone raises an error (trials run two)."""
@@ -166,8 +112,22 @@ class Probe:
         self.device.reclaim()
         return 2
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.device.move_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
+    def _run_first_step(self, size: int) -> str | None:
+        """Run the step before the first trial, which records writes; returns why memory ended."""
+        reason = self._attempt(self._warm_up, size, records=True)
+        if reason is None and self._is_compiled:  # recorded, it ran eagerly: now it is compiled
+            reason = self._attempt(self._warm_up, size)
+        if reason is None:
+            self._is_warm, self._learnt.records = True, False
+        else:
+            self.state.reset_optimizer()
+            self.device.reclaim()
+        return reason
+
+    def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
+        """Bytes of the device that the state of a resumed run takes; state on another device is not counted."""
+        others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
+        return min(self.workload.state_bytes(), max(usage.allocated - others, 0))
 
     def _attempt(self, action: Callable[[int], object], size: int, *, records: bool = False) -> str | None:
         """Run one part of a trial from the user's own state; returns why memory ended.
@@ -195,9 +155,11 @@ class Probe:
         """Run a first step, which makes the optimizer's state and loads kernels: later steps do neither."""
         batch = self._copy_batch(size)
         with self._read("backward"):
-            self.step.accumulate([batch], size)
-            self.step.make_state()
-            self.step.update()
+            self._accumulate([batch], size)
+            if self.workload.optimizer is not None:
+                self._now.phase = "optimizer state"
+                make_state(self.workload.optimizer)
+            self._update()
 
     def _measure(self, size: int) -> None:
         batch, now = self._make_batch(size), self._now
@@ -207,33 +169,88 @@ class Probe:
         self.state_bytes = max(self.state_bytes, now.state + max(made, 0))
         now.resident, now.retries_before = before.allocated, before.alloc_retries
         if self._holds_activations:
-            self._run_step_before(batch, size)
+            # Those of the step before are still held; a Runner learns that in its first step, and so holds them too.
+            self._learnt.moves_modules = True
+            with self._read("backward"):
+                self._accumulate([batch], size)
+                self._drop_gradients()
             begun = self.device.usage().allocated
             now.resident = min(before.allocated, begun)  # before it there may have been an earlier trial's
             now.held = begun - now.resident
         started = time.perf_counter()
         with self._read("backward"):
-            accumulated = self.step.accumulate([batch, batch], size)
+            accumulated = self._accumulate([batch, batch], size)
         with self._read("optimizer"):
-            self.step.update()
+            self._update()
         del accumulated  # not before: in training its loss is held during the optimizer's step, too
         now.seconds = time.perf_counter() - started
-        self.step.drop_gradients()
+        self._drop_gradients()
         left, grown = self.device.usage().allocated - before.allocated, now.backward.peak_allocated
         self._holds_activations = self._holds_activations or left > _LITTLE * (grown - before.allocated)
 
-    def _run_step_before(self, batch: Layout, size: int) -> None:
-        """Run a micro-batch of the step before, whose activations are still held in the measured step."""
-        # As a Runner learns in its first step; from then on it holds those of each micro-batch.
-        self.step.learnt.moves_modules = True
-        with self._read("backward"):
-            self.step.accumulate([batch], size)
-            self.step.drop_gradients()
+    def _accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
+        """Accumulate the gradient of these micro-batches as training does; ``DoesNotFit`` where memory ends."""
+        passes_left, ended_in_pass = len(batches), False
+
+        def run(_: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
+            nonlocal passes_left
+            self._now.phase = "forward"
+            output = self.workload.run(samples)
+            self._now.phase, passes_left = "backward", passes_left - 1
+            first, *others = [term.loss for term in output.terms]
+            return sum(others, start=first), output.aux
+
+        def end(shortage: Shortage) -> NoReturn:
+            nonlocal ended_in_pass
+            ended_in_pass = True
+            raise DoesNotFit(shortage.reason)
+
+        accumulation = Accumulation(
+            # By samples: a trial has to run a micro-batch of the example even if its labels are all ignored.
+            self.workload.around(run, weigh=None),
+            self.device,
+            shrink=end,
+            in_float32=self.in_float32,
+            leaves_are_known=self._leaves_are_known,
+            known_state=self._learnt,
+            stands_for=-(-self.target // size) if self.target > size else 0,
+        )
+        self._now.phase = "forward"
+        try:
+            accumulated = accumulation.run(batches, size)
+        except Exception:
+            if passes_left == 0 and not ended_in_pass:
+                self._now.phase = "gradients"  # after the last pass they are rounded, or added to earlier ones
+            raise
+        assert accumulated is not None  # noqa: S101 - all samples count here
+        self._leaves_are_known = True
+        self.aux_bytes = max(self.aux_bytes, *(count_bytes(aux) for aux in accumulated.aux))
+        return accumulated
+
+    def _update(self) -> None:
+        optimizer = self.workload.optimizer
+        if optimizer is None:
+            return
+        before = count_state(optimizer)
+        self._now.phase = "update"
+        try:
+            optimizer.step()
+        except Exception:
+            if is_making_state(optimizer, before):
+                self._now.phase = "optimizer state"
+            raise
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.workload.parameters():
+            parameter.grad = None
 
     def _copy_batch(self, size: int) -> Layout:
         """A copy, so that a step that writes into its batch does not change the user's."""
         batch = self._make_batch(size)
         return replace(batch, batch=map_tensors(batch.batch, self._copy))
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.device.move_tensor(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
 
     def _make_batch(self, size: int) -> Layout:
         batch = self.example.grown(size)
@@ -248,3 +265,28 @@ class Probe:
             self.device.synchronize()
         finally:
             setattr(self._now, part, self.device.usage())
+
+    def _summarise(self, size: int, *, has_ended: bool) -> Trial:
+        now = self._now
+        retries = max(self.device.usage().alloc_retries - now.retries_before, 0)  # the step may reset the statistics
+        return Trial(
+            micro_batch_size=size,
+            outcome="oom" if has_ended else "thrash" if retries > 0 else "fits",
+            peak_allocated=max(now.backward.peak_allocated, now.optimizer.peak_allocated),
+            peak_reserved=max(now.backward.peak_reserved, now.optimizer.peak_reserved),
+            optimizer_peak=now.optimizer.peak_allocated,
+            alloc_retries=retries,
+            seconds=now.seconds,
+            backward_allocated=now.backward.peak_allocated,
+            backward_reserved=now.backward.peak_reserved,
+            resident_bytes=now.resident,
+            held_bytes=now.held,
+            ended_in=self._judge_phase() if has_ended else None,
+        )
+
+    def _judge_phase(self) -> Phase:
+        """The phase in which memory ended; of a backward pass that cannot hold all gradients, ``gradients``."""
+        gradients = sum(bytes_of(p) for p in self.workload.parameters() if p.requires_grad)
+        resident, phase = self._now.resident, self._now.phase
+        is_hopeless = 0 < self.limit_bytes < resident + gradients
+        return "gradients" if phase == "backward" and is_hopeless and resident < self.limit_bytes else phase

@@ -1,7 +1,7 @@
 """Searches the best micro-batch size by trials.
 
 Covers the example batch, the order of the trials, and why nothing fits. Does not cover how a trial is run (``probe``),
-which size is tried next (``planning.next_trial``), nor what a plan is made of (``fitting``).
+which size is tried next (``planning.next_trial``), nor what a plan is made of (``fit``).
 """
 
 from __future__ import annotations
@@ -44,23 +44,7 @@ __all__ = ["SizeSearch"]
 
 @dataclass
 class SizeSearch:
-    """A search over the sizes of one workload, and its results.
-
-    Attributes:
-        workload, memory, allowance, wanted: What is run, where, with how much memory, and the request.
-        state: Restored between trials.
-        hooks: Called with each trial.
-        recall: Plans of a fingerprint from earlier runs, the newest first.
-        example: The samples of the trials, as they were given or found.
-        fingerprint: Identifies what was measured.
-        trials: Every attempt, in order.
-        confirmed: The earlier plan that one trial confirmed; ``None`` where sizes were searched.
-        size: The chosen micro-batch size; it has run.
-        smallest: The fewest samples that the model can run.
-        batch_norms: Names of layers that normalise by their micro-batch, in the mode in which the user left them.
-        state_bytes: What the optimizer's state took.
-        warnings: Warnings for the user, a sentence each.
-    """
+    """A search over the sizes of one workload: what is run, where, within what, the request, the results."""
 
     workload: Workload
     memory: Device
@@ -68,15 +52,15 @@ class SizeSearch:
     state: TrainingState
     wanted: Wanted
     hooks: tuple[Hook, ...]
-    recall: Callable[[str], Sequence[PlanRecord]]
-    example: Layout = field(init=False)
+    recall: Callable[[str], Sequence[PlanRecord]]  # plans of a fingerprint from earlier runs, the newest first
+    example: Layout = field(init=False)  # the samples of the trials, as they were given or found
     fingerprint: str = ""
     trials: list[Trial] = field(default_factory=list)
-    confirmed: PlanRecord | None = None
-    size: int = 0
-    state_bytes: int = 0
-    smallest: int = 1
-    batch_norms: Sequence[str] = ()
+    confirmed: PlanRecord | None = None  # by one trial; None where sizes were searched
+    size: int = 0  # of the micro-batches; it has run
+    state_bytes: int = 0  # what the optimizer's state took
+    smallest: int = 1  # the fewest samples that the model can run
+    batch_norms: Sequence[str] = ()  # layers that normalise by their micro-batch, in the mode that the user left
     warnings: list[str] = field(default_factory=list)
     _probe: Probe = field(init=False)
 
@@ -107,13 +91,7 @@ class SizeSearch:
         return max(self.size, min(curve.largest(self.wanted.limit_bytes), failing - 1, self.wanted.target_batch))
 
     def run(self, batch: Any | None) -> None:
-        """Try sizes on this batch, or on one that the model describes.
-
-        Raises:
-            DoesNotFit: Not even one sample does, or the model can run no division of the target into micro-batches of
-                at most ``max_micro_batch`` samples.
-            NeedsBatch: No batch was given and the model describes none.
-        """
+        """Try sizes on this batch, or on one that the model describes; raises as ``fit`` says."""
         model, target = self.workload.model, self.wanted.target_batch
         layout = self._prepare(batch)
         with torch.enable_grad():
@@ -130,7 +108,12 @@ class SizeSearch:
                     self.confirmed = self.confirmed if self.size == 2 else None
         if self.workload.step is default_step:
             self.warnings.append(explain_default(model, layout.grow(2)))
-        self.warnings += _warn_of_aux(self._probe.step.aux_bytes, self.size, target)
+        micro_batches, aux_bytes = -(-target // self.size), self._probe.aux_bytes
+        if micro_batches > 2 and aux_bytes:
+            self.warnings.append(
+                f"the step returns {format_bytes(aux_bytes)} beside each loss, which is held until the step ends: "
+                f"{micro_batches} x that, of which the trials held two"
+            )
         self.state_bytes = self._probe.state_bytes
         del self._probe  # holds a whole batch, which the check must not find on the device
 
@@ -169,7 +152,10 @@ class SizeSearch:
     def _search(self) -> None:
         """Find the size, with as many more trials as it takes."""
         sizes = self._find_candidates(self.smallest)
-        expected = self._expect(sizes)
+        expected = Expectation()
+        if self.memory.measures and self.memory.describe().kind == "cuda":
+            # There trials, and failing ones most, cost more than a trace; not so on a CPU.
+            expected = expect_largest(self.workload, self.example, self.allowance.limit_bytes, sizes)
         question = Question(
             bound=self.wanted.max_micro_batch,
             limit_bytes=self.allowance.limit_bytes,
@@ -197,12 +183,6 @@ class SizeSearch:
                 f"{explain_smallest(self.workload.model)}: pass max_micro_batch={least} or more"
             )
         return tuple(size for size in useful_sizes(target, bound) if size >= least)
-
-    def _expect(self, sizes: Sequence[int]) -> Expectation:
-        """Predict the size on a GPU, where trials, and failing ones most, cost more than a trace; not on a CPU."""
-        if self.memory.describe().kind != "cuda" or not self.memory.measures:
-            return Expectation()
-        return expect_largest(self.workload, self.example, self.allowance.limit_bytes, sizes)
 
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)
@@ -237,13 +217,3 @@ class SizeSearch:
         reason = self._probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
         reason, allowance = f"{reason}; {why_no_smaller}" if why_no_smaller else reason, self.allowance
         return explain_refusal(smallest, reason, allowance.limit_bytes, allowance.budget_bytes, self.memory.describe())
-
-
-def _warn_of_aux(aux_bytes: int, size: int, target: int) -> list[str]:
-    """Warn of output beside the loss: trials hold that of two micro-batches, a step that of all."""
-    micro_batches = -(-target // size)
-    warning = (
-        f"the step returns {format_bytes(aux_bytes)} beside each loss, which is held until the step ends: "
-        f"{micro_batches} x that, of which the trials held two"
-    )
-    return [warning] if micro_batches > 2 and aux_bytes else []

@@ -36,10 +36,7 @@ from autobatch.torch_internals.storages import storages_of
 __all__ = ["CpuDevice", "LiveStorage", "StorageBudget"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-_FAR = 4
-"""A step this many times smaller than what is available cannot run out of it, longer batches included."""
-
+_FAR = 4  # a step this many times smaller than what is available cannot run out of it, longer batches included
 _READ_AGAIN_SECONDS = 1.0
 
 
@@ -58,14 +55,12 @@ class LiveStorage:
     """Bytes in live CPU storages: one entry a storage, however many views share it; and the most since a reset.
 
     torch keeps one Python object a storage alive for as long as the storage itself (``torch/csrc/Storage.cpp``), so a
-    weak reference's callback runs at the moment torch frees it. CPython prints what such a callback raises and goes on
-    (``handle_callback`` in ``Objects/weakrefobject.c``), so an interrupt would be lost in one that is Python code. The
-    callback here is ``set.add``, a C function in which no signal handler runs: the dead are subtracted when the count
-    is next used.
+    weak reference's callback runs at the moment torch frees it. An interrupt would be lost in one that is Python code
+    (``handle_callback`` in CPython's ``Objects/weakrefobject.c``), so it is ``set.add``, in C: the dead are subtracted
+    when the count is next used.
 
-    Any statement may be the last one before an interrupt, and other threads may count and free meanwhile, so each
-    statement leaves the count right or is done again by the next user of it: the total and the part that one reference
-    has in it change in a single assignment, in which CPython neither runs signal handlers nor switches threads.
+    An interrupt may follow any statement, and other threads count and free meanwhile, so each statement leaves the
+    count right or is done again by its next user: the total and one reference's part in it change in one assignment.
     """
 
     def __init__(self) -> None:
@@ -154,8 +149,8 @@ class StorageBudget(DispatchMode):
         return result
 
 
+# One count for the process, as it has one heap: a tensor that one device object has seen counts for all.
 _STORAGE = LiveStorage()
-"""One count for the process, as it has one heap: a tensor that one device object has seen counts for all."""
 
 
 class _Innermost(threading.local):

@@ -1,8 +1,7 @@
 """Defines the protocol through which all other modules see a device's memory, and frees what is no longer used.
 
 ``CudaDevice``, ``CpuDevice`` and ``UnmonitoredDevice`` are the real devices, ``autobatch.testing.FakeDevice`` is
-simulated; any other object with these methods will do. Does not cover the frames of an exception that is still being
-handled: nothing can free those from here.
+simulated; any other object with these methods will do.
 """
 
 from __future__ import annotations
@@ -161,9 +160,8 @@ def collecting_new_objects() -> Iterator[None]:
     """While this lasts, garbage collections look only at objects made inside it.
 
     A full collection takes 0.1 to 0.2 s in a process that has imported torch and SciPy, several times as long as a
-    trial of a small model. Objects that were there before are in the permanent generation meanwhile, and in the oldest
-    one afterwards, where any collection would have put them. Where the user has frozen objects nothing is changed: to
-    unfreeze ours would be to unfreeze theirs.
+    trial of a small model. Where the user has frozen objects nothing is changed: to unfreeze ours would be to unfreeze
+    theirs.
     """
     if gc.get_freeze_count():
         yield

@@ -1,7 +1,7 @@
 """Finds a device, the ``Device`` that measures its memory, and how many bytes of it this process may use.
 
-Covers the choice and its errors, the budget, and the headroom left free of it. There is one object for each torch
-device in the process, as there is one allocator. Does not cover how a budget is enforced (``cuda``, ``cpu``).
+Each torch device has one object in the process, as it has one allocator. What is no device or no size, or not the
+model's device, raises ``InvalidArgument``.
 """
 
 from __future__ import annotations
@@ -31,17 +31,11 @@ __all__ = [
     "parse_headroom",
 ]
 
-DEFAULT_HEADROOM = 0.05
-"""Fraction of the budget left free, for longer batches and for fragmentation."""
+DEFAULT_HEADROOM = 0.05  # of the budget, for longer batches and for fragmentation
 
 
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
-    """The memory of the one device that all parameters are on, or the ``Device`` object that stands in for it.
-
-    Raises:
-        InvalidArgument: No parameters, or parameters on the meta device or on several; or ``device`` is none, or not
-            theirs.
-    """
+    """The memory of the one device that all parameters are on, or the ``Device`` object that stands in for it."""
     home = _find_home(parameters, model_name)
     asked = _parse_device(home if device is None else device)
     if isinstance(asked, Device):
@@ -54,11 +48,7 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
 
 
 def open_device(device: Any) -> Device:
-    """The memory of a device that a user names, or the ``Device`` object that stands in for it.
-
-    Raises:
-        InvalidArgument: It is none, or torch cannot use it here.
-    """
+    """The memory of a device that a user names and torch can use here, or the ``Device`` that stands in for it."""
     asked = _parse_device(device)
     if isinstance(asked, Device):
         return asked
@@ -133,11 +123,7 @@ class Allowance(Record):
 
 
 def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> Allowance:
-    """The user's budget, or what is available on the device; never more than that.
-
-    Raises:
-        InvalidArgument: A size cannot be understood.
-    """
+    """The user's budget, or what is available on the device; never more than that."""
     available = device.available_bytes()
     budget_bytes = available if budget is None else parse_bytes("budget", budget)
     warnings: tuple[str, ...] = ()
@@ -151,11 +137,7 @@ def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> 
 
 
 def parse_headroom(value: Any, budget_bytes: int) -> int:
-    """Bytes to leave free: an int, a text, or a fraction of the budget, of which something has to be left.
-
-    Raises:
-        InvalidArgument: It is none of them, or leaves nothing of the budget.
-    """
+    """Bytes to leave free: an int, a text, or a fraction of the budget, of which something has to be left."""
     if value is None:
         value = DEFAULT_HEADROOM
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):

@@ -14,34 +14,23 @@ from autobatch.records import Record
 
 __all__ = ["HostMemory", "read_host_memory"]
 
+# By version: the files with the limit and the use, and the line of `memory.stat` with droppable page cache.
 _GROUP_FILES = {
     "cgroup v2": ("memory.max", "memory.current", "inactive_file "),
     "cgroup v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
 }
-"""By version: the files with the limit and the use, and the line of ``memory.stat`` with droppable page cache."""
 
 
 class HostMemory(Record):
-    """What the host has for this process, in bytes.
+    """What the host has for this process, in bytes."""
 
-    Attributes:
-        total_bytes: The tightest limit: a control group's, or the RAM. It does not depend on who uses how much.
-        available_bytes: What can still be taken before any limit is met, this one or another; page cache that the
-            kernel would drop counts as free.
-        source: Whose limit ``total_bytes`` is: ``"cgroup v2"``, ``"cgroup v1"`` or ``"RAM"``.
-    """
-
-    total_bytes: int
-    available_bytes: int
-    source: str
+    total_bytes: int  # the tightest limit, whoever uses how much
+    available_bytes: int  # before any limit is met, this one or another; droppable page cache counts as free
+    source: str  # whose limit `total_bytes` is: "cgroup v2", "cgroup v1" or "RAM"
 
 
 def read_host_memory(root: Path = Path("/")) -> HostMemory:
-    """The tightest of the machine's RAM and every control group above this process.
-
-    ``root`` is where ``proc`` and ``sys`` are mounted. Raises ``OSError`` where the platform does not report how much
-    RAM is installed.
-    """
+    """The tightest of the machine's RAM and every control group above this process; ``OSError`` where none is known."""
     limits = [_read_ram(root), *_control_groups(root)]
     tightest = min(limits, key=lambda limit: limit.total_bytes)
     return tightest.model_copy(update={"available_bytes": min(limit.available_bytes for limit in limits)})

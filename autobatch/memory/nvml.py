@@ -30,25 +30,15 @@ _PROCESS_LISTS = (
 
 
 class CardReading(Record):
-    """A card, or a MIG slice of one, as the driver sees it.
+    """A card, or a MIG slice of one, as the driver sees it."""
 
-    Attributes:
-        uuid: As the driver writes it: ``"GPU-..."`` or ``"MIG-..."``.
-        total_bytes: All memory of it, with what the driver uses itself.
-        free_bytes: What no process holds.
-        tenants: Other processes whose memory the driver reports, the largest first.
-        driver: The driver's version.
-        name: As the driver writes it: ``"NVIDIA L4"``.
-        divided: Whether it is divided into MIG slices, whose memory is not read here.
-    """
-
-    uuid: str
-    total_bytes: int
+    uuid: str  # with its prefix: "GPU-..." or "MIG-..."
+    total_bytes: int  # with what the driver uses itself
     free_bytes: int
-    tenants: tuple[Tenant, ...] = ()
-    driver: str = ""
+    tenants: tuple[Tenant, ...] = ()  # other processes whose memory the driver reports, the largest first
+    driver: str = ""  # its version
     name: str = ""
-    divided: bool = False
+    divided: bool = False  # into MIG slices, whose memory is not read here
 
 
 def query(uuid: str) -> CardReading | None:
@@ -66,11 +56,7 @@ def query(uuid: str) -> CardReading | None:
 
 
 def query_all() -> tuple[CardReading, ...]:
-    """Every card that the driver has, in its order, whichever of them CUDA may use.
-
-    Raises:
-        LookupError: No driver is installed, or it does not answer; the text says why.
-    """
+    """Every card that the driver has, in its order, whichever CUDA may use; ``LookupError`` says why there is none."""
     try:
         with _session() as nvml:
             handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]

@@ -1,8 +1,7 @@
 """Decides whether an exception is an out-of-memory error, and describes it without keeping it alive.
 
-Covers the one classifier that all of autobatch uses, as tables: types first, then texts; exception groups are not
-looked into. Does not cover freeing memory (``Device.reclaim``) nor the next attempt (``training``, ``fitting``).
-Nothing here holds an exception: its traceback would keep the failed step's tensors alive.
+By tables: types first, then texts; exception groups are not looked into. Nothing here holds an exception: its traceback
+would keep the failed step's tensors alive.
 """
 
 from __future__ import annotations

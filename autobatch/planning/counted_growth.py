@@ -3,8 +3,6 @@
 On a CPU, counting doubles the time of a small step. What a step takes nearly always follows from the sizes it is
 given, so a few counted steps say what the next ones take, and one in ``COUNT_EVERY`` is counted again to see that they
 still do. Where a step takes more than one of at least its sizes did, sizes do not decide alone, and more must agree.
-
-Does not cover how steps are counted (``memory``) nor what their kind and sizes are (``counted_steps``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Fits peak memory as a function of the micro-batch size to a few trials.
-
-Covers one process on one device: a convex, piecewise linear curve for allocated and for reserved bytes. Does not cover
-which sizes are worth a trial (``next_trial``).
-"""
+"""Fits peak memory as a function of the micro-batch size to a few trials: a convex, piecewise linear curve."""
 
 from __future__ import annotations
 
@@ -110,9 +106,6 @@ def fit_curve(trials: Sequence[Trial]) -> MemoryCurve:
     segments of 2 and 20 MiB): there it is the greatest convex function below the points, moved up until no point lies
     above it. So a measured size is never under-predicted; between and beyond sizes it is a prediction. One trial alone
     gives the line to the resident bytes at size 0, which is steeper than memory that grows linearly.
-
-    Raises:
-        InvalidArgument: No trial ran (``"fits"`` or ``"thrash"``), so nothing was measured.
     """
     measured = [trial for trial in trials if ran(trial)]
     if not measured:

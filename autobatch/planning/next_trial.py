@@ -21,40 +21,22 @@ from autobatch.records import Record, Trial
 
 __all__ = ["Question", "choose_size", "draw_line", "fits", "most_trials", "next_size", "next_smaller_size"]
 
-_AS_FAST = 0.98
-"""The share of the best rate that still counts as no slower; timings of one size differ by about as much."""
-
-_STRAIGHT = 200
-"""Points lie on a line when they are within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB."""
-
-_SPARE = 50
-"""A trial that takes 1/50 more than the limit seldom runs out: the headroom is 1/20 unless the user asks for less."""
-
-_SEGMENT = 20 * 2**20
-"""Bytes that the CUDA allocator takes at once for what is smaller than half of that."""
+_AS_FAST = 0.98  # the share of the best rate that still counts as no slower; timings of one size differ by as much
+_STRAIGHT = 200  # points lie on a line within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB
+_SPARE = 50  # a trial that takes 1/50 more than the limit seldom runs out: the headroom is 1/20 by default
+_SEGMENT = 20 * 2**20  # bytes that the CUDA allocator takes at once for what is smaller than half of that
 
 
 class Question(Record):
-    """What a search is to find: the largest useful size that stays within a limit.
+    """What a search is to find: the largest useful size that stays within a limit."""
 
-    Attributes:
-        bound: No size above this is tried: a rank's share of the target, or what the user allows.
-        limit_bytes: What a step may hold at its peak. A trial that ran with more than this does not fit.
-        measures: Whether trials carry bytes. Where not, running out of memory is the only signal.
-        smallest_probe: 2 for models that cannot run one sample; 1, if it is a candidate, is tried after 2 has failed.
-        candidates: The sizes worth answering with, ascending (``planner.useful_sizes``); empty for all up to the bound.
-        expected: The answer that a prediction gives, 0 where there is none: it says where to begin, and with a line
-            through what was measured where to end.
-        expects_no_more: Whether the prediction says that the next candidate does not fit, not only that this one does.
-    """
-
-    bound: int = Field(ge=1)
+    bound: int = Field(ge=1)  # no size above this is tried: a rank's share of the target, or what the user allows
     limit_bytes: int = Field(ge=0)
-    measures: bool = True
-    smallest_probe: int = Field(default=1, ge=1, le=2)
-    candidates: tuple[int, ...] = ()
-    expected: int = Field(default=0, ge=0)
-    expects_no_more: bool = True
+    measures: bool = True  # where not, trials carry no bytes, and running out of memory is the only signal
+    smallest_probe: int = Field(default=1, ge=1, le=2)  # where 2, one sample is tried only after 2 has failed
+    candidates: tuple[int, ...] = ()  # the sizes worth answering with, ascending; empty: all up to the bound
+    expected: int = Field(default=0, ge=0)  # the answer of a prediction: where to begin, and with a line where to end
+    expects_no_more: bool = True  # whether the prediction says that the next candidate does not fit
 
     @model_validator(mode="after")
     def _check_candidates(self) -> Question:
@@ -98,10 +80,8 @@ def choose_size(question: Question, trials: Sequence[Trial], objective: Objectiv
 def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
     """The next size to try, ``None`` when the largest that fits is found.
 
-    It is the largest candidate, or the next candidate has failed, or a straight line puts it over the limit that runs
-    through at least three sizes (or all that exist below), or through two where a prediction agrees. So it is exact on
-    memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of them; on memory that
-    grows linearly at most four, none of which runs out of memory, as long as two samples fit.
+    So it is exact on memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of
+    them; on memory that grows linearly at most four, none of which runs out of memory, as long as two samples fit.
     """
     seen = _Evidence(question, trials)
     if not seen.open or _is_proven(seen):
@@ -183,10 +163,9 @@ def _affords(left: int, open_sizes: Sequence[int], size: int) -> bool:
     """Whether the trials left after this one suffice whichever way it ends.
 
     Bisecting ``k`` open candidates takes at most ``k.bit_length()`` trials, since the larger part of the other
-    ``k - 1`` is ``k // 2``. Invariant: ``len(open).bit_length() <= left``. It holds at the start, where at most
-    ``1..bound`` is open and ``most_trials`` are left. A trial is granted only if the invariant holds after it; the
-    midpoint always is, as it takes one from the right side and at least one from the left. A search ends at the latest
-    when nothing is open, so it never takes more than ``most_trials``. None of this depends on what memory does.
+    ``k - 1`` is ``k // 2``. Invariant: ``len(open).bit_length() <= left``. It holds at the start, and a trial is only
+    granted if it holds afterwards, as it does for the midpoint. So no search takes more than ``most_trials``, whatever
+    memory does.
     """
     below = bisect_left(open_sizes, size)
     worst = max(below, len(open_sizes) - below - 1) if size in open_sizes else len(open_sizes)

@@ -1,7 +1,6 @@
 """Decides the micro-batch size of each step from free memory and from how earlier steps went.
 
-Covers the way down (memory ended, the allocator thrashes, less is free than the size needs) and the way back to the
-plan's size. Does not cover how memory is read, nor how a step is retried (``training``).
+Does not cover how memory is read, nor how a step is retried (``training``).
 
 The policy follows from costs. A retry costs one piece, at most one step; a size that is too small costs something in
 every step. So the plan's size is back as soon as the reading of free memory allows it, and after an OOM that the
@@ -22,11 +21,8 @@ from autobatch.planning.curve import MemoryCurve
 
 __all__ = ["CLEAN_STEPS", "LONGEST_WAIT", "Pace", "Reason", "shrink"]
 
-CLEAN_STEPS = 20
-"""Clean steps before one of the sizes below a failed one is tried while it waits, and the first wait after thrash."""
-
-LONGEST_WAIT = 64 * CLEAN_STEPS
-"""The most clean steps before a failed size is tried again."""
+CLEAN_STEPS = 20  # before a size below a failed one is tried while that waits; and the first wait after thrash
+LONGEST_WAIT = 64 * CLEAN_STEPS  # before a failed size is tried again
 
 Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
 
@@ -113,32 +109,19 @@ class Pace:
 
     Every transition returns a new value: the old one still describes the state before a step that is undone. A step
     is ``before_step``, any number of ``after_shortage``, ``after_step``.
-
-    Attributes:
-        ladder: The sizes to choose from, ascending; the last is the plan's.
-        size: The most samples in a micro-batch now. Below the ladder it is halved.
-        curve: Peak memory by size, where a plan has one.
-        smallest: The fewest samples that the model can run; no smaller size is chosen.
-        patience: Clean steps before the size may grow: 0 where a change costs nothing, more for compiled models.
-        reason: Why the size last changed; ``None`` before the first change.
-        setbacks: Sizes that failed and are to come back, the largest first; the last decides the size for now.
-        clean_steps: Clean steps at this size, of batches that a larger size would have changed.
-        thrashed_steps: Steps in a row in which the allocator thrashed.
-        failure: What went wrong in the step that is under way, if anything.
-        goal: The size that the last steps allow, whatever is free now.
     """
 
-    ladder: tuple[int, ...]
-    size: int
+    ladder: tuple[int, ...]  # the sizes to choose from, ascending; the last is the plan's
+    size: int  # the most samples in a micro-batch now; below the ladder it is halved
     curve: MemoryCurve | None = None
-    smallest: int = 1
-    patience: int = 0
-    reason: Reason | None = None
-    setbacks: tuple[_Setback, ...] = ()
-    clean_steps: int = 0
-    thrashed_steps: int = 0
-    failure: _Failure | None = None
-    goal: int = field(init=False)  # no property: each step asks
+    smallest: int = 1  # the fewest samples that the model can run
+    patience: int = 0  # clean steps before the size may grow: 0 where a change costs nothing, more for compiled models
+    reason: Reason | None = None  # why the size last changed
+    setbacks: tuple[_Setback, ...] = ()  # the largest first; the last decides the size for now
+    clean_steps: int = 0  # at this size, of batches that a larger size would have changed
+    thrashed_steps: int = 0  # in a row, up to now
+    failure: _Failure | None = None  # in the step that is under way
+    goal: int = field(init=False)  # the size that the last steps allow, whatever is free now; each step asks
 
     def __post_init__(self) -> None:
         """Check the ladder and the size; find the goal."""

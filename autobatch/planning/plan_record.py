@@ -1,7 +1,4 @@
-"""Defines a plan as plain data: what was decided, from which measurements, under which budget.
-
-Does not cover what a user does with it (``autobatch.plan``) nor how it is shown (``report``).
-"""
+"""Defines a plan as plain data: what was decided, from which measurements, under which budget."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ class PlanRecord(Record):
         world_size: Ranks that share it.
         micro_batch_size: The most samples in one forward and backward.
         micro_batch_sizes: What this rank runs, in order; sums to its share of the target.
-        smallest_micro_batch: The fewest samples that the model can run: 2 where ``fit`` found that one sample raises an
-            error, as BatchNorm does in train mode with one value per channel. A retry has no smaller piece either.
+        smallest_micro_batch: The fewest samples that the model can run: 2 where one alone raises an error (BatchNorm).
         accumulation_steps: How many micro-batches that is.
         budget_bytes: What the process may hold on the device; 0 where that is not known.
         headroom_bytes: The part of the budget that is left free on purpose.
@@ -51,10 +47,8 @@ class PlanRecord(Record):
         predicted: Whether the size was never run.
         state_bytes: What the optimizer's state took in the trials.
         weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
-        accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32 where there are several
-            micro-batches; the trials did so too.
-        verdict: Whether splitting was found to be exact, and the seconds that took; ``None`` where nothing is split, or
-            ``check=None``.
+        accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32, in the trials too.
+        verdict: Whether splitting was found to be exact; ``None`` where nothing is split, or ``check=None``.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
@@ -63,14 +57,11 @@ class PlanRecord(Record):
         made_at: Seconds since 1970, UTC; 0 where it was not noted.
         model: The class of the model.
         objective: What ``fit`` was asked for: the fewest steps, or the least memory.
-        max_micro_batch: The most samples that a micro-batch may have, in a trial, in the plan and in a runner: the
-            user's own bound, or the target; ``None`` where that is not known.
+        max_micro_batch: The most samples that a micro-batch may ever have: the user's own bound, or the target.
         failing_size: The smallest size that did not fit when sizes were searched for; 0 where each one tried did.
-        searched_bytes: The limit within which they were searched for; that of a remembered plan's search, where one
-            trial has confirmed it.
+        searched_bytes: The limit within which they were searched for; of a confirmed plan that of its own search.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
-        identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
-            plan that was written by hand without it.
+        identity: What the model and the optimizer are recognised by, so that a runner can warn of others.
     """
 
     target_batch: Target

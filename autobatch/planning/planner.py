@@ -1,6 +1,5 @@
 """Divides a target batch into micro-batches of nearly one size, and lists the sizes that are worth running.
 
-Covers arithmetic on samples. Does not cover the plan itself (``plan_record``) nor which sizes run (``next_trial``).
 What is less than one sample raises ``InvalidArgument``.
 """
 
@@ -35,12 +34,8 @@ eight that ``torch._dynamo.config.recompile_limit`` allows: two are left for eva
 def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
     """The fewest parts of at most ``largest`` samples that sum to ``total``, as equal as can be, larger first.
 
-    ``balance(256, 100)`` is ``(86, 85, 85)``: as many steps as ``(100, 100, 56)`` and less memory. 0 samples need no
-    part. As the parts are few and equal, no other division has a larger smallest part.
-
-    Raises:
-        InvalidArgument: Each division has a part of fewer than ``smallest`` samples, the fewest that the model can
-            run: ``largest`` is less than ``least_size(total, smallest)``, or ``total`` than ``smallest``.
+    ``balance(256, 100)`` is ``(86, 85, 85)``: as many steps as ``(100, 100, 56)`` and less memory. No other division
+    has a larger smallest part, so where that is less than ``smallest``, the total cannot be divided.
     """
     _check_samples(max(total, 1), largest)
     if total < 1:
@@ -63,7 +58,9 @@ def least_size(total: int, smallest: int) -> int:
     ``least_size(9, 2)`` is 3, as 9 samples in parts of at most 2 leave one alone. Any larger size allows a division
     too. A ``total`` below ``smallest`` stays whole.
     """
-    _check_samples(total, smallest)
+    _check_samples(total)
+    if smallest < 1:
+        raise InvalidArgument(f"a micro-batch must have at least one sample, not at least {smallest}")
     return -(-total // max(total // smallest, 1))
 
 
@@ -95,7 +92,8 @@ def compiled_ladder(size: int) -> tuple[int, ...]:
 
     One sample is left out: ``torch.compile`` specialises on it even where sizes are dynamic.
     """
-    _check_samples(1, size)
+    if size < 1:
+        raise InvalidArgument(f"a micro-batch must have at least one sample, not {size}")
     halves = (size >> times for times in reversed(range(COMPILED_SIZES)))
     return tuple(half for half in halves if half > 1 or half == size)
 
@@ -107,8 +105,8 @@ def divide_evenly(total: int, largest: int) -> tuple[int, int]:
     return size, total // size
 
 
-def _check_samples(total: int, size: int) -> None:
+def _check_samples(total: int, largest: int = 1) -> None:
     if total < 1:
         raise InvalidArgument(f"a batch must have at least one sample, not {total}")
-    if size < 1:
-        raise InvalidArgument(f"a micro-batch must have at least one sample, not at most {size}")
+    if largest < 1:
+        raise InvalidArgument(f"a micro-batch must have at least one sample, not at most {largest}")

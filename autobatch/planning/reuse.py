@@ -16,30 +16,19 @@ from autobatch.records import ModelIdentity, Record, Trial
 
 __all__ = ["Remembered", "Wanted", "find_remembered", "model_differences", "why_not_confirmed"]
 
-_CHANGED = 0.05
-"""A peak that differs by more than this is of another step. The allocator's segments alone move it by less."""
-_SEGMENTS = 2 * 20 * 2**20
-"""Bytes by which two runs of one step may differ on a small budget: two segments of CUDA's allocator."""
-_QUESTION = ("target_batch", "max_micro_batch", "objective", "accumulate_in_float32")
-"""Fields of ``Wanted`` in which a plan must agree."""
+_CHANGED = 0.05  # a peak that differs by more is of another step: the allocator's segments alone move it by less
+_SEGMENTS = 2 * 20 * 2**20  # bytes by which two runs of one step may differ on a small budget, on CUDA
+_QUESTION = ("target_batch", "max_micro_batch", "objective", "accumulate_in_float32")  # in which a plan must agree
 
 
 class Wanted(Record):
-    """What is asked for now, as far as a plan depends on it beside its fingerprint.
-
-    Attributes:
-        target_batch: Samples an optimizer step should see.
-        max_micro_batch: The most samples that a trial may have: the user's own bound, or the target.
-        objective: What the best size is.
-        accumulate_in_float32: Whether narrow gradients are added up in float32.
-        limit_bytes: What a step may hold today; 0 where that is not known.
-    """
+    """What is asked for now, as far as a plan depends on it beside its fingerprint."""
 
     target_batch: int
-    max_micro_batch: int
+    max_micro_batch: int  # the user's own bound, or the target
     objective: Objective
     accumulate_in_float32: bool
-    limit_bytes: int
+    limit_bytes: int  # what a step may hold today; 0 where that is not known
 
 
 class Remembered(NamedTuple):
@@ -95,10 +84,7 @@ def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
 
 
 def model_differences(plan: PlanRecord, model: str, identity: ModelIdentity) -> Iterator[str]:
-    """What differs from the model and optimizer that a plan was made for; nothing where the plan has no identity.
-
-    ``model`` and ``identity`` are the class of this one and what it is recognised by.
-    """
+    """What differs from the model and optimizer that a plan was made for; nothing where the plan has no identity."""
     then = plan.identity
     if then is None:
         return

@@ -1,20 +1,11 @@
-"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other.
-
-Covers how a mode is entered and left, and how the compiler is held off of it without being loaded for that. Does not
-cover what a mode does with an operator.
-"""
+"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 __all__ = ["DispatchMode"]
 
@@ -37,9 +28,8 @@ class DispatchMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         """Activate the mode, in this thread.
 
-        torch's own ``__enter__`` notes in three globals that the process is in a mode, and its ``__exit__`` puts back
-        what it found there: two threads that enter and leave in turn would leave them set. What reads them is compiled
-        code, of which there is none here.
+        torch's own method also notes that in three globals, which two threads that enter and leave in turn would leave
+        set. What reads them is compiled code, which does not run here.
         """
         if "torch._dynamo" in sys.modules:
             _set_up_compiler()

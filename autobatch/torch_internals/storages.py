@@ -1,8 +1,4 @@
-"""Finds the storages behind a tensor of any layout.
-
-Covers dense, sparse and wrapped tensors on every device. Does not cover what is done with the memory: counting it is
-``memory.cpu``, copying it ``state.storage_copy``.
-"""
+"""Finds the storages behind a tensor of any layout, which ``memory.cpu`` counts and ``state`` copies."""
 
 from __future__ import annotations
 
@@ -46,30 +42,20 @@ def storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Every storage that holds values of a tensor, in a fixed order; the same one may come more than once.
 
-    Args:
-        tensor: Of any shape, dtype, layout and device. A sparse one has a storage for each of its parts, a wrapper
-            (``torch.utils._python_dispatch``) those of the tensors inside it.
-
-    Yields:
-        Storages on real devices: none for meta and fake tensors, nor for opaque ones (oneDNN's own layout).
+    A sparse tensor has one for each of its parts, a wrapper (``torch.utils._python_dispatch``) those of the tensors
+    inside it; meta, fake and opaque ones (oneDNN's own layout) have none.
     """
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, name))
     elif tensor.layout in _SPARSE_PARTS:
-        parts = [getattr(tensor, name)() for name in _SPARSE_PARTS[tensor.layout]]
+        for name in _SPARSE_PARTS[tensor.layout]:
+            yield from storages_of(getattr(tensor, name)())
     else:
-        yield from _strided_storage(tensor)
-        return
-    for part in parts:
-        yield from storages_of(part)
-
-
-def _strided_storage(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    try:
-        storage = tensor.untyped_storage()
-    # Opaque layouts have no storage to look at, and a lazy module's parameter refuses nearly every question.
-    except (NotImplementedError, RuntimeError, ValueError):
-        return
-    if storage.device.type != "meta":  # a fake tensor claims a device, its storage does not
-        yield storage
+        try:
+            storage = tensor.untyped_storage()
+        # Opaque layouts have no storage to look at, and a lazy module's parameter refuses nearly every question.
+        except (NotImplementedError, RuntimeError, ValueError):
+            return
+        if storage.device.type != "meta":  # a fake tensor claims a device, its storage does not
+            yield storage
