@@ -11,7 +11,7 @@ RTX 6000 Ada's say which of the two), and where that was reported in GiB, half o
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from autobatch._bounds import LISTED, Bytes, Text
 from autobatch.records import Record
@@ -49,28 +49,23 @@ class Gpu(Record):
     context_measured: bool
 
 
-class _Context(NamedTuple):
-    mebibytes: int
-    source: str
-    measured: bool
-
-
-_CONTEXTS = {
-    "sm_80": _Context(
+_CONTEXTS = {  # MiB, where that was found, and whether on such a card
+    "sm_80": (
         1711,
-        "fitted to published peaks of training steps on a 40 GB card (make accuracy), with what that process took "
-        "beside torch; CUDA that loads kernels lazily takes less",
-        measured=False,
+        (
+            "fitted to published peaks of training steps on a 40 GB card (make accuracy), with what that process took "
+            "beside torch; CUDA that loads kernels lazily takes less"
+        ),
+        False,
     ),
-    "sm_86": _Context(256, "RTX 3090, torch 2.7.1 with CUDA 12.8, kernels loaded lazily", measured=True),
-    "sm_89": _Context(426, "RTX 6000 Ada, torch 2.10 with CUDA 13.0, in unsloth-zoo #1053", measured=True),
+    "sm_86": (256, "RTX 3090, torch 2.7.1 with CUDA 12.8, kernels loaded lazily", True),
+    "sm_89": (426, "RTX 6000 Ada, torch 2.10 with CUDA 13.0, in unsloth-zoo #1053", True),
+    "unknown": (
+        616,
+        "none for this architecture: the most that was reported where kernels are loaded lazily, in LMCache #4019",
+        False,
+    ),
 }
-_UNKNOWN_CONTEXT = _Context(
-    616,
-    "none for this architecture: the most that was reported where kernels are loaded lazily, in LMCache #4019",
-    measured=False,
-)
-
 _LARGE_WORKSPACE = 4096 * 8 * 1024
 _SMALL_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
 # torch's aten/src/ATen/cuda/CublasHandlePool.cpp. Before it named Blackwell beside Hopper, sm_100 and sm_120 had the
@@ -86,135 +81,117 @@ def make_gpu(
     name: str, total_bytes: int, architecture: str = "unknown", *aliases: str, source: str, measured: bool = True
 ) -> Gpu:
     """A card with what is known of its architecture."""
-    context = _CONTEXTS.get(architecture, _UNKNOWN_CONTEXT)
+    context_mebibytes, context_source, context_measured = _CONTEXTS.get(architecture, _CONTEXTS["unknown"])
     return Gpu(
         name=name,
         aliases=aliases,
         total_bytes=total_bytes,
         architecture=architecture,
-        context_bytes=context.mebibytes * _MIB,
+        context_bytes=context_mebibytes * _MIB,
         cublas_workspace_bytes=_WORKSPACES[architecture],
         source=source,
         measured=measured,
-        context_source=context.source,
-        context_measured=context.measured,
+        context_source=context_source,
+        context_measured=context_measured,
     )
 
 
-class _Row(NamedTuple):
-    name: str
-    mebibytes: int
-    architecture: str
-    aliases: tuple[str, ...]
-    source: str
-    measured: bool = True
+def _row(name: str, mebibytes: int, architecture: str, source: str, *aliases: str, measured: bool = True) -> Gpu:
+    return make_gpu(name, mebibytes * _MIB, architecture, *aliases, source=source, measured=measured)
 
 
 _PROPERTIES = "torch.cuda.get_device_properties in a public repository"
 _LOG = "the first line of a training log of Ultralytics, which prints total_memory, with"
 
-_ROWS = (
-    _Row("P100-16GB", 16269, "sm_60", ("P100", "Tesla P100-PCIE-16GB"), f"{_LOG} torch 2.11"),
-    _Row(
-        "V100-16GB",
-        16130,
-        "sm_70",
-        ("Tesla V100-SXM2-16GB", "Tesla V100-PCIE-16GB"),
-        f"{_LOG} torch 1.7; others 16160 MiB",
-    ),
-    _Row(
+GPUS = (
+    _row("P100-16GB", 16269, "sm_60", f"{_LOG} torch 2.11", "P100", "P100-PCIE-16GB"),
+    _row("V100-16GB", 16130, "sm_70", f"{_LOG} torch 1.7; others 16160 MiB", "V100-SXM2-16GB", "V100-PCIE-16GB"),
+    _row(
         "V100-32GB",
         32494,
         "sm_70",
-        ("Tesla V100-SXM2-32GB", "Tesla V100-PCIE-32GB", "Tesla V100S-PCIE-32GB"),
         f"{_LOG} torch 2.6; others 32501 MiB",
+        "V100-SXM2-32GB",
+        "V100-PCIE-32GB",
+        "V100S-PCIE-32GB",
     ),
-    _Row("T4", 14912, "sm_75", (), f"{_LOG} torch 2.2; on Colab 15095 to 15110 MiB"),
-    _Row("RTX 2080 Ti", 10825, "sm_75", (), f"{_LOG} torch 2.6; others 11009 to 11020 MiB"),
-    _Row("A30", 24089, "sm_80", (), "23.53 GiB in google/RB-Modulation #5; 24164 MiB in a YOLO log with torch 2.8"),
-    _Row("A100-40GB-PCIe", 40326, "sm_80", ("A100-40GB", "NVIDIA A100-PCIE-40GB"), f"{_PROPERTIES}, torch 1.9"),
-    _Row("A100-40GB-SXM", 40441, "sm_80", ("NVIDIA A100-SXM4-40GB",), f"{_LOG} torch 2.11; others 40507 to 40654 MiB"),
-    _Row("A100-80GB-PCIe", 81154, "sm_80", (), f"{_LOG} torch 2.6"),
-    _Row(
-        "A100-80GB-SXM",
-        81038,
-        "sm_80",
-        ("A100-80GB", "NVIDIA A100-SXM4-80GB"),
-        f"{_LOG} torch 2.3; others 81153 and 81251 MiB",
+    _row("T4", 14912, "sm_75", f"{_LOG} torch 2.2; on Colab 15095 to 15110 MiB"),
+    _row("RTX 2080 Ti", 10825, "sm_75", f"{_LOG} torch 2.6; others 11009 to 11020 MiB"),
+    _row("A30", 24089, "sm_80", "23.53 GiB in google/RB-Modulation #5; 24164 MiB in a YOLO log with torch 2.8"),
+    _row("A100-40GB-PCIe", 40326, "sm_80", f"{_PROPERTIES}, torch 1.9", "A100-40GB", "A100-PCIE-40GB"),
+    _row("A100-40GB-SXM", 40441, "sm_80", f"{_LOG} torch 2.11; others 40507 to 40654 MiB", "A100-SXM4-40GB"),
+    _row("A100-80GB-PCIe", 81154, "sm_80", f"{_LOG} torch 2.6"),
+    _row(
+        "A100-80GB-SXM", 81038, "sm_80", f"{_LOG} torch 2.3; others 81153 and 81251 MiB", "A100-80GB", "A100-SXM4-80GB"
     ),
-    _Row("A10", 22512, "sm_86", (), "21.99 GiB on Lambda in zai-org/CogVLM #236"),
-    _Row("A10G", 22587, "sm_86", (), _PROPERTIES),
-    _Row("A40", 45416, "sm_86", (), f"{_PROPERTIES}; 48688 MiB in a YOLOv5 log, without ECC"),
-    _Row("RTX A5000", 24114, "sm_86", (), f"{_PROPERTIES}; another 24138 MiB"),
-    _Row("RTX A6000", 48676, "sm_86", (), _PROPERTIES),
-    _Row("RTX 3060 12GB", 11904, "sm_86", ("RTX 3060",), "11.63 GiB in an error message; logs 11910 to 12045 MiB"),
-    _Row("RTX 3070", 7753, "sm_86", (), f"{_LOG} torch 2.6; others 7842 and 7973 MiB"),
-    _Row("RTX 3080 10GB", 10002, "sm_86", ("RTX 3080",), f"{_LOG} torch 2.6; others 10009 MiB"),
-    _Row("RTX 3090", 24124, "sm_86", (), f"{_LOG} torch 2.13; others 24139 to 24268 MiB"),
-    _Row("RTX 3090 Ti", 24214, "sm_86", (), f"{_LOG} torch 2.1"),
-    _Row("L4", 22563, "sm_89", (), f"{_LOG} torch 2.11; others 22693 MiB"),
-    _Row("L40", 45414, "sm_89", (), "44.4 GiB, printed by a program on the card"),
-    _Row("L40S", 45495, "sm_89", (), f"{_LOG} torch 2.2; get_device_properties elsewhere 45589 MiB"),
-    _Row(
+    _row("A10", 22512, "sm_86", "21.99 GiB on Lambda in zai-org/CogVLM #236"),
+    _row("A10G", 22587, "sm_86", _PROPERTIES),
+    _row("A40", 45416, "sm_86", f"{_PROPERTIES}; 48688 MiB in a YOLOv5 log, without ECC"),
+    _row("RTX A5000", 24114, "sm_86", f"{_PROPERTIES}; another 24138 MiB"),
+    _row("RTX A6000", 48676, "sm_86", _PROPERTIES),
+    _row("RTX 3060 12GB", 11904, "sm_86", "11.63 GiB in an error message; logs 11910 to 12045 MiB", "RTX 3060"),
+    _row("RTX 3070", 7753, "sm_86", f"{_LOG} torch 2.6; others 7842 and 7973 MiB"),
+    _row("RTX 3080 10GB", 10002, "sm_86", f"{_LOG} torch 2.6; others 10009 MiB", "RTX 3080"),
+    _row("RTX 3090", 24124, "sm_86", f"{_LOG} torch 2.13; others 24139 to 24268 MiB"),
+    _row("RTX 3090 Ti", 24214, "sm_86", f"{_LOG} torch 2.1"),
+    _row("L4", 22563, "sm_89", f"{_LOG} torch 2.11; others 22693 MiB"),
+    _row("L40", 45414, "sm_89", "44.4 GiB, printed by a program on the card"),
+    _row("L40S", 45495, "sm_89", f"{_LOG} torch 2.2; get_device_properties elsewhere 45589 MiB"),
+    _row(
         "RTX 6000 Ada",
         48539,
         "sm_89",
-        ("NVIDIA RTX 6000 Ada Generation",),
         f"{_LOG} torch 2.4; with ECC 44.43 GiB in DINGYANB/MTVCrafter #21",
+        "RTX 6000 Ada Generation",
     ),
-    _Row("RTX 4060", 7807, "sm_89", (), f"{_LOG} torch 2.5"),
-    _Row("RTX 4060 Ti 8GB", 7806, "sm_89", (), f"{_LOG} torch 2.12"),
-    _Row("RTX 4060 Ti 16GB", 15938, "sm_89", (), "15.57 GiB in a report of runs on the card; another 15.60 GiB"),
-    _Row("RTX 4070", 11832, "sm_89", (), "11.56 GiB in an error message; logs 11994 and 12002 MiB"),
-    _Row("RTX 4080", 15945, "sm_89", (), f"cuDeviceTotalMem in a log of hashcat; {_PROPERTIES} 16049 MiB"),
-    _Row("RTX 4080 SUPER", 15944, "sm_89", (), f"{_LOG} torch 2.12"),
-    _Row("RTX 4090", 24079, "sm_89", (), "23.52 GiB in pytorch/torchchat #1341; logs 24081 to 24217 MiB"),
-    _Row("H100-80GB-PCIe", 81008, "sm_90", ("H100-80GB", "NVIDIA H100 PCIe"), _PROPERTIES),
-    _Row(
+    _row("RTX 4060", 7807, "sm_89", f"{_LOG} torch 2.5"),
+    _row("RTX 4060 Ti 8GB", 7806, "sm_89", f"{_LOG} torch 2.12"),
+    _row("RTX 4060 Ti 16GB", 15938, "sm_89", "15.57 GiB in a report of runs on the card; another 15.60 GiB"),
+    _row("RTX 4070", 11832, "sm_89", "11.56 GiB in an error message; logs 11994 and 12002 MiB"),
+    _row("RTX 4080", 15945, "sm_89", f"cuDeviceTotalMem in a log of hashcat; {_PROPERTIES} 16049 MiB"),
+    _row("RTX 4080 SUPER", 15944, "sm_89", f"{_LOG} torch 2.12"),
+    _row("RTX 4090", 24079, "sm_89", "23.52 GiB in pytorch/torchchat #1341; logs 24081 to 24217 MiB"),
+    _row("H100-80GB-PCIe", 81008, "sm_90", _PROPERTIES, "H100-80GB", "H100 PCIe"),
+    _row(
         "H100-80GB-SXM",
         81082,
         "sm_90",
-        ("H100-SXM", "H100-SXM5", "NVIDIA H100 80GB HBM3"),
         f"{_PROPERTIES}; others 81089 and 81090 MiB",
+        "H100-SXM",
+        "H100-SXM5",
+        "H100 80GB HBM3",
     ),
-    _Row("H100-94GB-NVL", 95226, "sm_90", ("NVIDIA H100 NVL",), "93.00 GiB in ali-vilab/VACE #56; a log 95320 MiB"),
-    _Row("H200", 143156, "sm_90", ("H200-141GB",), _PROPERTIES),
-    _Row(
+    _row("H100-94GB-NVL", 95226, "sm_90", "93.00 GiB in ali-vilab/VACE #56; a log 95320 MiB", "H100 NVL"),
+    _row("H200", 143156, "sm_90", _PROPERTIES, "H200-141GB"),
+    _row(
         "GH200-96GB",
         96716,
         "sm_90",
-        ("GH200", "NVIDIA GH200 480GB"),
         "nominal: 94.5 GiB in an owner's description; nvidia-smi shows 97871 MiB",
+        "GH200",
+        "GH200 480GB",
         measured=False,
     ),
-    _Row("B200", 182631, "sm_100", (), f"{_PROPERTIES}; another 182642 MiB"),
-    _Row("RTX 5060 Ti 16GB", 15848, "sm_120", (), f"{_LOG} torch 2.12"),
-    _Row("RTX 5080", 15840, "sm_120", (), f"{_LOG} the version left out"),
-    _Row("RTX 5090", 32102, "sm_120", (), f"{_LOG} torch 2.12; others 32120 MiB"),
-    _Row(
+    _row("B200", 182631, "sm_100", f"{_PROPERTIES}; another 182642 MiB"),
+    _row("RTX 5060 Ti 16GB", 15848, "sm_120", f"{_LOG} torch 2.12"),
+    _row("RTX 5080", 15840, "sm_120", f"{_LOG} the version left out"),
+    _row("RTX 5090", 32102, "sm_120", f"{_LOG} torch 2.12; others 32120 MiB"),
+    _row(
         "RTX PRO 6000 Blackwell",
         97250,
         "sm_120",
-        (
-            "RTX PRO 6000",
-            "NVIDIA RTX PRO 6000 Blackwell Server Edition",
-            "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
-        ),
         f"{_PROPERTIES}, on the Server Edition",
+        "RTX PRO 6000",
+        "RTX PRO 6000 Blackwell Server Edition",
+        "RTX PRO 6000 Blackwell Workstation Edition",
     ),
-    _Row(
+    _row(
         "MI300X",
         196592,
         "gfx942",
-        (),
         f"nominal: {_PROPERTIES}, torch 2.3 for ROCm, which nothing else here was tried on",
         measured=False,
     ),
-)
-
-GPUS: tuple[Gpu, ...] = tuple(
-    make_gpu(row.name, row.mebibytes * _MIB, row.architecture, *row.aliases, source=row.source, measured=row.measured)
-    for row in _ROWS
 )
 """Every card that is known by name."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import defaultdict
 from typing import Any
 
 from autobatch._arguments import read_bytes
@@ -46,68 +47,59 @@ def find_gpu(gpu: Any) -> Gpu:
     Raises:
         InvalidArgument: It is no known card's name, or several cards'; or no memory that a card could have.
     """
-    if isinstance(gpu, str) and (known := _BY_NAME.get(_simplify(gpu)) or _find_family(gpu)):
-        return known
-    size = _read_size(gpu)
-    if size is not None:
-        return _make_generic(gpu, size)
-    if isinstance(gpu, str):
-        raise InvalidArgument(f"gpu={show_value(gpu)} {_suggest(_simplify(gpu))}")
-    raise InvalidArgument(
-        f"gpu={show_value(gpu)} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'"
-    )
-
-
-def explain_choice(gpu: Any) -> tuple[str, ...]:
-    """One sentence where the name could be cards with different memory: which one is meant, and which ones else."""
     simple = _simplify(gpu) if isinstance(gpu, str) else ""
-    cards = () if simple in _BY_NAME else _FAMILIES.get(simple, ())
-    names = [*dict.fromkeys(_without_socket(card) for card in cards)]
-    if len(names) < 2 or len({card.total_bytes for card in cards}) < 2:
-        return ()
-    chosen = _without_socket(_find_family(gpu) or cards[0])
-    others = ", ".join(name for name in names if name != chosen)
-    return (f"gpu={show_value(gpu)} is taken for the commonest of that name: {chosen}; also {others}",)
-
-
-def _find_family(gpu: str) -> Gpu | None:
-    """The commonest of the cards that the name without its memory could be; ``None`` where it could be none."""
-    simple = _simplify(gpu)
-    chosen = next((name for family, name in COMMONEST.items() if _simplify(family) == simple), None)
-    if chosen is not None:
-        return _BY_NAME[_simplify(chosen)]
-    return min(_FAMILIES.get(simple, ()), key=lambda card: card.total_bytes, default=None)
-
-
-def _without_socket(card: Gpu) -> str:
-    return _SOCKET.sub("", card.name)
-
-
-def _group() -> dict[str, tuple[Gpu, ...]]:
-    """Cards by their names without the memory, with the socket and without."""
-    families: dict[str, tuple[Gpu, ...]] = {}
-    for card in GPUS:
-        name = _MEMORY.sub("", card.name)
-        for family in {_simplify(name), _simplify(_SOCKET.sub("", name))} if name != card.name else ():
-            families[family] = (*families.get(family, ()), card)
-    return families
-
-
-_FAMILIES = _group()
-
-
-def _read_size(value: Any) -> int | None:
+    known = _BY_NAME.get(simple) or _find_family(simple)
+    if known:
+        return known
     # A text needs a unit here: "4090" is a card.
-    return None if isinstance(value, str) and not value.strip()[-1:].isalpha() else read_bytes(value)
-
-
-def _make_generic(gpu: Any, size: int) -> Gpu:
+    size = None if isinstance(gpu, str) and not gpu.strip()[-1:].isalpha() else read_bytes(gpu)
+    if size is None:
+        if isinstance(gpu, str):
+            raise InvalidArgument(f"gpu={show_value(gpu)} {_suggest(simple)}")
+        raise InvalidArgument(
+            f"gpu={show_value(gpu)} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'"
+        )
     if size < _LEAST_BYTES:
         raise InvalidArgument(
             f"gpu={show_value(gpu)} is {format_bytes(size)}, less than CUDA may take for itself; pass all of the "
             f"card's memory, in bytes or as a text such as '24GiB'"
         )
     return make_gpu(f"{format_bytes(size)} card", size, source="given by the user", measured=False)
+
+
+def explain_choice(gpu: Any) -> tuple[str, ...]:
+    """One sentence where the name could be cards with different memory: which one is meant, and which ones else."""
+    simple = _simplify(gpu) if isinstance(gpu, str) else ""
+    cards = [] if simple in _BY_NAME else _FAMILIES.get(simple, [])
+    names = [*dict.fromkeys(_without_socket(card) for card in cards)]
+    if len(names) < 2 or len({card.total_bytes for card in cards}) < 2:
+        return ()
+    chosen = _without_socket(_find_family(simple) or cards[0])
+    others = ", ".join(name for name in names if name != chosen)
+    return (f"gpu={show_value(gpu)} is taken for the commonest of that name: {chosen}; also {others}",)
+
+
+def _find_family(simple: str) -> Gpu | None:
+    """The commonest of the cards that the name without its memory could be; ``None`` where it could be none."""
+    return _COMMONEST.get(simple) or min(_FAMILIES.get(simple, []), key=lambda card: card.total_bytes, default=None)
+
+
+def _without_socket(card: Gpu) -> str:
+    return _SOCKET.sub("", card.name)
+
+
+def _group() -> dict[str, list[Gpu]]:
+    """Cards by their names without the memory, with the socket and without."""
+    families = defaultdict(list)
+    for card in GPUS:
+        name = _MEMORY.sub("", card.name)
+        for family in {_simplify(name), _simplify(_SOCKET.sub("", name))} if name != card.name else ():
+            families[family].append(card)
+    return dict(families)
+
+
+_FAMILIES = _group()
+_COMMONEST = {_simplify(family): _BY_NAME[_simplify(name)] for family, name in COMMONEST.items()}
 
 
 def _suggest(simple: str) -> str:

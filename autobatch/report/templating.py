@@ -2,7 +2,7 @@
 
 Covers the two templates, a fragment and a page around it, and the records that they are filled with. Everything that is
 inserted is escaped unless it is ``Markup``, which only the package's own charts are. Does not cover what is shown
-(``html``, ``prediction.html``).
+(``html``, ``prediction.text``).
 """
 
 from __future__ import annotations

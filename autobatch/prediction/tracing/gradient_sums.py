@@ -52,11 +52,20 @@ def sole_holder() -> Holders | None:
     which two have another holder. ``None`` where these look the same: then every sum is taken for one that is
     allocated, so that too much memory is predicted, and never too little.
     """
+    held: list[Any] = []
+
+    def hold_in_python(hidden: torch.Tensor, _oldest: torch.Tensor) -> torch.Tensor:
+        branch = hidden.cos()
+        branch.grad_fn.register_hook(lambda given, _: held.append(given))  # type: ignore[union-attr]
+        return branch
+
     try:
-        alone, held, shared = _try_sum(_hold_nowhere), _try_sum(_hold_in_python), _try_sum(_hold_in_autograd)
+        alone, by_python = _try_sum(lambda hidden, _: hidden.cos()), _try_sum(hold_in_python)
+        # The gradient of a sum is that of both of its terms, and the older term waits for it longer.
+        by_autograd = _try_sum(lambda hidden, oldest: (hidden + oldest).cos())
     except (AttributeError, RuntimeError, TypeError):  # a torch that counts nowhere, or elsewhere
         return None
-    return None if alone in (held, shared) else alone
+    return None if alone in (by_python, by_autograd) else alone
 
 
 class _Observer(DispatchMode):
@@ -75,34 +84,18 @@ class _Observer(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _try_sum(branch: Callable[[torch.Tensor, torch.Tensor, list[Any]], torch.Tensor]) -> Holders | None:
+def _try_sum(branch: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Holders | None:
     """What is seen of two gradients that meet, of which ``branch`` may have somebody hold the first."""
-    held: list[Any] = []
     with torch.enable_grad():
         oldest, hidden = (torch.empty(4, 4, device=DEVICE, requires_grad=True).exp() for _ in range(2))
         later = hidden.sin()
-        sooner = branch(hidden, oldest, held)  # what was made last is differentiated first
+        sooner = branch(hidden, oldest)  # what was made last is differentiated first
         total = torch.stack([later.sum(), sooner.sum()]).sum()
     observer = _Observer()
     with observer, original_errors():
         total.backward()
     (seen,) = observer.seen
     return seen
-
-
-def _hold_nowhere(hidden: torch.Tensor, _oldest: torch.Tensor, _held: list[Any]) -> torch.Tensor:
-    return hidden.cos()
-
-
-def _hold_in_python(hidden: torch.Tensor, _oldest: torch.Tensor, held: list[Any]) -> torch.Tensor:
-    branch = hidden.cos()
-    branch.grad_fn.register_hook(lambda given, _: held.append(given))  # type: ignore[union-attr]
-    return branch
-
-
-def _hold_in_autograd(hidden: torch.Tensor, oldest: torch.Tensor, _held: list[Any]) -> torch.Tensor:
-    """The gradient of a sum is that of both of its terms, and the older term waits for it longer."""
-    return (hidden + oldest).cos()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

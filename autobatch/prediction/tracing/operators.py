@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
 
-__all__ = ["Operators", "check_devices", "has_real", "is_on_device", "is_written_to", "only_writes", "tensors_in"]
+__all__ = ["Operators", "check_devices", "is_on_device", "only_writes", "tensors_in"]
 
 _Spec = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
@@ -46,32 +46,18 @@ def only_writes(func: Any) -> bool:
     )
 
 
-def is_written_to(args: tuple[Any, ...]) -> bool:
-    """Whether the first argument, which is written to, is on the fake device."""
-    first = args[0] if args else None
-    tensors = first if isinstance(first, (list, tuple)) else (first,)
-    return all(map(is_on_device, tensors))
-
-
 def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     """Refuse what CUDA refuses: an operator that writes takes of the host single values, indices, and what it copies.
 
     Raises:
         RuntimeError: A tensor is the host's, in torch's own words.
     """
-    if func in _TAKES_HOSTS:
-        return
-    for tensor in tensors_in(args):
+    for tensor in tensors_in(args) if func not in _TAKES_HOSTS else ():
         if tensor.dim() and not is_on_device(tensor):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, {DEVICE} and "
                 f"{tensor.device}!"
             )
-
-
-def has_real(args: Any, kwargs: Any) -> bool:
-    """Whether a tensor is one with memory, which the step closes over."""
-    return any(not isinstance(tensor, FakeTensor) for tensor in tensors_in((args, *kwargs.values())))
 
 
 def is_on_device(value: Any) -> bool:
@@ -98,7 +84,7 @@ class Operators:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As ``func(*args, **kwargs)``."""
         kind = _kind_of(func)
-        key = None if kind == "other" else _key(func, args, kwargs)
+        key = None if kind == "other" else _key_of_call(func, args, kwargs)
         if key is None:
             return func(*args, **kwargs)
         if kind == "view":
@@ -129,37 +115,29 @@ class Operators:
 def _describe(result: Any, given: set[int]) -> list[_Spec]:
     """Shapes, strides and dtypes; none where a result is no tensor of its own that fills its storage."""
     parts = list(result) if isinstance(result, (tuple, list)) else [result]
-    specs: list[_Spec] = []
-    for part in parts:
-        if not is_on_device(part) or part.storage_offset():
-            return []
-        spec: _Spec = (tuple(part.shape), part.stride(), part.dtype)
-        if _bytes_of(*spec) != part.untyped_storage().nbytes():
-            return []
-        specs.append(spec)
+    if not all(is_on_device(part) and _fills_its_storage(part) for part in parts):
+        return []
     storages = {part.untyped_storage()._cdata for part in parts}
-    return specs if len(storages) == len(parts) and not storages & given else []
+    if len(storages) < len(parts) or storages & given:
+        return []
+    return [(tuple(part.shape), part.stride(), part.dtype) for part in parts]
 
 
-def _bytes_of(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> int:
-    if 0 in shape:
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))) * dtype.itemsize
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    spans = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    count = 1 + sum(spans) if tensor.numel() else 0
+    return not tensor.storage_offset() and count * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
 class _UnknownArgumentError(Exception):
     """An argument does not determine the result's shape."""
 
 
-def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
+def _key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any | None:
     try:
-        return func, _keys(args), tuple((name, _key_of(value)) for name, value in kwargs.items())
+        return func, _key_of(args), tuple((name, _key_of(value)) for name, value in kwargs.items())
     except _UnknownArgumentError:
         return None
-
-
-def _keys(values: Any) -> tuple[Any, ...]:
-    return tuple(map(_key_of, values))
 
 
 def _key_of(value: Any) -> Any:
@@ -170,12 +148,12 @@ def _key_of(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, (list, tuple)):
-        return _keys(value)
+        return tuple(map(_key_of, value))
     raise _UnknownArgumentError
 
 
 @cache
-def _kind_of(func: Any) -> str:
+def _kind_of(func: Any) -> Literal["view", "fresh", "other"]:
     schema, tags = func._schema, func.tags
     if func.namespace != "aten" or torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
         return "other"

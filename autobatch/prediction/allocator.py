@@ -1,7 +1,8 @@
-"""Simulates what a sequence of allocations reserves, and whether it runs in so much memory.
+"""Simulates what a sequence of allocations reserves in CUDA's caching allocator, and whether it runs in so much memory.
 
-Covers the peaks, the retries, and the least capacity in which a sequence runs. Does not cover what lies outside the
-allocator (the context, NCCL), nor the allocator's own rules (``caching_allocator``).
+Covers one stream, with fixed or expandable segments and torch's default settings. Does not cover the other entries of
+``PYTORCH_CUDA_ALLOC_CONF``, garbage collection, events of other streams, private pools of CUDA graphs, nor what lies
+outside the allocator (the context, NCCL). The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, NO_BLOCK, UNIT
-from autobatch.prediction.allocator.caching_allocator import MIB, ExpandableSegments, FixedSegments
+from autobatch.prediction.block_pool import (
+    ADDRESS_BITS,
+    LARGE_SEGMENT,
+    LARGEST_SMALL,
+    NO_BLOCK,
+    SMALL_SEGMENT,
+    UNIT,
+    ExpandablePool,
+    FixedPool,
+)
 from autobatch.prediction.timeline import most_alive
 from autobatch.records import Record
 
-__all__ = ["AllocatorPeak", "find_least_capacity", "simulate"]
+__all__ = ["AllocatorPeak", "CachingAllocator", "find_least_capacity", "simulate"]
 
-_RESOLUTION = 2 * MIB
+_RESOLUTION = SMALL_SEGMENT * UNIT
 """The driver hands out no fewer bytes, so no capacity in between makes a difference."""
 
 
@@ -43,6 +52,54 @@ class AllocatorPeak(Record):
         return self.oom_position is not None
 
 
+class CachingAllocator:
+    """A small and a large pool, what the driver has given for them, and the retry after it refuses.
+
+    Args:
+        capacity: The most bytes that the driver gives; None: no limit.
+        expandable: Whether ``expandable_segments:True`` is set: pages of 2 and 20 MiB.
+
+    Attributes:
+        reserved: Units that the driver has given, and ``peak_reserved`` the most of them.
+        alloc_retries: How often all caches had to go back to the driver.
+    """
+
+    def __init__(self, capacity: int | None, *, expandable: bool = False) -> None:
+        self.small: FixedPool | ExpandablePool = ExpandablePool(SMALL_SEGMENT) if expandable else FixedPool(1)
+        self.large: FixedPool | ExpandablePool = (
+            ExpandablePool(LARGE_SEGMENT) if expandable else FixedPool(LARGEST_SMALL + 1)  # a rest of 1 MiB stays
+        )
+        self._capacity = None if capacity is None else capacity // UNIT
+        self.reserved = self.peak_reserved = self.alloc_retries = 0
+
+    def allocate(self, size: int) -> int:
+        """A block of at least ``size`` units, or ``NO_BLOCK``: out of memory."""
+        pool = self.small if size <= LARGEST_SMALL else self.large
+        block = pool.take(size)
+        if block == NO_BLOCK and (block := pool.grow(size, self._reserve)) == NO_BLOCK:
+            self.release_cached()
+            self.alloc_retries += 1
+            block = pool.grow(size, self._reserve)
+        return block
+
+    def free(self, block: int) -> None:
+        """Free a block that was handed out."""
+        # No block of the large pool is this small, and one of the small pool is never larger than what was asked for.
+        (self.small if block >> ADDRESS_BITS <= LARGEST_SMALL else self.large).give(block)
+
+    def release_cached(self) -> None:
+        """Give back to the driver all that can be given back."""
+        self.reserved -= self.large.release() + self.small.release()
+
+    def _reserve(self, size: int) -> bool:
+        reserved = self.reserved + size
+        if self._capacity is not None and reserved > self._capacity:
+            return False
+        self.reserved = reserved
+        self.peak_reserved = max(self.peak_reserved, reserved)
+        return True
+
+
 def simulate(
     order: Sequence[int], sizes: Sequence[int], *, capacity: int | None = None, expandable_segments: bool = False
 ) -> AllocatorPeak:
@@ -58,8 +115,7 @@ def simulate(
         InvalidArgument: The order frees a block that is not allocated, allocates one that is, or names one without a
             size; or a size is negative.
     """
-    _check(order, sizes)
-    return _run(order, _round(sizes), capacity, expandable=expandable_segments)
+    return _run(order, _round(order, sizes), capacity, expandable=expandable_segments)
 
 
 def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandable_segments: bool = False) -> int:
@@ -69,8 +125,7 @@ def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandabl
     ran in some capacity and not in a larger one (with expandable segments 12 of 37 124). The capacity is found by
     bisection, so in those few one above it fails, or one below it does.
     """
-    _check(order, sizes)
-    rounded = _round(sizes)
+    rounded = _round(order, sizes)
     fails = (most_alive(order, rounded) * UNIT - 1) // _RESOLUTION
     runs = _run(order, rounded, None, expandable=expandable_segments).reserved // _RESOLUTION
     while runs - fails > 1:
@@ -82,12 +137,8 @@ def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandabl
     return runs * _RESOLUTION
 
 
-def _round(sizes: Sequence[int]) -> list[int]:
-    return [-(-size // UNIT) for size in sizes]
-
-
 def _run(order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, expandable: bool) -> AllocatorPeak:
-    allocator = (ExpandableSegments if expandable else FixedSegments)(capacity)
+    allocator = CachingAllocator(capacity, expandable=expandable)
     allocate, free = allocator.allocate, allocator.free
     held = [0] * len(rounded)
     allocated = peak = 0
@@ -116,7 +167,8 @@ def _run(order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, 
     )
 
 
-def _check(order: Sequence[int], sizes: Sequence[int]) -> None:
+def _round(order: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Sizes in units, of an order that is possible."""
     if sizes and min(sizes) < 0:
         raise InvalidArgument(f"block {sizes.index(min(sizes)) + 1} has {min(sizes)} bytes; a size cannot be negative")
     count = len(sizes)
@@ -129,3 +181,4 @@ def _check(order: Sequence[int], sizes: Sequence[int]) -> None:
             what = "is allocated again" if entry > 0 else "is freed, but it is not allocated"
             raise InvalidArgument(f"order[{position}] is {entry}: block {block} {what}")
         allocated[block] = entry > 0
+    return [-(-size // UNIT) for size in sizes]
