@@ -30,21 +30,13 @@ _RESOLUTION = SMALL_SEGMENT * UNIT
 
 
 class AllocatorPeak(Record):
-    """The most that a simulation took.
+    """The most that a simulation took, up to the end or to where memory ran out."""
 
-    Attributes:
-        allocated: Most bytes in blocks at once (``memory_stats()["allocated_bytes.all.peak"]``).
-        reserved: Most bytes that the allocator held at once (``"reserved_bytes.all.peak"``).
-        alloc_retries: How often the caches had to go back to the driver (``"num_alloc_retries"``).
-        peak_position: Where in the order ``allocated`` was first reached; None if nothing was allocated.
-        oom_position: Where in the order no memory was left; None if it ran. The peaks are those up to there.
-    """
-
-    allocated: int = 0
-    reserved: int = 0
-    alloc_retries: int = 0
-    peak_position: int | None = None
-    oom_position: int | None = None
+    allocated: int = 0  # most bytes in blocks at once (memory_stats()["allocated_bytes.all.peak"])
+    reserved: int = 0  # most bytes that the allocator held at once ("reserved_bytes.all.peak")
+    alloc_retries: int = 0  # how often the caches had to go back to the driver ("num_alloc_retries")
+    peak_position: int | None = None  # where in the order `allocated` was first reached
+    oom_position: int | None = None  # where in the order no memory was left; None if it ran
 
     @property
     def out_of_memory(self) -> bool:
@@ -55,13 +47,7 @@ class AllocatorPeak(Record):
 class CachingAllocator:
     """A small and a large pool, what the driver has given for them, and the retry after it refuses.
 
-    Args:
-        capacity: The most bytes that the driver gives; None: no limit.
-        expandable: Whether ``expandable_segments:True`` is set: pages of 2 and 20 MiB.
-
-    Attributes:
-        reserved: Units that the driver has given, and ``peak_reserved`` the most of them.
-        alloc_retries: How often all caches had to go back to the driver.
+    ``reserved`` is in units, and ``peak_reserved`` the most of them; the driver gives up to ``capacity`` bytes.
     """
 
     def __init__(self, capacity: int | None, *, expandable: bool = False) -> None:
@@ -103,13 +89,9 @@ class CachingAllocator:
 def simulate(
     order: Sequence[int], sizes: Sequence[int], *, capacity: int | None = None, expandable_segments: bool = False
 ) -> AllocatorPeak:
-    """Make the allocations in their order and return what they took at most.
+    """Make the allocations in their order, as ``TracedStep`` has it, and return what they took at most.
 
-    Args:
-        order: ``k + 1`` where block ``k`` is allocated, ``-(k + 1)`` where it is freed.
-        sizes: Requested bytes of each block; what has no bytes gets no block.
-        capacity: The most bytes that the driver gives; None: no limit.
-        expandable_segments: Whether ``expandable_segments:True`` is set.
+    What has no bytes gets no block. The driver gives no more than ``capacity``, where that is not None.
 
     Raises:
         InvalidArgument: The order frees a block that is not allocated, allocates one that is, or names one without a

@@ -1,7 +1,7 @@
 """Estimates the peak memory of a traced step on one card, at any number of samples.
 
 Covers what the allocator makes of the timeline, with cuBLAS's workspaces in it, what cuDNN takes on top, and what the
-peak is made of. Does not cover what a process takes outside the allocator (``card_table``). Imports no torch.
+peak is made of. Does not cover what a process takes outside the allocator (``cards``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,18 +34,13 @@ class Estimate:
     """One timeline on cards with one size of cuBLAS workspace; what was asked once is remembered.
 
     Where the timeline is interpolated every quantity is: on the line through what the nearest two traced sizes need.
-
-    Attributes:
-        timeline: What the step allocates and frees.
-        workspace_bytes: Of one cuBLAS handle.
-        expandable_segments: Whether the allocator's option of that name is on.
-        target: Samples of an optimizer step. Each of its micro-batches leaves what it returns beside its loss, ``aux``,
-            and a trace holds that of two; 0: no step has more than two.
     """
 
     timeline: Timeline
-    workspace_bytes: int
+    workspace_bytes: int  # of one cuBLAS handle
     expandable_segments: bool = False
+    # Samples of an optimizer step, each of whose micro-batches leaves what it returns beside its loss ("aux"): a trace
+    # holds that of two. 0: no step has more than two.
     target: int = 0
     _seen: dict[tuple[str, int], int] = field(default_factory=dict)
     _peaks: dict[int, AllocatorPeak] = field(default_factory=dict)

@@ -26,14 +26,12 @@ from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.planner import balance
-from autobatch.prediction.card_table import GPUS, Gpu, make_gpu
-from autobatch.prediction.cards import explain_choice, find_gpu
+from autobatch.prediction.cards import GPUS, Gpu, explain_choice, find_gpu, make_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import Part, Prediction
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
 from autobatch.prediction.sizing import Sizing, find_limit
-from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
@@ -113,7 +111,7 @@ def predict(
     # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
     is_doubtful = target_batch > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
     with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
-        timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
+        timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
         smallest = ask_smallest() if ask_smallest else None
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
     sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1)
@@ -122,18 +120,13 @@ def predict(
     ends_in_one = sizing.largest > 0 and min(balance(target_batch, sizing.largest)) == 1 < target_batch
     if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
         sizing, proof = prove_sizing(replace(sizing, smallest=2), workload, layout, circumstances)
+    explained = (run_apart(lambda: explain_loss(workload, layout)),) if workload.step is default_step else ()
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
     changes = try_changes(workload, layout, sizing, circumstances) if what_if else ()
     seconds = time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
     return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})
-
-
-def _trace(workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Timeline, tuple[str, ...]]:
-    """What the step allocates, and what has to be said of its loss."""
-    timeline = trace_timeline(workload, layout, circumstances)
-    return timeline, (explain_loss(workload, layout),) if workload.step is default_step else ()
 
 
 def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:

@@ -14,7 +14,7 @@ from autobatch._bounds import LISTED, Bytes, Count, Flag, Samples, Seconds, Targ
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve
 from autobatch.prediction import text
-from autobatch.prediction.card_table import Gpu
+from autobatch.prediction.cards import Gpu
 from autobatch.records import Record
 
 __all__ = ["CardFit", "Change", "Part", "Point", "Prediction", "Reach"]

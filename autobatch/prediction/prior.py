@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autobatch.batch.layout import Layout
-from autobatch.prediction.card_table import make_gpu
+from autobatch.prediction.cards import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.retrace import check_timeline, prove

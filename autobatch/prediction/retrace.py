@@ -31,28 +31,19 @@ _LADDER = (256, 1024)
 
 @dataclass(frozen=True)
 class Proof:
-    """An estimate, and whether it holds where it counts.
-
-    Attributes:
-        estimate: With what the traces have shown.
-        proven_at: The size that it was asked about and traced at; 0 where it was not traced there.
-        doubt: Why not; empty where it was.
-    """
+    """An estimate with what the traces have shown, and whether it holds where it counts."""
 
     estimate: Estimate
-    proven_at: int = 0
-    doubt: str = ""
+    proven_at: int = 0  # the size that it was asked about and traced at; 0 where it was not traced there
+    doubt: str = ""  # why not
 
 
 def prove(
     estimate: Estimate, judge: Callable[[Estimate], int], check: Callable[[Timeline, int], Timeline | None]
 ) -> Proof:
-    """Trace the size that the estimate leads to; where the trace differs, judge again with it.
+    """Trace the size that the estimate leads to, which ``judge`` returns; where the trace differs, judge again with it.
 
-    Args:
-        estimate: Of one step.
-        judge: The size that it leads to.
-        check: ``None`` where the timeline holds at this size, else one with a trace of it: ``check_timeline``.
+    ``check`` returns None where the timeline holds at a size, else one with a trace of it, as ``check_timeline`` does.
     """
     for tries in range(_ROUNDS + 1):
         size, timeline = judge(estimate), estimate.timeline
@@ -88,14 +79,9 @@ def prove_sizing(
 def check_timeline(
     timeline: Timeline, workload: Workload, layout: Layout, samples: int, circumstances: Circumstances
 ) -> Timeline | None:
-    """Trace the step at one more size; where it holds, one optimizer step, since the second makes what the first makes.
+    """Trace the step at one more size, of at least 2 samples; one optimizer step where that is as the timeline has it.
 
-    Args:
-        timeline: Of the same step in the same circumstances.
-        workload: As for ``trace_timeline``.
-        layout: As for ``trace_timeline``.
-        samples: In a micro-batch; at least 2.
-        circumstances: As for ``trace_timeline``.
+    The second makes what the first makes.
 
     Returns:
         ``None`` where the timeline says the same, else one that is interpolated and has this size.

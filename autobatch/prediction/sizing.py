@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autobatch.planning.planner import least_size, useful_sizes
-from autobatch.prediction.card_table import GPUS, Gpu
+from autobatch.prediction.cards import GPUS, Gpu
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prediction import CardFit, Point, Reach
 
@@ -33,21 +33,13 @@ def find_limit(gpu: Gpu, margin: float) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How one estimated step fits cards.
+    """How one estimated step fits cards."""
 
-    Attributes:
-        estimate: Of the step, with the workspaces of the asked card.
-        gpu: The asked card.
-        target: Samples an optimizer step should see.
-        margin: Fraction of the predicted peak of the whole process to leave free on top of it.
-        smallest: The fewest samples that the model can run; no size leaves a micro-batch of fewer.
-    """
-
-    estimate: Estimate
+    estimate: Estimate  # with the workspaces of the asked card
     gpu: Gpu
-    target: int
-    margin: float
-    smallest: int = 1
+    target: int  # samples an optimizer step should see
+    margin: float  # fraction of the predicted peak of the whole process to leave free on top of it
+    smallest: int = 1  # the fewest samples that the model can run; no size leaves a micro-batch of fewer
 
     @cached_property
     def largest(self) -> int:

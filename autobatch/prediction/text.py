@@ -12,7 +12,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from autobatch._formatting import format_bytes, plural
-from autobatch.report.tables import Bytes, Cell, Table
+from autobatch.report.tables import Bytes, Cell, Table, format_cell
 from autobatch.report.text import describe_division
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _WIDTH = 98  # and two of indentation
+_NOMINAL = "* its memory is a nominal figure"
 FAMILIES_REASON = "in 3 of 22 families of networks a fifth to a third of the peaks were more than 10 % above"
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
@@ -183,9 +184,11 @@ def _name_change(change: Change) -> str:
 def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterator[str]:
     yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
     for card in _by_memory(prediction):
-        yield _describe_card(card) + (mark if card.gpu == prediction.gpu.name else "")
+        name, total, size, steps, peak = map(format_cell, _card_cells(card))
+        line = f"{name:<32}{total:>11}{size:>13}{steps:>9}{peak:>12}"
+        yield line + (mark if card.gpu == prediction.gpu.name else "")
     if not all(card.measured for card in prediction.cards):
-        yield "* its memory is a nominal figure"
+        yield _NOMINAL
     if len({card.micro_batch_size for card in prediction.cards}) > 1:
         yield f"{prediction.judged_size} was traced, if nothing else is said; other sizes follow from fewer samples"
 
@@ -194,13 +197,10 @@ def _by_memory(prediction: Prediction) -> list[CardFit]:
     return sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu))
 
 
-def _describe_card(card: CardFit) -> str:
+def _card_cells(card: CardFit) -> tuple[Cell, ...]:
     name = card.gpu if card.measured else f"{card.gpu} *"
-    peak = format_bytes(card.peak_bytes) if card.micro_batch_size else "-"
-    return (
-        f"{name:<32}{format_bytes(card.total_bytes):>11}{card.micro_batch_size or 'none':>13}"
-        f"{card.accumulation_steps or '-':>9}{peak:>12}"
-    )
+    peak = Bytes(card.peak_bytes) if card.micro_batch_size else "-"
+    return (name, Bytes(card.total_bytes), card.micro_batch_size or "none", card.accumulation_steps or "-", peak)
 
 
 def _trust_lines(prediction: Prediction) -> Iterator[str]:
@@ -238,7 +238,9 @@ def render_prediction(prediction: Prediction) -> str:
         "Memory by size": Table(("size", "allocated", "reserved", "process"), tuple(_points(prediction))),
         "What would help": Table(("saves", "micro-batch", "change"), tuple(map(_change_cells, prediction.changes))),
         "On every card that is known": Table(
-            ("card", "memory", "micro-batch", "steps", "peak"), tuple(map(_card_cells, _by_memory(prediction)))
+            ("card", "memory", "micro-batch", "steps", "peak"),
+            tuple(map(_card_cells, _by_memory(prediction))),
+            (_NOMINAL,),
         ),
     }
     chosen = prediction.plan.micro_batch_size if prediction.plan else None
@@ -261,9 +263,3 @@ def _change_cells(change: Change) -> tuple[Cell, ...]:
     if change.failed:
         return ("?", "?", f"{change.name}: {change.failed}")
     return (Bytes(change.saved_bytes), change.micro_batch_size or "none", _name_change(change))
-
-
-def _card_cells(card: CardFit) -> tuple[Cell, ...]:
-    name = card.gpu if card.measured else f"{card.gpu} (its memory is a nominal figure)"
-    peak = Bytes(card.peak_bytes) if card.micro_batch_size else "-"
-    return (name, Bytes(card.total_bytes), card.micro_batch_size or "none", card.accumulation_steps or "-", peak)

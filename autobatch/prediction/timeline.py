@@ -20,32 +20,19 @@ Kind = Literal[
 
 
 class Block(Record):
-    """What is known of one allocation besides its size.
+    """What is known of one allocation besides its size."""
 
-    Attributes:
-        phase: When it was made.
-        kind: What it is for; ``"aux"`` is what a step returns beside its loss, held until all its micro-batches ran.
-        module: The qualified name of the submodule that made it, or whose parameter it belongs to; "" outside of all.
-    """
-
-    phase: Phase
-    kind: Kind
-    module: str = ""
+    phase: Phase  # in which it was made
+    kind: Kind  # "aux" is what a step returns beside its loss, held until all its micro-batches ran
+    module: str = ""  # the submodule that made it, or whose parameter it belongs to; "" outside of all
 
 
 class TracedStep(Record):
-    """A step at one number of samples.
+    """A step at one number of samples."""
 
-    Attributes:
-        samples: Samples in each micro-batch.
-        order: ``k + 1`` where block ``k`` is allocated, ``-(k + 1)`` where it is freed.
-        sizes: Bytes of each block as they were asked for, before any rounding.
-        blocks: What each block is.
-    """
-
-    samples: int
-    order: tuple[int, ...]
-    sizes: tuple[int, ...]
+    samples: int  # in each micro-batch
+    order: tuple[int, ...]  # k + 1 where block k is allocated, -(k + 1) where it is freed
+    sizes: tuple[int, ...]  # bytes of each block as they were asked for, before any rounding
     blocks: tuple[Block, ...]
 
     def peak(self) -> int:
@@ -63,21 +50,13 @@ def most_alive(order: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 class Timeline(Record):
-    """What a step allocates and frees, at any number of samples.
+    """What a step allocates and frees, at any number of samples."""
 
-    Attributes:
-        order: As ``TracedStep.order``; of the last trace where interpolated.
-        fixed: Bytes of each block at 0 samples.
-        per_sample: Bytes that each sample adds to each block.
-        blocks: What each block is.
-        traced: Where the traces ran different operators, these themselves, by their samples; else empty.
-    """
-
-    order: tuple[int, ...]
-    fixed: tuple[int, ...]
-    per_sample: tuple[int, ...]
+    order: tuple[int, ...]  # as TracedStep.order; of the last trace where interpolated
+    fixed: tuple[int, ...]  # bytes of each block at 0 samples
+    per_sample: tuple[int, ...]  # bytes that each sample adds to each block
     blocks: tuple[Block, ...]
-    traced: tuple[TracedStep, ...] = ()
+    traced: tuple[TracedStep, ...] = ()  # where the traces ran different operators, these, by their samples
 
     @property
     def interpolated(self) -> bool:

@@ -11,8 +11,7 @@ from torch import nn
 
 import autobatch
 from autobatch._formatting import format_bytes
-from autobatch.prediction.card_table import GPUS
-from autobatch.prediction.cards import find_gpu
+from autobatch.prediction.cards import GPUS, find_gpu
 from autobatch.prediction.prediction import Change, Reach
 
 NOMINAL = next(gpu.name for gpu in GPUS if not gpu.measured and gpu.total_bytes > 2**35)

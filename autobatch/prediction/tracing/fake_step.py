@@ -34,20 +34,14 @@ __all__ = ["Circumstances", "DryRun"]
 
 
 class Circumstances(NamedTuple):
-    """What the Runner does around the user's own code.
+    """What the Runner does around the user's own code."""
 
-    Attributes:
-        micro_batches: Of each optimizer step. The second one runs with gradients resident; more of them need no more,
-            but for what stands beside their losses, which ``Estimate`` adds.
-        steps: The first makes the optimizer's state, the second begins with it.
-        scaler: Whether the loss is scaled, and gradients unscaled.
-        zeroes_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
-    """
-
+    # The second one runs with gradients resident; more of them need no more, but for what stands beside their losses,
+    # which ``Estimate`` adds.
     micro_batches: int = 2
-    steps: int = 2
-    scaler: bool = False
-    zeroes_gradients: bool = False
+    steps: int = 2  # the first makes the optimizer's state, the second begins with it
+    scaler: bool = False  # whether the loss is scaled, and gradients unscaled
+    zeroes_gradients: bool = False  # in place after a step; else they are dropped
 
     def once(self) -> Circumstances:
         """The same with one step, whose trace is the beginning of that of two and takes half as long."""

@@ -2,7 +2,7 @@
 
 Covers every storage that an operator returns (forward, backward, optimizer), the phase and submodule it was made in,
 and real tensors that the step closes over. Gradients that meet in the backward pass are added in place where torch does
-so (``gradient_sums``). Does not cover memory inside one kernel, which no tensor shows.
+so (``operators``). Does not cover memory inside one kernel, which no tensor shows.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -23,8 +23,16 @@ from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
 from autobatch.prediction.tracing.cudnn import workspaces_of
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
-from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
-from autobatch.prediction.tracing.operators import Operators, check_devices, is_on_device, only_writes, tensors_in
+from autobatch.prediction.tracing.operators import (
+    Holders,
+    Operators,
+    check_devices,
+    holders_of,
+    is_dense,
+    is_on_device,
+    only_writes,
+    tensors_in,
+)
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["FakeMode", "Recorder", "make_fake"]
@@ -77,10 +85,6 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
 class Recorder(DispatchMode):
     """While active, records what is allocated and freed on the fake device.
 
-    Attributes:
-        phase: Of the blocks that are made from now on.
-        sizes: Bytes, by block.
-
     Args:
         mode: The active one.
         module: Returns the name of the submodule that is running.
@@ -89,18 +93,14 @@ class Recorder(DispatchMode):
     """
 
     def __init__(
-        self,
-        mode: FakeMode,
-        module: Callable[[], str],
-        sole: Holders | None = None,
-        most_events: int = sys.maxsize,
+        self, mode: FakeMode, module: Callable[[], str], sole: Holders | None = None, most_events: int = sys.maxsize
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase: Phase = "before"
+        self.phase: Phase = "before"  # of the blocks that are made from now on
         self._module, self._sole, self._most_events = module, sole, most_events
         self._operators = Operators(mode)
         self._events: list[Any] = []  # as ``TracedStep.order``, but for what was freed: its weak reference
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # bytes, by block
         self._labels: list[tuple[Phase, Kind, str]] = []
         self._live: dict[int, _Reference] = {}
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

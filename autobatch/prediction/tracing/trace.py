@@ -29,7 +29,7 @@ from autobatch.prediction.tracing.failures import TooLong, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, without_waiting
 from autobatch.prediction.tracing.fake_model import FakeModel, Location, modules_of
 from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
-from autobatch.prediction.tracing.gradient_sums import sole_holder
+from autobatch.prediction.tracing.operators import sole_holder
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.state.random_state import RandomState
 from autobatch.state.tensor_header import is_uninitialized
@@ -60,10 +60,7 @@ samples has more of them at each size."""
 def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstances = _USUAL) -> Timeline:
     """What the step allocates and frees at any number of samples.
 
-    Args:
-        workload: Model, step and optimizer; the model on any device.
-        layout: An example batch, described; of its tensors only shapes, strides and dtypes are used.
-        circumstances: What is done around the step.
+    The model may be on any device, and of the example batch only shapes, strides and dtypes are used.
 
     Returns:
         Lines where a third size agrees with what two others say, else interpolated between more sizes: as many as take
