@@ -13,32 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-__all__ = [
-    "ADDRESS_BITS",
-    "ADDRESS_MASK",
-    "LARGEST_SMALL",
-    "LARGE_SEGMENT",
-    "LEAST_LARGE",
-    "NO_BLOCK",
-    "SMALL_SEGMENT",
-    "UNIT",
-    "BlockPool",
-    "ExpandablePool",
-    "FixedPool",
-]
+__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "MIB", "NO_BLOCK", "UNIT", "ExpandablePool", "FixedPool"]
 
 UNIT = 512
 """Bytes of the smallest block (``kMinBlockSize``); every size is a multiple of it."""
-
-# The others are in units, and also those of torch's c10/cuda/CUDACachingAllocator.cpp.
-LARGEST_SMALL = 2**20 // UNIT
-"""Of the largest request that the small pool serves (``kSmallSize``)."""
-SMALL_SEGMENT = 2 * LARGEST_SMALL
-"""What the small pool asks for at a time (``kSmallBuffer``), and the step of large segments."""
-LEAST_LARGE = 10 * LARGEST_SMALL
-"""From here on a request gets a segment of its own (``kMinLargeAlloc``)."""
-LARGE_SEGMENT = 20 * LARGEST_SMALL
-"""What is asked for when a request is between 1 and 10 MiB, and the page of the expandable large pool."""
+MIB = 2**20 // UNIT
+"""In units, as all sizes here."""
 
 ADDRESS_BITS = 48
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
@@ -49,7 +29,7 @@ NO_BLOCK = -1
 _ENDLESS = 1 << (ADDRESS_BITS - 1)
 
 
-class BlockPool:
+class _BlockPool:
     """Free blocks, found by size, by where they begin and by where they end.
 
     Two blocks are neighbours when one begins where the other ends, so whoever adds memory leaves a gap between
@@ -119,7 +99,7 @@ class BlockPool:
         return size << ADDRESS_BITS | start
 
 
-class FixedPool(BlockPool):
+class FixedPool(_BlockPool):
     """Free blocks of segments of ``cudaMalloc``: of 2 MiB for small blocks; for large ones 20 MiB, or one block's size.
 
     Addresses only rise. A real driver may use those of freed segments again; they decide only between free blocks of
@@ -135,10 +115,8 @@ class FixedPool(BlockPool):
 
     def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
         """A block of a new segment, or ``NO_BLOCK`` where ``reserve`` (which asks the driver for units) refuses."""
-        if size <= LARGEST_SMALL:
-            segment = SMALL_SEGMENT
-        else:
-            segment = LARGE_SEGMENT if size < LEAST_LARGE else -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
+        # kSmallBuffer for what is up to kSmallSize; below kMinLargeAlloc kLargeBuffer; else in steps of kRoundLarge.
+        segment = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
         if not reserve(segment):
             return NO_BLOCK
         start = self._next_address
@@ -155,7 +133,7 @@ class FixedPool(BlockPool):
         return sum(self.segments.pop(block & ADDRESS_MASK) for block in free)
 
 
-class ExpandablePool(BlockPool):
+class ExpandablePool(_BlockPool):
     """Free blocks of one range of addresses (``expandable_segments``), and the gaps between them that are not mapped.
 
     The range is endless here; torch's is an eighth larger than the device. With ``set_per_process_memory_fraction``

@@ -43,13 +43,11 @@ class Gpu(Record):
     context_measured: bool  # on a card of this architecture
 
 
+_FITTED = "fitted to published peaks of training steps on a 40 GB card (make accuracy)"
 _CONTEXTS = {  # MiB, where that was found, and whether on such a card
     "sm_80": (
         1711,
-        (
-            "fitted to published peaks of training steps on a 40 GB card (make accuracy), with what that process took "
-            "beside torch; CUDA that loads kernels lazily takes less"
-        ),
+        f"{_FITTED}, with what that process took beside torch; CUDA that loads kernels lazily takes less",
         False,
     ),
     "sm_86": (256, "RTX 3090, torch 2.7.1 with CUDA 12.8, kernels loaded lazily", True),

@@ -89,16 +89,16 @@ class Change(Record):
 
 
 class Prediction(Record):
-    """What one training step would need on a card that need not be there. Nothing in it was measured.
+    """What one training step would need on a card that need not be there; frozen, and equal by content.
+
+    Nothing in it was measured. A size fits where ``(reserved + context_bytes) * (1 + margin)`` is at most the card's
+    total: the margin is on all that the process takes. In ``plan`` the budget is the card's total less
+    ``context_bytes``, the headroom what the margin leaves free, and the peak the allocator's alone.
 
     Example:
         >>> prediction = autobatch.predict(model, batch=batch, step=step, gpu="L4")  # doctest: +SKIP
         >>> print(prediction)  # doctest: +SKIP
         autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s
-
-    A size fits where ``(reserved + context_bytes) * (1 + margin)`` is at most the card's total: the margin is on all
-    that the process takes. In ``plan`` the budget is the card's total less ``context_bytes``, the headroom what the
-    margin leaves free, and the peak the allocator's alone.
 
     Attributes:
         gpu: The card that was asked for.
