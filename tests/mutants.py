@@ -581,7 +581,7 @@ MUTANTS = (
     ),
     Mutant(
         "freed neighbours are not merged",
-        f"{PREDICTION}allocator/block_pool.py",
+        f"{PREDICTION}block_pool.py",
         "        before = self._ending.pop(start, 0)\n",
         "        before = 0\n",
         ("tests/prediction/test_allocator.py",),

@@ -38,7 +38,6 @@ _DEATH_SIGNAL = 1
 _WELL = "exit status 0"
 _STDOUT, _STDERR = 1, 2
 _LONGEST = 200
-_LENGTH = 8
 _Result = TypeVar("_Result")
 
 
@@ -66,54 +65,26 @@ def begin_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECO
         with one_at_a_time():  # a trace changes torch's functions, which are those of all threads
             yield function
         return
-    with tempfile.TemporaryFile() as printed:
-        child, reading = _start(function, printed.fileno())
+    with tempfile.TemporaryFile() as answered, tempfile.TemporaryFile() as printed:
+        child, ended = _start(function, answered, printed)
         deadline, ends = time.monotonic() + most_seconds, list[str]()
 
         def answer() -> _Result:
-            content = _read(reading, deadline)
+            _await_end(ended, deadline)
             ends.append(_wait(child))
-            result: _Result = _unpack(content, ends[0], _last_line(printed))
+            result: _Result = _unpack(answered, ends[0], printed)
             return result
 
         try:
             yield answer
         finally:
-            os.close(reading)
+            os.close(ended)
             if not ends:
                 _stop(child)
 
 
-def _stop(child: int) -> None:
-    # Where SIGCHLD is ignored, the kernel has waited for a child that is gone, and its number may be another's by now.
-    with suppress(ChildProcessError, ProcessLookupError):
-        if os.waitpid(child, os.WNOHANG) == (0, 0):
-            os.kill(child, signal.SIGKILL)
-            _wait(child)
-
-
-def _unpack(answer: bytes, end: str, said: str) -> Any:
-    if end != _WELL:
-        raise CannotPredict(
-            f"the trace ended the process that it ran in ({end}{said}), and nothing else; run fit() on a GPU"
-        )
-    try:
-        has_failed, result = pickle.loads(answer)  # noqa: S301 - our own child wrote it
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise CannotPredict("the trace ended in the middle of its answer; run fit() on a GPU") from error
-    if has_failed:
-        raise result
-    return result
-
-
-def _last_line(printed: IO[bytes]) -> str:
-    printed.seek(0)
-    lines = printed.read()[-_LONGEST:].decode(errors="replace").strip().splitlines()
-    return f": {lines[-1].strip()}" if lines else ""
-
-
-def _start(function: Callable[[], Any], printed: int) -> tuple[int, int]:
-    """The child, and where its answer is read."""
+def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]) -> tuple[int, int]:
+    """The child, and the end of a pipe that can be read when it has answered or died."""
     pipe: tuple[int, ...] = ()
     try:
         pipe = os.pipe()
@@ -128,35 +99,24 @@ def _start(function: Callable[[], Any], printed: int) -> tuple[int, int]:
         raise CannotPredict(f"a trace needs a process of its own, and none could be started ({error})") from error
     reading, writing = pipe
     if child == 0:
-        os.close(reading)
-        _answer(function, writing, printed)
+        _answer(function, answered, printed, writing)
     os.close(writing)
     return child, reading
 
 
-def _wait(child: int) -> str:
-    """How it ended; ``_WELL`` also where that cannot be known, since ``SIGCHLD`` is ignored."""
-    try:
-        _, status = os.waitpid(child, 0)
-    except ChildProcessError:
-        return _WELL
-    code = os.waitstatus_to_exitcode(status)
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-
-def _answer(function: Callable[[], Any], writing: int, printed: int) -> None:
-    """In the child: send what comes of the function, and end without the parent's clean-up."""
+def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes], ended: int) -> None:
+    """In the child: note what comes of the function, and end without the parent's clean-up."""
     status = 1
     try:
         # A child that is killed for its time takes its own children with it (prctl(2), PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
         for stream in (_STDOUT, _STDERR):  # as C++ knows them; Python's are others in notebooks
-            os.dup2(printed, stream)
-        sys.stdout = sys.stderr = os.fdopen(os.dup(printed), "w", buffering=1, errors="replace")
+            os.dup2(printed.fileno(), stream)
+        sys.stdout = sys.stderr = os.fdopen(os.dup(printed.fileno()), "w", buffering=1, errors="replace")
         torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
-        answer = _pack(function)
-        with os.fdopen(writing, "wb") as pipe:
-            pipe.write(len(answer).to_bytes(_LENGTH, "big") + answer)
+        answered.write(_pack(function))
+        answered.flush()
+        os.write(ended, b".")  # others may hold the pipe open, such as processes that were forked beside this one
         status = 0
     finally:
         os._exit(status)
@@ -176,24 +136,44 @@ def _pack(function: Callable[[], Any]) -> bytes:
             return pickle.dumps((True, CannotPredict(f"{type(error).__name__}: {error}")))
 
 
-def _read(pipe: int, deadline: float) -> bytes:
-    """The answer, or as much of it as came before the child's end.
-
-    Its length stands in front: others may hold the pipe open, such as processes that were forked beside this one.
-    """
-    head = _read_bytes(pipe, _LENGTH, deadline)
-    return _read_bytes(pipe, int.from_bytes(head, "big"), deadline) if len(head) == _LENGTH else b""
+def _await_end(ended: int, deadline: float) -> None:
+    ready, left = select.poll(), deadline - time.monotonic()  # select() takes no descriptor above 1023
+    ready.register(ended, select.POLLIN)
+    if left <= 0 or not ready.poll(1000 * left):
+        raise CannotPredict("the trace did not come to an end in time; run fit() on a GPU")
 
 
-def _read_bytes(pipe: int, count: int, deadline: float) -> bytes:
-    content, ready = bytearray(), select.poll()  # select() takes no descriptor above 1023
-    ready.register(pipe, select.POLLIN)
-    while len(content) < count:
-        left = deadline - time.monotonic()
-        if left <= 0 or not ready.poll(1000 * left):
-            raise CannotPredict("the trace did not come to an end in time; run fit() on a GPU")
-        part = os.read(pipe, min(count - len(content), 2**20))
-        if not part:
-            break
-        content += part
-    return bytes(content)
+def _wait(child: int) -> str:
+    """How it ended; ``_WELL`` also where that cannot be known, since ``SIGCHLD`` is ignored."""
+    try:
+        _, status = os.waitpid(child, 0)
+    except ChildProcessError:
+        return _WELL
+    code = os.waitstatus_to_exitcode(status)
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def _stop(child: int) -> None:
+    # Where SIGCHLD is ignored, the kernel has waited for a child that is gone, and its number may be another's by now.
+    with suppress(ChildProcessError, ProcessLookupError):
+        if os.waitpid(child, os.WNOHANG) == (0, 0):
+            os.kill(child, signal.SIGKILL)
+            _wait(child)
+
+
+def _unpack(answered: IO[bytes], end: str, printed: IO[bytes]) -> Any:
+    if end != _WELL:
+        printed.seek(0)
+        lines = printed.read()[-_LONGEST:].decode(errors="replace").strip().splitlines()
+        said = f": {lines[-1].strip()}" if lines else ""
+        raise CannotPredict(
+            f"the trace ended the process that it ran in ({end}{said}), and nothing else; run fit() on a GPU"
+        )
+    answered.seek(0)
+    try:
+        has_failed, result = pickle.load(answered)  # noqa: S301 - our own child wrote it
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise CannotPredict("the trace ended in the middle of its answer; run fit() on a GPU") from error
+    if has_failed:
+        raise result
+    return result

@@ -1,17 +1,18 @@
 """Estimates the peak memory of a traced step on one card, at any number of samples.
 
 Covers what the allocator makes of the timeline, with cuBLAS's workspaces in it, what cuDNN takes on top, and what the
-peak is made of. Does not cover what a process takes outside the allocator (``card_table``). Imports no torch.
+peak is made of. Does not cover what a process takes outside the allocator (``cards``). Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autobatch.prediction.allocator.replay import AllocatorPeak, find_least_capacity, simulate
+from autobatch.prediction.allocator import AllocatorPeak, find_least_capacity, simulate
+from autobatch.prediction.block_pool import MIB, UNIT
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
 __all__ = ["COPIES", "Estimate"]
@@ -26,9 +27,6 @@ _HANDLES = 2
 """cuBLAS has a workspace a handle, and a handle a thread: the caller's, and autograd's for the backward pass."""
 
 _TRACED_MICRO_BATCHES = 2
-_SEGMENT, _LARGEST_SHARED = 2 * 2**20, 10 * 2**20
-"""From 10 MiB on a request gets a segment of its own, in multiples of 2 MiB; below, 512 bytes of one with others."""
-_UNIT = 512
 
 
 @dataclass(frozen=True)
@@ -36,18 +34,13 @@ class Estimate:
     """One timeline on cards with one size of cuBLAS workspace; what was asked once is remembered.
 
     Where the timeline is interpolated every quantity is: on the line through what the nearest two traced sizes need.
-
-    Attributes:
-        timeline: What the step allocates and frees.
-        workspace_bytes: Of one cuBLAS handle.
-        expandable_segments: Whether the allocator's option of that name is on.
-        target: Samples of an optimizer step. Each of its micro-batches leaves what it returns beside its loss, ``aux``,
-            and a trace holds that of two; 0: no step has more than two.
     """
 
     timeline: Timeline
-    workspace_bytes: int
+    workspace_bytes: int  # of one cuBLAS handle
     expandable_segments: bool = False
+    # Samples of an optimizer step, each of whose micro-batches leaves what it returns beside its loss ("aux"): a trace
+    # holds that of two. 0: no step has more than two.
     target: int = 0
     _seen: dict[tuple[str, int], int] = field(default_factory=dict)
     _peaks: dict[int, AllocatorPeak] = field(default_factory=dict)
@@ -88,7 +81,7 @@ class Estimate:
 
     def aux_bytes(self, n: int) -> int:
         """Tensors that micro-batches return beside their losses, of all but the two that are traced."""
-        return self._times_untraced("aux", n, lambda size: -(-size // _UNIT) * _UNIT)
+        return self._times_untraced("aux", n, lambda size: -(-size // UNIT) * UNIT)
 
     def least_capacity(self, n: int) -> int:
         """In how many bytes ``n`` samples run, the caches going back to the driver where they must."""
@@ -115,9 +108,7 @@ class Estimate:
         capacity = limit_bytes - self._untraced_bytes(n)
         if self._allocated_by_two(n) > capacity:
             return False
-        order, sizes = self._with_workspaces(self.timeline.at(n))
-        expandable = self.expandable_segments
-        return not simulate(order, sizes, capacity=capacity, expandable_segments=expandable).out_of_memory
+        return not self._simulate(self.timeline.at(n), capacity).out_of_memory
 
     def by_kind(self, n: int) -> tuple[Counter[str], int]:
         """What the peak is made of, to the byte: both together sum to ``reserved(n)``.
@@ -144,7 +135,7 @@ class Estimate:
 
     def _untraced_bytes(self, n: int) -> int:
         """What the allocator holds beside what was traced."""
-        return self.convolution_bytes(n) + self._times_untraced("aux in segments", n, _round)
+        return self.convolution_bytes(n) + self._times_untraced("aux in segments", n, _round_in_segments)
 
     def _times_untraced(self, name: str, n: int, round_up: Callable[[int], int]) -> int:
         """Bytes of what micro-batches return beside their losses, in all but those that were traced."""
@@ -152,22 +143,20 @@ class Estimate:
             return 0
 
         def measure(step: TracedStep) -> int:
-            sizes = [round_up(size) if block.kind == "aux" else 0 for size, block in _sized_blocks(step)]
-            return most_alive(step.order, sizes) // _TRACED_MICRO_BATCHES
+            return most_alive(step.order, [*map(round_up, _sizes_of("aux", step))]) // _TRACED_MICRO_BATCHES
 
         return (-(-self.target // n) - _TRACED_MICRO_BATCHES) * self._measure(name, n, measure)
 
     def _sum_alive(self, n: int, key: Callable[[Block], str]) -> Counter[str]:
         """Bytes of the tensors that are alive at the peak, by a key of their blocks."""
         if not self.timeline.interpolated:
-            return self._alive_in(self.timeline.at(n), key)
+            return +self._alive_in(self.timeline.at(n), key)
         sums = {step.samples: self._alive_in(step, key) for step in self.timeline.traced}
-        names = dict.fromkeys(name for counted in sums.values() for name in counted)
 
         def interpolate(name: str) -> int:
             return self.timeline.measure(n, lambda step: sums[step.samples][name])
 
-        return +Counter({name: interpolate(name) for name in names})
+        return +Counter({name: interpolate(name) for counted in sums.values() for name in counted})
 
     def _alive_in(self, step: TracedStep, key: Callable[[Block], str]) -> Counter[str]:
         order, sizes = self._with_workspaces(step)
@@ -178,7 +167,7 @@ class Estimate:
         for block in sorted(alive):
             if block < len(step.blocks):
                 sums[key(step.blocks[block])] += sizes[block]
-        return +sums
+        return sums
 
     def _measure(self, name: str, n: int, quantity: Callable[[TracedStep], int]) -> int:
         if (name, n) not in self._seen:
@@ -187,9 +176,12 @@ class Estimate:
 
     def _peak(self, step: TracedStep) -> AllocatorPeak:
         if step.samples not in self._peaks:
-            order, sizes = self._with_workspaces(step)
-            self._peaks[step.samples] = simulate(order, sizes, expandable_segments=self.expandable_segments)
+            self._peaks[step.samples] = self._simulate(step)
         return self._peaks[step.samples]
+
+    def _simulate(self, step: TracedStep, capacity: int | None = None) -> AllocatorPeak:
+        order, sizes = self._with_workspaces(step)
+        return simulate(order, sizes, capacity=capacity, expandable_segments=self.expandable_segments)
 
     def _with_workspaces(self, step: TracedStep) -> tuple[list[int], list[int]]:
         first = len(step.sizes) + 1
@@ -197,19 +189,17 @@ class Estimate:
         return [*range(first, first + _HANDLES), *step.order], sizes
 
 
-def _sized_blocks(step: TracedStep) -> Iterator[tuple[int, Block]]:
-    return zip(step.sizes, step.blocks, strict=True)
-
-
 def _tensor_sizes(step: TracedStep) -> list[int]:
     """Bytes of each block, none where it stands for cuDNN's workspaces."""
-    return [0 if block.kind == "workspace" else size for size, block in _sized_blocks(step)]
+    return [0 if block.kind == "workspace" else size for size, block in zip(step.sizes, step.blocks, strict=True)]
 
 
-def _sizes_of(kind: str, step: TracedStep) -> Iterator[int]:
-    return (size for size, block in _sized_blocks(step) if block.kind == kind)
+def _sizes_of(kind: str, step: TracedStep) -> list[int]:
+    """Bytes of each block of that kind, none of the others."""
+    return [size if block.kind == kind else 0 for size, block in zip(step.sizes, step.blocks, strict=True)]
 
 
-def _round(size: int) -> int:
-    unit = _UNIT if size < _LARGEST_SHARED else _SEGMENT
+def _round_in_segments(size: int) -> int:
+    """As the allocator asks the driver for it: from 10 MiB on a segment of its own, below a part of one with others."""
+    unit = UNIT if size < 10 * MIB * UNIT else 2 * MIB * UNIT
     return -(-size // unit) * unit

@@ -26,15 +26,12 @@ from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.planner import balance
-from autobatch.prediction.card_table import GPUS, Gpu, make_gpu
-from autobatch.prediction.cards import explain_choice, find_gpu
+from autobatch.prediction.cards import GPUS, Gpu, explain_choice, find_gpu, make_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.prediction import Prediction
-from autobatch.prediction.record import Part
-from autobatch.prediction.retrace import Proof, check_timeline, find_smallest, prove
+from autobatch.prediction.prediction import Part, Prediction
+from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
 from autobatch.prediction.sizing import Sizing, find_limit
-from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
@@ -118,63 +115,26 @@ def predict(
     # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
     is_doubtful = target_batch > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
     with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
-        timeline, explained = run_apart(lambda: _trace(workload, layout, circumstances))
+        timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
         smallest = ask_smallest() if ask_smallest else None
     estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
     sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1)
-    sizing, proof = _find_size(sizing, workload, layout, circumstances, asks=smallest is None)
+    sizing, proof = prove_sizing(sizing, workload, layout, circumstances)
+    # A division that ends in one sample needs a model that can run it.
+    ends_in_one = sizing.largest > 0 and min(balance(target_batch, sizing.largest)) == 1 < target_batch
+    if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
+        sizing, proof = prove_sizing(replace(sizing, smallest=2), workload, layout, circumstances)
+    explained = (run_apart(lambda: explain_loss(workload, layout)),) if workload.step is default_step else ()
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, layout, sizing, proof, warnings)
-    if what_if:
-        prediction = _with_changes(prediction, sizing, workload, layout, circumstances)
+    changes = try_changes(workload, layout, sizing, circumstances) if what_if else ()
     seconds = time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
-    return prediction.model_copy(update={"seconds": seconds, "plan": plan})
-
-
-def _trace(workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Timeline, tuple[str, ...]]:
-    """What the step allocates, and what has to be said of its loss."""
-    timeline = trace_timeline(workload, layout, circumstances)
-    return timeline, (explain_loss(workload, layout),) if workload.step is default_step else ()
-
-
-def _find_size(
-    sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances, *, asks: bool
-) -> tuple[Sizing, Proof]:
-    """The size with no micro-batch that the model cannot run; ``asks`` whether one sample is to be tried for that."""
-    sizing, proof = _prove(sizing, workload, layout, circumstances)
-    if not asks or sizing.largest == 0 or min(balance(sizing.target, sizing.largest)) > 1 or sizing.target == 1:
-        return sizing, proof
-    if run_apart(lambda: find_smallest(workload, layout)) == 1:
-        return sizing, proof
-    return _prove(replace(sizing, smallest=2), workload, layout, circumstances)
-
-
-def _prove(sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances) -> tuple[Sizing, Proof]:
-    """The same on an estimate that has been put to the test at the size that it leads to."""
-    proof = prove(
-        sizing.estimate,
-        judge=lambda estimate: replace(sizing, estimate=estimate).largest,
-        check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
-    )
-    return replace(sizing, estimate=proof.estimate), proof
-
-
-def _with_changes(
-    prediction: Prediction, sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
-) -> Prediction:
-    """The same with what other ways to do the step would need, each traced at the size that fits then."""
-
-    def find_largest(estimate: Estimate, changed: Workload, now: Circumstances) -> int:
-        return _prove(replace(sizing, estimate=estimate), changed, layout, now)[0].largest
-
-    size = prediction.judged_size
-    changes = try_changes(workload, layout, sizing.estimate, size, largest=find_largest, circumstances=circumstances)
-    return prediction.model_copy(update={"changes": changes})
+    return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})
 
 
 def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:
-    estimate, points, judged = sizing.estimate, sizing.points(), sizing.largest or sizing.least
+    estimate, points, judged = sizing.estimate, sizing.points(), sizing.judged
     by_kind, held_bytes = estimate.by_kind(judged)
     breakdown = [*by_kind.most_common(), *([(_HELD, held_bytes)] if held_bytes else [])]
     trials = [

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autobatch.batch.layout import Layout
-from autobatch.prediction.card_table import make_gpu
+from autobatch.prediction.cards import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.retrace import check_timeline, prove
@@ -32,26 +32,14 @@ _log = logging.getLogger("autobatch")
 
 
 class Expectation(NamedTuple):
-    """What is predicted.
-
-    Attributes:
-        largest: The largest size that fits; 0 where that cannot be predicted.
-        knows_no_larger: Whether nothing is known of larger sizes: then they may fit as well.
-    """
+    """The largest size that fits, 0 where that cannot be predicted, and whether larger ones may fit as well."""
 
     largest: int = 0
     knows_no_larger: bool = False
 
 
 def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
-    """The largest of these sizes that the allocator would hold within the limit.
-
-    Args:
-        workload: The step, its model where it is.
-        layout: An example batch.
-        limit_bytes: What the process's allocator may hold.
-        sizes: Ascending.
-    """
+    """The largest of these ascending sizes that this process's allocator would hold within the limit."""
     if len(sizes) <= _FEW_SIZES:
         return Expectation()
     try:
@@ -64,8 +52,12 @@ def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: 
 def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
     deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
 
-    def judge(estimate: Estimate) -> int:
-        return _largest_within(limit_bytes, estimate, sizes)
+    def judged(estimate: Estimate, known: int = sizes[-1]) -> Sequence[int]:
+        return sizes[: bisect_right(sizes, min(known, estimate.largest_traced or known))]
+
+    def largest_of(judged: Sequence[int], estimate: Estimate) -> int:
+        fitting = bisect_left(judged, True, key=lambda size: estimate.reserved(size) > limit_bytes)
+        return judged[fitting - 1] if fitting else 0
 
     def check(timeline: Timeline, size: int) -> Timeline | None:
         left = deadline - time.monotonic()
@@ -74,17 +66,11 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
     # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
     workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
-    proof = prove(Estimate(timeline, workspace_bytes, expects_expandable_segments()), judge, check)
-    known = min(SIZES[-1] if proof.doubt else sizes[-1], proof.estimate.largest_traced or sizes[-1])
-    judged = sizes[: bisect_right(sizes, known)]
-    largest = _largest_within(limit_bytes, proof.estimate, judged)
-    return Expectation(largest, knows_no_larger=largest == judged[-1] < sizes[-1])
-
-
-def _largest_within(limit_bytes: int, estimate: Estimate, sizes: Sequence[int]) -> int:
-    judged = sizes[: bisect_right(sizes, estimate.largest_traced or sizes[-1])]
-    fitting = bisect_left(judged, True, key=lambda size: estimate.reserved(size) > limit_bytes)
-    return judged[fitting - 1] if fitting else 0
+    estimate = Estimate(timeline, workspace_bytes, expects_expandable_segments())
+    proof = prove(estimate, lambda estimate: largest_of(judged(estimate), estimate), check)
+    known = judged(proof.estimate, SIZES[-1] if proof.doubt else sizes[-1])
+    largest = largest_of(known, proof.estimate)
+    return Expectation(largest, knows_no_larger=largest == known[-1] < sizes[-1])
 
 
 def expects_expandable_segments() -> bool:

@@ -1,4 +1,4 @@
-"""Retraces the step at the size that a prediction is about, and judges again where the timeline does not hold there.
+"""Retraces the step at the size that an estimate leads to, and judges again where the timeline does not hold there.
 
 Covers how often the answer may move, the trace at that size, and whether one sample can be run. Does not cover which
 size the estimate leads to. Three sizes on one line are no proof for a fourth: a step that pads its samples to a
@@ -12,82 +12,76 @@ from dataclasses import dataclass, replace
 
 from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
+from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline, TracedStep, combine
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_step import Circumstances
 from autobatch.prediction.tracing.trace import SIZES, climb, expect_events, find_most_events, trace
 from autobatch.step.workload import Workload
 
-__all__ = ["Proof", "check_timeline", "find_smallest", "prove"]
+__all__ = ["Proof", "check_timeline", "find_smallest", "prove", "prove_sizing"]
 
 _ROUNDS = 3
 """A step that is no line is mostly judged anew once: with a trace at the first answer, the second is near to it."""
-_FEWEST = 2
 _LADDER = (256, 1024)
 """Where a step is no line beyond the largest of the three sizes, though it is one up to there."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """An estimate, and whether it holds where it counts.
-
-    Attributes:
-        estimate: With what the traces have shown.
-        proven_at: The size that it was asked about and traced at; 0 where it was not traced there.
-        doubt: Why not; empty where it was.
-    """
+    """An estimate with what the traces have shown, and whether it holds where it counts."""
 
     estimate: Estimate
-    proven_at: int = 0
-    doubt: str = ""
+    proven_at: int = 0  # the size that it was asked about and traced at; 0 where it was not traced there
+    doubt: str = ""  # why not
 
 
 def prove(
     estimate: Estimate, judge: Callable[[Estimate], int], check: Callable[[Timeline, int], Timeline | None]
 ) -> Proof:
-    """Trace the size that the estimate leads to; where the trace differs, judge again with it.
+    """Trace the size that the estimate leads to, which ``judge`` returns; where the trace differs, judge again with it.
 
-    Args:
-        estimate: Of one step.
-        judge: The size that it leads to.
-        check: ``None`` where the timeline holds at this size, else one with a trace of it: ``check_timeline``.
+    ``check`` returns None where the timeline holds at a size, else one with a trace of it, as ``check_timeline`` does.
     """
-    for _ in range(_ROUNDS):
-        size = judge(estimate)
-        if _is_traced(estimate.timeline, size):
+    for tries in range(_ROUNDS + 1):
+        size, timeline = judge(estimate), estimate.timeline
+        if size in ([step.samples for step in timeline.traced] or SIZES):
             return Proof(estimate, size)
-        if size < _FEWEST:
+        if tries == _ROUNDS:
+            break
+        if size < 2:
             doubt = "one sample is another program than several, which skips some copies, so it is never traced"
             return Proof(estimate, doubt=doubt)
         try:
-            changed = check(estimate.timeline, size)
+            changed = check(timeline, size)
         except CannotPredict as error:
             return Proof(estimate, doubt=str(error))
         if changed is None:
             return Proof(estimate, size)
         estimate = estimate.changed(timeline=changed)
-    size = judge(estimate)
-    if _is_traced(estimate.timeline, size):
-        return Proof(estimate, size)
     return Proof(estimate, doubt=f"after {_ROUNDS} more traces the answer had moved once more")
 
 
-def _is_traced(timeline: Timeline, size: int) -> bool:
-    return size in ([step.samples for step in timeline.traced] if timeline.interpolated else SIZES)
+def prove_sizing(
+    sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
+) -> tuple[Sizing, Proof]:
+    """The same on an estimate that has been put to the test at the size that it leads to."""
+    proof = prove(
+        sizing.estimate,
+        judge=lambda estimate: replace(sizing, estimate=estimate).largest,
+        check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
+    )
+    return replace(sizing, estimate=proof.estimate), proof
 
 
 def check_timeline(
     timeline: Timeline, workload: Workload, layout: Layout, samples: int, circumstances: Circumstances
 ) -> Timeline | None:
-    """Trace the step at one more size; where it holds, one optimizer step, since the second makes what the first makes.
+    """Trace the step at one more size, of at least 2 samples; one optimizer step where that is as the timeline has it.
 
-    Args:
-        timeline: Of the same step in the same circumstances.
-        workload: As for ``trace_timeline``.
-        layout: As for ``trace_timeline``.
-        samples: In a micro-batch; at least 2.
-        circumstances: As for ``trace_timeline``.
+    The second makes what the first makes.
 
     Returns:
         ``None`` where the timeline says the same, else one that is interpolated and has this size.
@@ -95,19 +89,18 @@ def check_timeline(
     Raises:
         CannotPredict: At this size it cannot be traced, or not in a few seconds.
     """
-    if timeline.interpolated:
-        traced = list(timeline.traced)
-        if expect_events(traced, samples) > find_most_events(traced):
-            raise TooLong("it runs the more operators the more samples it has, there too many to trace")
-        return combine([*traced, trace(workload, layout, samples, circumstances, find_most_events(traced))])
-    traced = [timeline.at(size) for size in SIZES]
+    traced = list(timeline.traced) or [timeline.at(size) for size in SIZES]
     most = find_most_events(traced)
-    if timeline.begins_with(trace(workload, layout, samples, circumstances.once(), most // 2)):
-        return None
 
     def run(size: int) -> TracedStep:
         return trace(workload, layout, size, circumstances, most)
 
+    if timeline.interpolated:
+        if expect_events(traced, samples) > most:
+            raise TooLong("it runs the more operators the more samples it has, there too many to trace")
+        return combine([*traced, run(samples)])
+    if timeline.begins_with(trace(workload, layout, samples, circumstances.once(), most // 2)):
+        return None
     return combine(climb([*traced, run(samples)], [size for size in _LADDER if size != samples], run))
 
 

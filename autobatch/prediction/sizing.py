@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autobatch.planning.planner import least_size, useful_sizes
-from autobatch.prediction.card_table import GPUS, Gpu
+from autobatch.prediction.cards import GPUS, Gpu
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.record import CardFit, Point, Reach
+from autobatch.prediction.prediction import CardFit, Point, Reach
 
 __all__ = ["Sizing", "find_limit"]
 
@@ -33,35 +33,25 @@ def find_limit(gpu: Gpu, margin: float) -> int:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How one estimated step fits cards.
+    """How one estimated step fits cards."""
 
-    Attributes:
-        estimate: Of the step, with the workspaces of the asked card.
-        gpu: The asked card.
-        target: Samples an optimizer step should see.
-        margin: Fraction of the predicted peak of the whole process to leave free on top of it.
-        smallest: The fewest samples that the model can run; no size leaves a micro-batch of fewer.
-    """
-
-    estimate: Estimate
+    estimate: Estimate  # with the workspaces of the asked card
     gpu: Gpu
-    target: int
-    margin: float
-    smallest: int = 1
+    target: int  # samples an optimizer step should see
+    margin: float  # fraction of the predicted peak of the whole process to leave free on top of it
+    smallest: int = 1  # the fewest samples that the model can run; no size leaves a micro-batch of fewer
 
     @cached_property
     def largest(self) -> int:
         """The most samples that fit the asked card with the margin; 0 where not even one."""
-        return self._find_largest(find_limit(self.gpu, self.margin))
+        return self._find_largest(self.margin)
 
     @cached_property
     def reach(self) -> Reach:
         """The same without the margin, and with the allocator giving memory back."""
         limit = find_limit(self.gpu, 0)
-        return Reach(
-            comfortable=self._find_largest(limit),
-            tight=_bisect(self._sizes, lambda size: self.estimate.runs_within(size, limit)),
-        )
+        tight = _bisect(self._sizes, lambda size: self.estimate.runs_within(size, limit))
+        return Reach(comfortable=self._find_largest(0), tight=tight)
 
     def points(self) -> tuple[Point, ...]:
         """Peaks at the useful sizes up to the bound, thinned out where there are many, and at the answers."""
@@ -79,6 +69,11 @@ class Sizing:
         return tuple(_fit(replace(self, estimate=estimates[gpu.cublas_workspace_bytes], gpu=gpu)) for gpu in GPUS)
 
     @property
+    def judged(self) -> int:
+        """The size that a prediction is about."""
+        return self.largest or self.least
+
+    @property
     def bound(self) -> int:
         """The largest size that is judged: the target, or the largest that was traced where the rest is unknown."""
         return min(self.target, self.estimate.largest_traced or self.target)
@@ -93,8 +88,9 @@ class Sizing:
         sizes = useful_sizes(self.target, self.bound)
         return tuple(size for size in sizes if size >= self.least) or sizes[-1:]
 
-    def _find_largest(self, limit_bytes: int) -> int:
-        return _bisect(self._sizes, lambda size: self.estimate.fits_within(size, limit_bytes))
+    def _find_largest(self, margin: float) -> int:
+        limit = find_limit(self.gpu, margin)
+        return _bisect(self._sizes, lambda size: self.estimate.fits_within(size, limit))
 
 
 def _fit(sizing: Sizing) -> CardFit:
@@ -121,10 +117,10 @@ def _bisect(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     return sizes[index - 1] if index else 0
 
 
-def _thin(sizes: Sequence[int]) -> list[int]:
+def _thin(sizes: Sequence[int]) -> Sequence[int]:
     """At most so many of them, evenly by ratio, always the first and the last."""
     if len(sizes) <= _MOST_POINTS:
-        return list(sizes)
+        return sizes
     step = (sizes[-1] / sizes[0]) ** (1 / (_MOST_POINTS - 1))
     wanted = [sizes[0] * step**index for index in range(_MOST_POINTS - 1)]
-    return sorted({min(sizes, key=lambda size: abs(size - want)) for want in wanted} | {sizes[-1]})
+    return [*{min(sizes, key=lambda size: abs(size - want)) for want in wanted}, sizes[-1]]

@@ -1,33 +1,39 @@
-"""Writes a prediction as text: one line, and the whole story.
+"""Writes a prediction as text (one line, and the whole story), and its tables as HTML for a notebook.
 
-Covers words and tables of up to 100 columns below the first line, where names are ordinary. Does not cover any
-estimate: every number shown stands in the record, or is the sum of two that do.
+Covers words and tables of up to 100 columns below the first line, where names are ordinary. In HTML nothing runs or is
+fetched, and all text is escaped (``report.templating``). Does not cover any estimate: every number shown stands in the
+record, or is the sum of two that do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
+from typing import TYPE_CHECKING
 
 from autobatch._formatting import format_bytes, plural
-from autobatch.prediction.record import CardFit, Change, PredictionRecord
+from autobatch.report.tables import Bytes, Cell, Section, Table, format_cell
 from autobatch.report.text import describe_division
+
+if TYPE_CHECKING:
+    from autobatch.prediction.prediction import CardFit, Change, Prediction
 
 __all__ = [
     "FAMILIES_REASON",
     "explain_cards",
     "explain_changes",
     "explain_prediction",
-    "explain_trust",
+    "render_prediction",
     "summarise_prediction",
 ]
 
 _WIDTH = 98  # and two of indentation
+_NOMINAL = "* its memory is a nominal figure"
 FAMILIES_REASON = "in 3 of 22 families of networks a fifth to a third of the peaks were more than 10 % above"
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
 
-def summarise_prediction(prediction: PredictionRecord) -> str:
+def summarise_prediction(prediction: Prediction) -> str:
     """``autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s``."""
     gpu = prediction.gpu
     peak = f"{format_bytes(prediction.peak_bytes)} of {format_bytes(gpu.total_bytes)}"
@@ -35,39 +41,39 @@ def summarise_prediction(prediction: PredictionRecord) -> str:
     return f"autobatch: predicted on {gpu.name}: {needed}; nothing was run, {prediction.seconds:.1f} s"
 
 
-def explain_prediction(prediction: PredictionRecord) -> str:
+def explain_prediction(prediction: Prediction) -> str:
     """All that a prediction says, in sections; ends without a newline."""
     size = plural(prediction.judged_size, "sample")
     return "\n".join(
         [
             summarise_prediction(prediction),
             *_section(f"What fits: {prediction.gpu.name}", _reach_lines(prediction)),
-            *_section(f"Where the memory goes at {size}", _part_lines(prediction)),
-            *_section(f"Its tensors at {size}, by module", _module_lines(prediction)),
+            *_section(f"Where the memory goes at {size}", _part_lines(_parts(prediction))),
+            *_section(f"Its tensors at {size}, by module", _part_lines(_modules(prediction))),
             *_section("Memory by size", _point_lines(prediction)),
             *_section("What would help", _change_lines(prediction)),
             *_section("On every card that is known", _card_lines(prediction)),
-            *_section("How sure this is", _wrapped(explain_trust(prediction))),
+            *_section("How sure this is", _wrapped(_trust_lines(prediction))),
             *_section("Warnings", _wrapped(f"! {warning}" for warning in prediction.warnings)),
         ]
     )
 
 
-def explain_cards(prediction: PredictionRecord) -> str:
+def explain_cards(prediction: Prediction) -> str:
     """Every card that is known, a line each; ends without a newline."""
     header = f"{plural(prediction.target_batch, 'sample')} a step"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
 
 
-def explain_changes(prediction: PredictionRecord) -> str:
+def explain_changes(prediction: Prediction) -> str:
     """What other ways to do the step would save, a line each, below a title; empty where nobody asked."""
     if not prediction.changes:
         return ""
     return "\n".join(_section(f"What would help on {prediction.gpu.name}", _change_lines(prediction))[1:])
 
 
-def _refuse(prediction: PredictionRecord, peak: str) -> str:
+def _refuse(prediction: Prediction, peak: str) -> str:
     least = prediction.judged_size  # more than one where the model cannot run one sample
     if prediction.peak_bytes > prediction.gpu.total_bytes:
         return f"not even {'one sample fits' if least == 1 else f'{least} samples fit'}: {peak}"
@@ -89,7 +95,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.3g} %"
 
 
-def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
+def _reach_lines(prediction: Prediction) -> Iterator[str]:
     target, reach = prediction.target_batch, prediction.reach
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     if chosen == target:
@@ -105,7 +111,7 @@ def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
         yield f"{'':>12}   {more} predicted to be impossible"
 
 
-def _is_bound(prediction: PredictionRecord, size: int) -> bool:
+def _is_bound(prediction: Prediction, size: int) -> bool:
     """Whether a size is the largest that could be judged, so that the card may well take more."""
     steps = -(-prediction.target_batch // size) if size else 0
     return steps > 1 and -(-prediction.target_batch // (steps - 1)) > prediction.largest_judged
@@ -115,30 +121,38 @@ def _of_target(size: int, target: int) -> str:
     return f"all {size}" if size == target else str(size or "none")
 
 
-def _part_lines(prediction: PredictionRecord) -> Iterator[str]:
-    for part in prediction.breakdown:
-        yield f"{format_bytes(part.byte_count):>12}   {part.name}"
-    yield f"{format_bytes(prediction.context_bytes):>12}   CUDA's own, outside the allocator"
-    yield f"{format_bytes(prediction.peak_bytes):>12}   in all: the peak of the process, without the margin"
+def _parts(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
+    yield from ((Bytes(part.byte_count), part.name) for part in prediction.breakdown)
+    yield Bytes(prediction.context_bytes), "CUDA's own, outside the allocator"
+    yield Bytes(prediction.peak_bytes), "in all: the peak of the process, without the margin"
 
 
-def _module_lines(prediction: PredictionRecord) -> Iterator[str]:
+def _modules(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
     for part in prediction.modules:
-        yield f"{format_bytes(part.byte_count):>12}   {part.name or 'the model itself, outside its submodules'}"
+        yield Bytes(part.byte_count), part.name or "the model itself, outside its submodules"
 
 
-def _point_lines(prediction: PredictionRecord) -> Iterator[str]:
+def _part_lines(parts: Iterable[tuple[Bytes, str]]) -> Iterator[str]:
+    return (f"{format_bytes(count):>12}   {name}" for count, name in parts)
+
+
+def _points(prediction: Prediction) -> Iterator[tuple[int, Bytes, Bytes, Bytes]]:
+    for point in prediction.points:
+        held = Bytes(point.reserved)
+        yield point.size, Bytes(point.allocated), held, Bytes(held + prediction.context_bytes)
+
+
+def _point_lines(prediction: Prediction) -> Iterator[str]:
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     yield f"{'size':>8}{'allocated':>14}{'reserved':>14}{'process':>14}"
-    for point in prediction.points:
-        peaks = (point.allocated, point.reserved, point.reserved + prediction.context_bytes)
-        mark = "   <- the plan" if point.size == chosen else ""
-        yield f"{point.size:>8}{''.join(f'{format_bytes(peak):>14}' for peak in peaks)}{mark}"
+    for size, *peaks in _points(prediction):
+        mark = "   <- the plan" if size == chosen else ""
+        yield f"{size:>8}{''.join(f'{format_bytes(peak):>14}' for peak in peaks)}{mark}"
     more = prediction.per_sample_bytes
     yield f"one sample more than {prediction.judged_size} takes {format_bytes(more) if more else 'nothing'} in tensors"
 
 
-def _change_lines(prediction: PredictionRecord) -> Iterator[str]:
+def _change_lines(prediction: Prediction) -> Iterator[str]:
     if not prediction.changes:
         yield "ask with what_if=True: each change is traced, which takes about as long as this prediction did"
         return
@@ -160,31 +174,36 @@ def _describe_change(change: Change) -> Iterator[str]:
         yield from wrap(f"{'?':>12}{'?':>14}   {change.name}: {change.failed}", _WIDTH, subsequent_indent=indent)
         return
     saved = format_bytes(change.saved_bytes) if change.saved_bytes else "no change"
-    effect = f" ({change.effect})" if change.effect else ""
-    yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {change.name}{effect}"
+    yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {_name_change(change)}"
 
 
-def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> Iterator[str]:
+def _name_change(change: Change) -> str:
+    return f"{change.name} ({change.effect})" if change.effect else change.name
+
+
+def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterator[str]:
     yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
-    for card in sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu)):
-        yield _describe_card(card) + (mark if card.gpu == prediction.gpu.name else "")
+    for card in _by_memory(prediction):
+        name, total, size, steps, peak = map(format_cell, _card_cells(card))
+        line = f"{name:<32}{total:>11}{size:>13}{steps:>9}{peak:>12}"
+        yield line + (mark if card.gpu == prediction.gpu.name else "")
     if not all(card.measured for card in prediction.cards):
-        yield "* its memory is a nominal figure"
+        yield _NOMINAL
     if len({card.micro_batch_size for card in prediction.cards}) > 1:
         yield f"{prediction.judged_size} was traced, if nothing else is said; other sizes follow from fewer samples"
 
 
-def _describe_card(card: CardFit) -> str:
+def _by_memory(prediction: Prediction) -> list[CardFit]:
+    return sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu))
+
+
+def _card_cells(card: CardFit) -> tuple[Cell, ...]:
     name = card.gpu if card.measured else f"{card.gpu} *"
-    peak = format_bytes(card.peak_bytes) if card.micro_batch_size else "-"
-    return (
-        f"{name:<32}{format_bytes(card.total_bytes):>11}{card.micro_batch_size or 'none':>13}"
-        f"{card.accumulation_steps or '-':>9}{peak:>12}"
-    )
+    peak = Bytes(card.peak_bytes) if card.micro_batch_size else "-"
+    return (name, Bytes(card.total_bytes), card.micro_batch_size or "none", card.accumulation_steps or "-", peak)
 
 
-def explain_trust(prediction: PredictionRecord) -> Iterator[str]:
-    """How sure it is, a sentence each."""
+def _trust_lines(prediction: Prediction) -> Iterator[str]:
     gpu, margin = prediction.gpu, _percent(prediction.margin)
     yield f"{margin} of the peak, CUDA's own part included, is left free on top of it: {prediction.margin_reason}"
     if not gpu.measured and any(card.gpu == gpu.name for card in prediction.cards):
@@ -200,9 +219,47 @@ def explain_trust(prediction: PredictionRecord) -> Iterator[str]:
     yield from _interpolation_lines(prediction)
 
 
-def _interpolation_lines(prediction: PredictionRecord) -> Iterator[str]:
+def _interpolation_lines(prediction: Prediction) -> Iterator[str]:
     if prediction.interpolated:
         yield (
             "the step ran different operators at different sizes: all numbers for sizes that were not traced are on "
             f"lines through the nearest two that were, and no size above {prediction.largest_judged} was judged"
         )
+
+
+def render_prediction(prediction: Prediction) -> str:
+    """One element for a page that is there already; its styles reach nothing else, and it has no ids."""
+    from autobatch.report.html import render_template  # noqa: PLC0415 - only notebooks need it
+
+    size = plural(prediction.judged_size, "sample")
+    tables = {
+        f"Where the memory goes at {size}": Table(("bytes", "part"), tuple(_parts(prediction))),
+        f"Its tensors at {size}, by module": Table(("bytes", "module"), tuple(_modules(prediction))),
+        "Memory by size": Table(("size", "allocated", "reserved", "process"), tuple(_points(prediction))),
+        "What would help": Table(("saves", "micro-batch", "change"), tuple(map(_change_cells, prediction.changes))),
+        "On every card that is known": Table(
+            ("card", "memory", "micro-batch", "steps", "peak"),
+            tuple(map(_card_cells, _by_memory(prediction))),
+            (_NOMINAL,),
+        ),
+    }
+    chosen = prediction.plan.micro_batch_size if prediction.plan else None
+    return render_template(
+        "fragment.html",
+        summary=summarise_prediction(prediction).removeprefix("autobatch: "),
+        warnings=prediction.warnings,
+        sections=[
+            *(
+                Section(title, table=table, planned=chosen if title == "Memory by size" else None)
+                for title, table in tables.items()
+                if table.rows
+            ),
+            Section("How sure this is", items=list(_trust_lines(prediction))),
+        ],
+    )
+
+
+def _change_cells(change: Change) -> tuple[Cell, ...]:
+    if change.failed:
+        return ("?", "?", f"{change.name}: {change.failed}")
+    return (Bytes(change.saved_bytes), change.micro_batch_size or "none", _name_change(change))

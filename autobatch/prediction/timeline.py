@@ -20,32 +20,19 @@ Kind = Literal[
 
 
 class Block(Record):
-    """What is known of one allocation besides its size.
+    """What is known of one allocation besides its size."""
 
-    Attributes:
-        phase: When it was made.
-        kind: What it is for; ``"aux"`` is what a step returns beside its loss, held until all its micro-batches ran.
-        module: The qualified name of the submodule that made it, or whose parameter it belongs to; "" outside of all.
-    """
-
-    phase: Phase
-    kind: Kind
-    module: str = ""
+    phase: Phase  # in which it was made
+    kind: Kind  # "aux" is what a step returns beside its loss, held until all its micro-batches ran
+    module: str = ""  # the submodule that made it, or whose parameter it belongs to; "" outside of all
 
 
 class TracedStep(Record):
-    """A step at one number of samples.
+    """A step at one number of samples."""
 
-    Attributes:
-        samples: Samples in each micro-batch.
-        order: ``k + 1`` where block ``k`` is allocated, ``-(k + 1)`` where it is freed.
-        sizes: Bytes of each block as they were asked for, before any rounding.
-        blocks: What each block is.
-    """
-
-    samples: int
-    order: tuple[int, ...]
-    sizes: tuple[int, ...]
+    samples: int  # in each micro-batch
+    order: tuple[int, ...]  # k + 1 where block k is allocated, -(k + 1) where it is freed
+    sizes: tuple[int, ...]  # bytes of each block as they were asked for, before any rounding
     blocks: tuple[Block, ...]
 
     def peak(self) -> int:
@@ -63,23 +50,18 @@ def most_alive(order: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 class Timeline(Record):
-    """What a step allocates and frees, at any number of samples.
+    """What a step allocates and frees, at any number of samples."""
 
-    Attributes:
-        order: As ``TracedStep.order``; of the last trace where interpolated.
-        fixed: Bytes of each block at 0 samples.
-        per_sample: Bytes that each sample adds to each block.
-        blocks: What each block is.
-        interpolated: Whether the traces ran different operators, so that sizes in between are estimates.
-        traced: The traces themselves, where interpolated.
-    """
-
-    order: tuple[int, ...]
-    fixed: tuple[int, ...]
-    per_sample: tuple[int, ...]
+    order: tuple[int, ...]  # as TracedStep.order; of the last trace where interpolated
+    fixed: tuple[int, ...]  # bytes of each block at 0 samples
+    per_sample: tuple[int, ...]  # bytes that each sample adds to each block
     blocks: tuple[Block, ...]
-    interpolated: bool = False
-    traced: tuple[TracedStep, ...] = ()
+    traced: tuple[TracedStep, ...] = ()  # where the traces ran different operators, these, by their samples
+
+    @property
+    def interpolated(self) -> bool:
+        """Whether the traces ran different operators, so that sizes in between are estimates."""
+        return bool(self.traced)
 
     def begins_with(self, traced: TracedStep) -> bool:
         """Whether the step at that number of samples begins with this very trace, which may be of fewer steps.
@@ -95,7 +77,7 @@ class Timeline(Record):
 
         Beyond the largest trace that one. ``measure`` interpolates between them.
         """
-        if self.interpolated:
+        if self.traced:
             return next((step for step in self.traced if step.samples >= n), self.traced[-1])
         sizes = tuple(fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True))
         return TracedStep(samples=n, order=self.order, sizes=sizes, blocks=self.blocks)
@@ -106,7 +88,7 @@ class Timeline(Record):
         Exact where the traces aligned. Else on the line through the nearest two traced sizes, which lies above a convex
         quantity between them, and below it beyond them. A line that falls is not followed beyond the largest size.
         """
-        if not self.interpolated or len(self.traced) == 1:
+        if len(self.traced) < 2:
             return quantity(self.at(n))
         index = next((i for i, step in enumerate(self.traced) if step.samples >= n), len(self.traced) - 1)
         low, high = self.traced[max(index, 1) - 1], self.traced[max(index, 1)]
@@ -122,16 +104,15 @@ def align(first: TracedStep, second: TracedStep) -> Timeline | None:
     A block's bytes are affine in the samples where they are a product of dimensions, of which one is the samples'. One
     sample is another program, since views of size 1 skip copies, so it is never traced.
     """
-    if first.order != second.order or first.blocks != second.blocks:
-        return None
     distance = second.samples - first.samples
+    if distance == 0 or first.order != second.order or first.blocks != second.blocks:
+        return None
     growth = [after - before for before, after in zip(first.sizes, second.sizes, strict=True)]
-    if distance == 0 or any(bytes_more % distance for bytes_more in growth):
-        return None
     per_sample = tuple(bytes_more // distance for bytes_more in growth)
-    if any(size - slope * (first.samples - 1) < 0 for size, slope in zip(first.sizes, per_sample, strict=True)):
-        return None
     fixed = tuple(size - slope * first.samples for size, slope in zip(first.sizes, per_sample, strict=True))
+    at_one = [size + slope for size, slope in zip(fixed, per_sample, strict=True)]
+    if any(bytes_more % distance for bytes_more in growth) or any(size < 0 for size in at_one):
+        return None
     return Timeline(order=first.order, fixed=fixed, per_sample=per_sample, blocks=first.blocks)
 
 
@@ -139,11 +120,5 @@ def combine(traced: Sequence[TracedStep]) -> Timeline:
     """A timeline from traces that do not align, of at least one size; it is ``interpolated``."""
     steps = tuple(sorted(traced, key=lambda step: step.samples))
     last = steps[-1]
-    return Timeline(
-        order=last.order,
-        fixed=last.sizes,
-        per_sample=(0,) * len(last.sizes),
-        blocks=last.blocks,
-        interpolated=True,
-        traced=steps,
-    )
+    none = (0,) * len(last.sizes)
+    return Timeline(order=last.order, fixed=last.sizes, per_sample=none, blocks=last.blocks, traced=steps)

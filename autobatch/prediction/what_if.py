@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.record import Change
-from autobatch.prediction.retrace import check_timeline
+from autobatch.prediction.prediction import Change
+from autobatch.prediction.retrace import check_timeline, prove_sizing
+from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.step.workload import Workload
@@ -35,50 +35,6 @@ _SMALLEST_EIGHT_BIT = 4096
 """Parameters with fewer numbers have float32 state there."""
 
 
-def try_changes(
-    workload: Workload,
-    layout: Layout,
-    estimate: Estimate,
-    size: int,
-    *,
-    largest: Callable[[Estimate, Workload, Circumstances], int],
-    circumstances: Circumstances,
-) -> tuple[Change, ...]:
-    """Each change that the step allows, the one that saves most at ``size`` first, those that fail last.
-
-    Args:
-        workload: The step as it is.
-        layout: Its example batch.
-        estimate: Of it.
-        size: Samples at which changes are compared.
-        largest: The most samples that fit, of an estimate of a step and with a trace of that size.
-        circumstances: In which the unchanged step was traced.
-    """
-    before = estimate.reserved(size)
-    # A step that is no line is none in another way either: then it is traced at the size of the comparison too.
-    also = size if estimate.timeline.interpolated and size > 1 else 0
-
-    def judge(way: _Way) -> Change:
-        try:
-            if way.is_traced:
-                timeline = run_apart(lambda: _trace(way.workload, layout, way.circumstances, also))
-                changed = estimate.changed(timeline=timeline)
-            else:
-                changed = estimate.changed(expandable_segments=True)
-            fits = largest(changed, way.workload, way.circumstances)
-        except CannotPredict as error:
-            return Change(name=way.name, effect=way.effect, failed=str(error))
-        peak = changed.reserved(size)
-        return Change(
-            name=way.name, effect=way.effect, peak_bytes=peak, saved_bytes=before - peak, micro_batch_size=fits
-        )
-
-    ways = [*_traced_ways(workload, circumstances)]
-    if not estimate.expandable_segments:
-        ways.append(_Way("expandable segments", "", workload, circumstances, is_traced=False))
-    return tuple(sorted(map(judge, ways), key=lambda change: (bool(change.failed), -change.saved_bytes)))
-
-
 class _Way(NamedTuple):
     """Another way to do the step: its name, what it costs besides memory, and what is run."""
 
@@ -86,7 +42,34 @@ class _Way(NamedTuple):
     effect: str
     workload: Workload
     circumstances: Circumstances
-    is_traced: bool = True
+
+
+def try_changes(workload: Workload, layout: Layout, sizing: Sizing, circumstances: Circumstances) -> tuple[Change, ...]:
+    """Each change that the step allows, the one that saves most at the judged size first, those that fail last."""
+    estimate, size = sizing.estimate, sizing.judged
+    before = estimate.reserved(size)
+    # A step that is no line is none in another way either: then it is traced at the size of the comparison too.
+    also = size if estimate.timeline.interpolated and size > 1 else 0
+
+    def judge(way: _Way) -> Change:
+        try:
+            if way.workload is workload and way.circumstances == circumstances:  # only the allocator is another
+                changed = estimate.changed(expandable_segments=True)
+            else:
+                changed = estimate.changed(timeline=run_apart(lambda: _trace(way, layout, also)))
+            proven, _ = prove_sizing(replace(sizing, estimate=changed), way.workload, layout, way.circumstances)
+        except CannotPredict as error:
+            return Change(name=way.name, effect=way.effect, failed=str(error))
+        peak = changed.reserved(size)
+        saved = before - peak
+        return Change(
+            name=way.name, effect=way.effect, peak_bytes=peak, saved_bytes=saved, micro_batch_size=proven.largest
+        )
+
+    ways = [*_traced_ways(workload, circumstances)]
+    if not estimate.expandable_segments:
+        ways.append(_Way("expandable segments", "", workload, circumstances))
+    return tuple(sorted(map(judge, ways), key=lambda change: (bool(change.failed), -change.saved_bytes)))
 
 
 def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
@@ -102,12 +85,12 @@ def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
         yield _Way("gradients zeroed, not set to None", "", workload, usual._replace(zeroes_gradients=True))
 
 
-def _trace(workload: Workload, layout: Layout, circumstances: Circumstances, also: int) -> Timeline:
+def _trace(way: _Way, layout: Layout, also: int) -> Timeline:
     """At any size; at ``also`` for sure, unless it is 0."""
-    timeline = trace_timeline(workload, layout, circumstances)
+    timeline = trace_timeline(way.workload, layout, way.circumstances)
     if not also or also in {step.samples for step in timeline.traced}:
         return timeline
-    return check_timeline(timeline, workload, layout, also, circumstances) or timeline
+    return check_timeline(timeline, way.workload, layout, also, way.circumstances) or timeline
 
 
 def _with_autocast(step: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -157,11 +140,7 @@ def _checkpointed(block: nn.Module) -> Iterator[None]:
 
 
 def other_optimizers(now: Any | None) -> Iterator[tuple[str, str, Any]]:
-    """Those that the step does not have yet, each with its name, what it costs besides, and an instance.
-
-    Args:
-        now: The step's optimizer; the others train the parameters that it trains.
-    """
+    """Those that the step does not have yet, of the same parameters: name, what it costs besides, and an instance."""
     if now is None:
         return
     parameters = [parameter for group in now.param_groups for parameter in group["params"]]
@@ -196,9 +175,8 @@ class EightBitAdam(torch.optim.Optimizer):
 
 
 def _make_moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    if parameter.numel() < _SMALLEST_EIGHT_BIT:
-        return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in ("first", "second")}
-    blocks = -(-parameter.numel() // _BLOCK)
-    moments = {name: torch.zeros_like(parameter, dtype=torch.uint8) for name in ("first", "second")}
-    scales = {f"{name} scale": torch.zeros(blocks, device=parameter.device) for name in ("first", "second")}
-    return {**moments, **scales}
+    is_small = parameter.numel() < _SMALLEST_EIGHT_BIT
+    dtype, blocks = torch.float32 if is_small else torch.uint8, -(-parameter.numel() // _BLOCK)
+    moments = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("first", "second")}
+    scales = () if is_small else moments
+    return moments | {f"{name} scale": torch.zeros(blocks, device=parameter.device) for name in scales}

@@ -26,11 +26,21 @@ def _modules_under(*patterns: str) -> list[str]:
 
 
 # What decides, records and reports must work without torch.
-TORCH_FREE = ["autobatch", *_modules_under("events/*.py", "planning/*.py", "report/*.py", "prediction/allocator/*.py")]
+TORCH_FREE = ["autobatch", *_modules_under("events/*.py", "planning/*.py", "report/*.py")]
 TORCH_FREE += [f"autobatch.{name}" for name in ("errors", "records", "_version", "_arguments", "_formatting")]
 TORCH_FREE += [
     f"autobatch.prediction.{name}"
-    for name in ("timeline", "estimate", "card_table", "cards", "prediction", "record", "sizing")
+    for name in (
+        "allocator",
+        "block_pool",
+        "card_table",
+        "cards",
+        "estimate",
+        "prediction",
+        "sizing",
+        "text",
+        "timeline",
+    )
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autobatch.prediction.allocator.replay import AllocatorPeak
+from autobatch.prediction.allocator import AllocatorPeak
 
 MIB = 2**20
 

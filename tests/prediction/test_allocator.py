@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from plain_allocator import PlainAllocator
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.allocator.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT, ExpandablePool
-from autobatch.prediction.allocator.caching_allocator import ExpandableSegments, FixedSegments
-from autobatch.prediction.allocator.replay import AllocatorPeak, find_least_capacity, simulate
+from autobatch.prediction.allocator import AllocatorPeak, CachingAllocator, find_least_capacity, simulate
+from autobatch.prediction.block_pool import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, UNIT, ExpandablePool
 from autobatch.prediction.timeline import most_alive
 
 pytestmark = pytest.mark.quick
@@ -60,7 +59,7 @@ def long_timeline(events, live=800, seed=0, smallest=8):
 
 def step_through(order, sizes, *, expandable, capacity=None):
     """Simulate event by event: yields the allocator and its live blocks as (small, start, end), in units."""
-    allocator = (ExpandableSegments if expandable else FixedSegments)(capacity)
+    allocator = CachingAllocator(capacity, expandable=expandable)
     rounded = [-(-size // UNIT) for size in sizes]
     held = {}
     for entry in order:
@@ -341,8 +340,9 @@ def test_live_blocks_lie_within_one_segment(timeline):
     """No block reaches from one fixed segment into another."""
     order, sizes = timeline
     for allocator, live in step_through(order, sizes, expandable=False):
-        for _, first, last in live:
-            assert any(start <= first and last <= start + size for start, size in allocator.segments.items())
+        for is_small, first, last in live:
+            segments = (allocator.small if is_small else allocator.large).segments
+            assert any(start <= first and last <= start + size for start, size in segments.items())
 
 
 @given(timelines(), st.booleans())
@@ -357,7 +357,7 @@ def test_what_is_freed_becomes_whole_again(timeline, expandable):
     allocator, live = steps[-1]
     assert live == []
     free = len(allocator.small.blocks) + len(allocator.large.blocks)
-    assert free == len(allocator.segments) if not expandable else free <= 2
+    assert free <= 2 if expandable else free == len(allocator.small.segments) + len(allocator.large.segments)
     allocator.release_cached()
     assert allocator.reserved == 0
     assert allocator.small.blocks == allocator.large.blocks == []

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.card_table import COMMONEST, GPUS, Gpu
-from autobatch.prediction.cards import _FAMILIES, _simplify, _without_socket, explain_choice, find_gpu
+from autobatch.prediction.cards import (
+    _FAMILIES,
+    COMMONEST,
+    GPUS,
+    Gpu,
+    _simplify,
+    _without_socket,
+    explain_choice,
+    find_gpu,
+)
 
 GIB, MIB = 2**30, 2**20
 

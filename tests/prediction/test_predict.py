@@ -12,7 +12,7 @@ from workloads import bits_of, differences
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict, InvalidArgument, InvalidStep
-from autobatch.prediction.card_table import GPUS
+from autobatch.prediction.cards import GPUS
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.predict import MARGIN, MARGIN_REASON

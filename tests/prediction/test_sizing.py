@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.planning.planner import balance, useful_sizes
-from autobatch.prediction.card_table import GPUS, make_gpu
+from autobatch.prediction.cards import GPUS, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.sizing import Sizing, find_limit

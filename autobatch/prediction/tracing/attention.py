@@ -10,10 +10,7 @@ fake device torch itself would always take the plain formula, with 20 to 50 time
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -25,28 +22,16 @@ _HALF = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One call's arguments.
+class Attention(NamedTuple):
+    """One call's arguments; the key may have fewer heads where several query heads share one (``grouped``)."""
 
-    Attributes:
-        query: ``[..., heads, queries, width]``.
-        key: ``[..., heads, keys, width]``; fewer heads with ``grouped``.
-        value: As ``key``.
-        mask: Boolean or added; broadcasts to ``[..., heads, queries, keys]``.
-        dropout: Probability.
-        causal: Whether queries see no later key.
-        scale: ``None`` for 1 / sqrt(width).
-        grouped: Whether several query heads share one key head.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # [..., heads, queries, width]
+    key: torch.Tensor  # [..., heads, keys, width]
     value: torch.Tensor
-    mask: torch.Tensor | None = None
+    mask: torch.Tensor | None = None  # boolean or added; broadcasts to [..., heads, queries, keys]
     dropout: float = 0.0
     causal: bool = False
-    scale: float | None = None
+    scale: float | None = None  # None for 1 / sqrt(width)
     grouped: bool = False
 
 
@@ -73,11 +58,10 @@ def choose_kernel(call: Attention) -> Kernel:
 
 
 def _is_plain(call: Attention) -> bool:
-    tensors = (call.query, call.key, call.value)
+    tensors = call[:3]
     return (
         all(tensor.dim() == 4 and tensor.stride(-1) == 1 and tensor.numel() > 0 for tensor in tensors)
-        and len({tensor.dtype for tensor in tensors}) == 1
-        and len({tensor.shape[0] for tensor in tensors}) == 1
+        and len({(tensor.dtype, tensor.shape[0]) for tensor in tensors}) == 1
     )
 
 
@@ -93,12 +77,9 @@ def _suits_flash(call: Attention) -> bool:
 
 def _suits_efficient(call: Attention) -> bool:
     aligned = 8 if call.query.dtype in _HALF else 4  # 16 bytes, what one load takes
-    return (
-        call.query.dtype in (*_HALF, torch.float32)
-        and _heads_agree(call)
-        and call.query.shape[-1] % aligned == 0
-        and call.value.shape[-1] % aligned == 0
-    )
+    widths = (call.query.shape[-1], call.value.shape[-1])
+    is_known = call.query.dtype in (*_HALF, torch.float32)
+    return is_known and _heads_agree(call) and not any(width % aligned for width in widths)
 
 
 def _suits_cudnn(call: Attention) -> bool:
@@ -124,26 +105,29 @@ def _attend(  # noqa: PLR0917 - torch's own signature
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     call = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _KERNELS[choose_kernel(call)](call)
+    kernel = choose_kernel(call)
+    if kernel == "flash":
+        return _run_flash(call)
+    if kernel == "math":
+        results = _aten._scaled_dot_product_attention_math(*call[:6], scale=scale, enable_gqa=enable_gqa)
+    else:
+        operator = getattr(_aten, f"_scaled_dot_product_{kernel}_attention")
+        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call[:3])
+        results = operator(*call[:3], _bias_of(call), needs_grad, dropout_p, is_causal, scale=scale)
+    output: torch.Tensor = results[0]
+    return output
 
 
 def _run_flash(call: Attention) -> torch.Tensor:
     width = call.query.shape[-1]
     scale = call.scale if call.scale is not None else width**-0.5
-    tensors = [call.query, call.key, call.value]
+    tensors: tuple[torch.Tensor, ...] = call[:3]
     if width % 8:  # torch pads before the kernel and takes the width back after it
-        tensors = [torch.nn.functional.pad(tensor, (0, 8 - width % 8)) for tensor in tensors]
-    results = _aten._scaled_dot_product_flash_attention(*tensors, call.dropout, call.causal, scale=scale)
-    output: torch.Tensor = results[0]
+        tensors = tuple(torch.nn.functional.pad(tensor, (0, 8 - width % 8)) for tensor in tensors)
+    output: torch.Tensor = _aten._scaled_dot_product_flash_attention(*tensors, call.dropout, call.causal, scale=scale)[
+        0
+    ]
     return output[..., :width] if width % 8 else output
-
-
-def _run_with_bias(call: Attention, operator: Any) -> torch.Tensor:
-    tensors = (call.query, call.key, call.value)
-    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    results = operator(*tensors, _bias_of(call), needs_grad, call.dropout, call.causal, scale=call.scale)
-    output: torch.Tensor = results[0]
-    return output
 
 
 def _bias_of(call: Attention) -> torch.Tensor | None:
@@ -158,22 +142,6 @@ def _bias_of(call: Attention) -> torch.Tensor | None:
     if keys % 16:
         bias = torch.nn.functional.pad(bias, (0, 16 - keys % 16))[..., :keys]
     return bias.expand(*call.query.shape[:-1], call.key.shape[-2])
-
-
-def _run_plain(call: Attention) -> torch.Tensor:
-    output: torch.Tensor = _aten._scaled_dot_product_attention_math(
-        call.query, call.key, call.value, call.mask, call.dropout, call.causal,
-        scale=call.scale, enable_gqa=call.grouped,
-    )[0]  # fmt: skip
-    return output
-
-
-_KERNELS: dict[Kernel, Callable[[Attention], torch.Tensor]] = {
-    "flash": _run_flash,
-    "efficient": partial(_run_with_bias, operator=_aten._scaled_dot_product_efficient_attention),
-    "cudnn": partial(_run_with_bias, operator=_aten._scaled_dot_product_cudnn_attention),
-    "math": _run_plain,
-}
 
 
 def register() -> torch.library.Library:

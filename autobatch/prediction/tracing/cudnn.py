@@ -29,31 +29,17 @@ _BACKWARD = torch.ops.aten.convolution_backward.default
 
 @dataclass(frozen=True)
 class Recurrence:
-    """One call for all layers and steps.
-
-    Attributes:
-        cell: What is repeated.
-        steps: In time.
-        samples: In the batch.
-        hidden: Units of a layer in one direction.
-        results: Numbers that a step gives in one direction: ``hidden``, or the projection's.
-        layers: On top of each other.
-        directions: 1 or 2.
-        drops: Whether there is dropout between layers.
-        dtype: Of the computation.
-        trains: Whether the layer is in train mode.
-        batch_first: Whether samples are the first dimension, and steps the second.
-    """
+    """One call for all layers and steps."""
 
     cell: Cell
     steps: int
     samples: int
-    hidden: int
-    results: int
+    hidden: int  # units of a layer in one direction
+    results: int  # numbers that a step gives in one direction: ``hidden``, or the projection's
     layers: int
     directions: int
-    drops: bool
-    dtype: torch.dtype
+    drops: bool  # whether there is dropout between layers
+    dtype: torch.dtype  # of the computation
     trains: bool = True
     batch_first: bool = False
 
@@ -81,12 +67,7 @@ class _CuDNN(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        call: Recurrence,
-        inputs: torch.Tensor,
-        hidden: torch.Tensor,
-        cell: torch.Tensor | None,
-        *weights: torch.Tensor,
+        ctx: Any, call: Recurrence, inputs: torch.Tensor, hidden: torch.Tensor, cell: Any, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Results, the last hidden state and, of an LSTM, the last cell."""
         buffer = None
@@ -173,7 +154,7 @@ def _kernel(cell: Cell, device_type: str) -> Callable[..., tuple[torch.Tensor, .
 
 
 def _shape_gru_cell(
-    gates: torch.Tensor, _: torch.Tensor, hidden: torch.Tensor, *_biases: torch.Tensor | None
+    gates: torch.Tensor, _: torch.Tensor, hidden: torch.Tensor, *_biases: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The next hidden state, and five numbers a unit that are saved."""
     return torch.empty_like(hidden), gates.new_empty(hidden.shape[0], 5 * hidden.shape[1])
@@ -190,6 +171,25 @@ def _shape_gru_cell_backward(
     return (*gates, torch.empty_like(gradient), *biases)
 
 
+def workspaces_of(func: Any, args: tuple[Any, ...], result: Any) -> list[int]:
+    """Bytes that each kernel of a convolution reads and writes beside its weights, where it works on copies of them.
+
+    The rule was found in published peaks of training steps: a network takes a multiple of what its largest convolution
+    reads and writes, where the kernel is larger than 1 x 1 and the tensors are not in the layout that tensor cores want
+    (channels last), so that copies are made and Winograd tiles stored.
+    """
+    if func is _FORWARD and _is_copied(args[0], args[1], args[8]):
+        return [args[0].nbytes + result.nbytes]
+    if func is _BACKWARD and _is_copied(args[1], args[2], args[9]):
+        return [args[1].nbytes + args[0].nbytes for wanted in args[10][:2] if wanted]
+    return []
+
+
+def _is_copied(inputs: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
+    is_wide = any(size > 1 for size in weight.shape[2:])
+    return is_wide and groups == 1 and inputs.dim() == 4 and not inputs.is_contiguous(memory_format=torch.channels_last)
+
+
 def register(device_type: str) -> torch.library.Library:
     """Run recurrent layers so on the fake device, for as long as the result is referenced."""
     library = torch.library.Library("aten", "IMPL")
@@ -199,26 +199,3 @@ def register(device_type: str) -> torch.library.Library:
     library.impl("_thnn_fused_gru_cell", _shape_gru_cell, "Meta")
     library.impl("_thnn_fused_gru_cell_backward", _shape_gru_cell_backward, "Meta")
     return library
-
-
-def workspaces_of(func: Any, args: tuple[Any, ...], result: Any) -> list[int]:
-    """Bytes that each kernel of a convolution reads and writes beside its weights, where it works on copies of them.
-
-    The rule was found in published peaks of training steps: a network takes a multiple of what its largest convolution
-    reads and writes, where the kernel is larger than 1 x 1 and the tensors are not in the layout that tensor cores want
-    (channels last), so that copies are made and Winograd tiles stored.
-    """
-    if func is _FORWARD and _is_copied(args[0], args[1], args[8]):
-        return [_copies(args[0], result)]
-    if func is _BACKWARD and _is_copied(args[1], args[2], args[9]):
-        return [_copies(args[1], args[0]) for wanted in args[10][:2] if wanted]
-    return []
-
-
-def _is_copied(inputs: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    is_wide = any(size > 1 for size in weight.shape[2:])
-    return is_wide and groups == 1 and inputs.dim() == 4 and not inputs.is_contiguous(memory_format=torch.channels_last)
-
-
-def _copies(inputs: torch.Tensor, outputs: torch.Tensor) -> int:
-    return inputs.nbytes + outputs.nbytes

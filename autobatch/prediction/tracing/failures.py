@@ -12,7 +12,6 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,9 +31,6 @@ _RAISES_ON_CARDS = ("Expected all tensors to be on the same device", "No availab
 """What torch says on cards too, and begins with: tensors of two devices, an attention kernel that was forced, a
 recurrent layer in eval mode."""
 
-_INSTALLED = ("site-packages", "dist-packages")
-_LONGEST = 120
-
 _NO_VALUES = "needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
 _READS = (
     ".numpy() is not supported for tensor subclasses",  # torch/csrc/autograd/python_variable_methods.cpp
@@ -43,10 +39,11 @@ _READS = (
 )
 """What torch says where a fake tensor is read, in other words than of its value."""
 
-
+_INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 _PACKAGES = (Path(torch.__file__).resolve().parent, Path(__file__).resolve().parents[2])  # torch and this one
 _OURS = ("<frozen", *(f"{folder}{os.sep}" for folder in _PACKAGES))
 _LIBRARY = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")})
+_LONGEST = 120
 
 
 class TooLong(CannotPredict):
@@ -55,7 +52,7 @@ class TooLong(CannotPredict):
 
 def explain(error: Exception) -> str:
     """One line: where in the user's code, what happened there, and what to do."""
-    return f"{_line_of(error)}{_cause_of(error)}"
+    return f"{_line_of(error)} {_cause_of(error)}"
 
 
 def _cause_of(error: Exception) -> str:
@@ -69,43 +66,36 @@ def _cause_of(error: Exception) -> str:
         )
     if isinstance(error, UnsupportedOperatorException):
         return f"calls {error.func}, which cannot run without memory; run fit() on a GPU"
-    if str(error).startswith(_RAISES_ON_CARDS):
-        return f"would raise on a card: {_first_line(error).replace(DEVICE, 'the card')}"
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    if first_line.startswith(_RAISES_ON_CARDS):
+        return f"would raise on a card: {first_line.replace(DEVICE, 'the card')}"
     if "fork-based multiprocessing" in str(error):  # torch/csrc/autograd/engine.cpp
         return (
             "was not run: this process has run a backward pass on a GPU, after which none can run in a child of it; "
             "predict before training begins, or in a process of its own"
         )
-    return f"failed on a tensor without memory ({type(error).__name__}: {_first_line(error)[:200]})"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    return f"failed on a tensor without memory ({type(error).__name__}: {first_line[:200]})"
 
 
 def _line_of(error: Exception) -> str:
     """The user's innermost line; also the innermost one of an installed package, where that called torch."""
-    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_librarys(frame.filename)]
-    own = [frame for frame in theirs if not _is_installed(frame.filename)]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not _is_librarys(frame.filename)]
+    own = [frame for frame in theirs if not _INSTALLED.search(frame.filename)]
     if not theirs:
-        return "the step "
+        return "the step"
     if not own or theirs[-1] is own[-1]:
-        return f"{_show(theirs)} "
-    return f"{_show(own)} (in {_show(theirs)}) "
+        return _show(theirs[-1])
+    return f"{_show(own[-1])} (in {_show(theirs[-1])})"
 
 
 def _is_librarys(file: str) -> bool:
     """Whether no user wrote it: torch, this package, Python's own library."""
-    return file.startswith(_OURS) or (file.startswith(_LIBRARY) and not _is_installed(file))
+    return file.startswith(_OURS) or (file.startswith(_LIBRARY) and not _INSTALLED.search(file))
 
 
-def _is_installed(file: str) -> bool:
-    return any(re.search(rf"[\\/]{name}[\\/]", file) for name in _INSTALLED)
-
-
-def _show(frames: Sequence[traceback.FrameSummary]) -> str:
+def _show(frame: traceback.FrameSummary) -> str:
     """``file:line`` and the source, where there is one: not of ``exec`` and some notebooks."""
-    frame = frames[-1]
     source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
     if not source:
         return f"{frame.filename}:{frame.lineno}"

@@ -55,8 +55,7 @@ class _FakeGpu:
     def is_available(self) -> bool:
         return self.is_present
 
-    def is_initialized(self) -> bool:
-        return self.is_present
+    is_initialized = is_available
 
     def device_count(self) -> int:
         return int(self.is_present)
@@ -73,8 +72,7 @@ class _FakeGpu:
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         """Random numbers on it have no values, and so no state."""
 
-    def manual_seed_all(self, seed: int) -> None:
-        """See ``set_rng_state``."""
+    def manual_seed_all(self, seed: int) -> None: ...
 
     def _is_in_bad_fork(self) -> bool:
         return False
@@ -159,11 +157,10 @@ def original_errors() -> Iterator[None]:
     _rescued.clear()
     try:
         yield
+        return
     except Exception:
         if not _rescued:
             raise
-    else:
-        return
     raise _rescued.pop(0)
 
 
@@ -223,10 +220,8 @@ class DeviceNames(TorchFunctionMode):
 def without_waiting() -> Iterator[None]:
     """While this lasts, ``torch.cuda.synchronize()`` and the like do nothing."""
     before = {name: getattr(torch.cuda, name) for name in _WAITS}
-    for name in _WAITS:
-        setattr(torch.cuda, name, lambda *_, **__: None)
+    vars(torch.cuda).update(dict.fromkeys(_WAITS, lambda *_, **__: None))
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(torch.cuda, name, function)
+        vars(torch.cuda).update(before)

@@ -61,15 +61,22 @@ class FakeModel:
         fake: torch.Tensor = known[1]
         return fake
 
-    def copy(self, value: Any) -> Any:
-        """A tree with fake tensors, in containers of its own; modules and other objects stay."""
+    def copy(self, value: Any, *, reads_scalars: bool = False) -> Any:
+        """A tree with fake tensors, in containers of its own; modules and other objects stay.
+
+        With ``reads_scalars`` a scalar on the host stays one that can be read, such as a learning rate.
+        """
         if isinstance(value, torch.Tensor):
+            if reads_scalars and id(value) not in self._pairs and value.dim() == 0 and value.device.type == "cpu":
+                with torch._C._DisableTorchDispatch():
+                    number = value.item()
+                return torch.tensor(number, dtype=value.dtype)
             return self.of(value)
         if type(value) not in _CONTAINERS:
             return value
         known = self._pairs.get(id(value))
         if known is None:
-            known = self._pairs[id(value)] = (value, self._copy_items(value))
+            known = self._pairs[id(value)] = (value, self._copy_items(value, reads_scalars=reads_scalars))
         return known[1]
 
     @contextmanager
@@ -98,7 +105,7 @@ class FakeModel:
             if name == "state" or (hasattr(type(optimizer), name) and callable(value)):
                 continue  # a scheduler has put its own step() there, which would step the original
             is_optimizer = hasattr(value, "param_groups") and hasattr(value, "__dict__")
-            fake.__dict__[name] = self.optimizer(value) if is_optimizer else self._copy_option(value)
+            fake.__dict__[name] = self.optimizer(value) if is_optimizer else self.copy(value, reads_scalars=True)
         fake.__dict__["state"] = defaultdict(dict)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in vars(fake):
@@ -106,26 +113,15 @@ class FakeModel:
         _choose_foreach(fake)
         return fake
 
-    def _copy_option(self, value: Any) -> Any:
-        """As ``copy``, but a scalar on the host stays one that can be read: a learning rate."""
-        if isinstance(value, torch.Tensor) and id(value) not in self._pairs and value.dim() == 0:
-            if value.device.type != "cpu":
-                return self.of(value)
-            with torch._C._DisableTorchDispatch():
-                number = value.item()
-            return torch.tensor(number, dtype=value.dtype)
-        if type(value) is dict:
-            return {name: self._copy_option(item) for name, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(self._copy_option, value))
-        return self.copy(value)
+    def _copy_items(self, value: Any, *, reads_scalars: bool = False) -> Any:
+        def copy(item: Any) -> Any:
+            return self.copy(item, reads_scalars=reads_scalars)
 
-    def _copy_items(self, value: Any) -> Any:
         if isinstance(value, dict):
             empty = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-            empty.update((self.of(k) if isinstance(k, torch.Tensor) else k, self.copy(v)) for k, v in value.items())
+            empty.update((self.of(k) if isinstance(k, torch.Tensor) else k, copy(v)) for k, v in value.items())
             return empty
-        items = [self.copy(item) for item in value]
+        items = map(copy, value)
         return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
 
 
@@ -163,29 +159,25 @@ def modules_of(model: nn.Module, step: Callable[..., Any]) -> list[tuple[str, nn
     That is the order in which ``model.to("cuda")`` allocates (``nn.Module._apply``).
     """
     names = {id(module): name for name, module in model.named_modules()}
-    found: dict[int, nn.Module] = {}
-    for root in (model, *_modules_in(step)):
-        for module in _inner_first(root, set()):
-            found.setdefault(id(module), module)
-    return [(names.get(id(module), ""), module) for module in found.values()]
+    seen: set[int] = set()
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(module: nn.Module) -> None:
+        if id(module) not in seen:
+            seen.add(id(module))
+            for child in module.children():
+                visit(child)
+            found.append((names.get(id(module), ""), module))
+
+    for value in (model, *walk(step, _lead_on, _MOST_REACHED)):
+        if isinstance(value, nn.Module):
+            visit(value)
+    return found
 
 
-def _inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    for child in module.children():
-        yield from _inner_first(child, seen)
-    yield module
-
-
-def _modules_in(step: Callable[..., Any]) -> Iterator[nn.Module]:
-    """Modules that a function can reach, the nearest first: bound arguments, its closure, the globals it names."""
-
-    def lead_on(value: Any) -> Iterator[Any]:
-        return iter(()) if isinstance(value, nn.Module) else parts_of(value, _attributes)
-
-    return (value for value in walk(step, lead_on, _MOST_REACHED) if isinstance(value, nn.Module))
+def _lead_on(value: Any) -> Iterator[Any]:
+    """Where a function leads: bound arguments, its closure, the globals it names, attributes; modules lead nowhere."""
+    return iter(()) if isinstance(value, nn.Module) else parts_of(value, _attributes)
 
 
 def _attributes(value: Any) -> Iterator[Any]:

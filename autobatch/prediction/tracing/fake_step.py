@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -33,20 +34,14 @@ __all__ = ["Circumstances", "DryRun"]
 
 
 class Circumstances(NamedTuple):
-    """What the Runner does around the user's own code.
+    """What the Runner does around the user's own code."""
 
-    Attributes:
-        micro_batches: Of each optimizer step. The second one runs with gradients resident; more of them need no more,
-            but for what stands beside their losses, which ``Estimate`` adds.
-        steps: The first makes the optimizer's state, the second begins with it.
-        scaler: Whether the loss is scaled, and gradients unscaled.
-        zeroes_gradients: Whether gradients are zeroed in place after a step; else they are dropped.
-    """
-
+    # The second one runs with gradients resident; more of them need no more, but for what stands beside their losses,
+    # which ``Estimate`` adds.
     micro_batches: int = 2
-    steps: int = 2
-    scaler: bool = False
-    zeroes_gradients: bool = False
+    steps: int = 2  # the first makes the optimizer's state, the second begins with it
+    scaler: bool = False  # whether the loss is scaled, and gradients unscaled
+    zeroes_gradients: bool = False  # in place after a step; else they are dropped
 
     def once(self) -> Circumstances:
         """The same with one step, whose trace is the beginning of that of two and takes half as long."""
@@ -54,11 +49,7 @@ class Circumstances(NamedTuple):
 
 
 class DryRun:
-    """One step after another on fake tensors.
-
-    Attributes:
-        recorder: Records them.
-    """
+    """One step after another on fake tensors, which the recorder sees."""
 
     def __init__(
         self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
@@ -76,24 +67,21 @@ class DryRun:
         self._scale = torch.empty(1, device=DEVICE) if circumstances.scaler else None
 
     def step(self, batch: Any, *, is_placed: bool = False) -> None:
-        """One optimizer step; it begins and ends without gradients.
+        """One optimizer step on a batch without memory; it begins and ends without gradients.
 
-        Args:
-            batch: Tensors without memory.
-            is_placed: Whether the user's batch is where the model is, so that training would write into it, too.
+        ``is_placed`` says that the user's batch is where the model is, so that training would write into it, too.
 
         Raises:
             InvalidStep: The step changes gradients, or writes into a batch that is placed.
         """
-        outputs: list[Any] = []
+        outputs: list[Any] = []  # outlive the update
         self._accumulate(batch, outputs, is_placed=is_placed)
-        self.recorder.phase = "optimizer"
         if self._optimizer is not None:
             self._optimizer.step()
             for tensor in tensors_of([dict(state) for state in self._optimizer.state.values()]):
                 self.recorder.label(tensor, "optimizer state")
-        for parameter in self._parameters:
-            if not self._circumstances.zeroes_gradients:
+        if not self._circumstances.zeroes_gradients:
+            for parameter in self._parameters:
                 parameter.grad = None
 
     def explain_loss(self, batch: Any) -> str:
@@ -102,7 +90,7 @@ class DryRun:
             return explain_default(self._workload.model, map_tensors(batch, self._place))
 
     def _accumulate(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
-        """All micro-batches, and what comes before the optimizer's own step; ``outputs`` outlive that."""
+        """All micro-batches, and what comes before the optimizer's own step."""
         before = RewindPoint(self._modules, torch.device("cpu"))
         self._sums.begin(self._parameters)
         for index in range(self._circumstances.micro_batches):
@@ -129,7 +117,8 @@ class DryRun:
                     raise InvalidStep(WROTE_INTO_BATCH)
                 del placed  # as in training, where the step alone holds it
                 stamps.refuse_change()
-                loss = self._add([term.loss for term in output.terms])
+                share = 1 / self._circumstances.micro_batches
+                loss = reduce(torch.add, [term.loss * share for term in output.terms])
                 check_leaves(loss, self._parameters)
             for tensor in tensors_of(output.aux):
                 self.recorder.label_new(tensor, "aux", first)
@@ -139,30 +128,21 @@ class DryRun:
         gc.collect()
         self._label_gradients()
 
-    def _add(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        parts = [loss * (1 / self._circumstances.micro_batches) for loss in losses]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
-
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         placed = make_fake(tensor).requires_grad_(tensor.requires_grad)
         self.recorder.label(placed, "input")
         return placed
 
     def _unscale(self) -> None:
-        if self._scale is None:
-            return
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        inverse = self._scale.double().reciprocal().float()
-        found = torch.full((1,), 0.0, device=DEVICE)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        if self._scale is not None:
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            inverse = self._scale.double().reciprocal().float()
+            found = torch.full((1,), 0.0, device=DEVICE)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
 
     def _label_gradients(self) -> None:
-        sums = self._sums._sums
         for parameter in self._parameters:
-            gradient = sums.get(parameter) if parameter.grad is None else parameter.grad
+            gradient = self._sums._sums.get(parameter) if parameter.grad is None else parameter.grad
             if gradient is not None:
                 self.recorder.label(gradient, "gradient", self._owners.get(id(parameter), ""))
 

@@ -2,7 +2,7 @@
 
 Covers every storage that an operator returns (forward, backward, optimizer), the phase and submodule it was made in,
 and real tensors that the step closes over. Gradients that meet in the backward pass are added in place where torch does
-so (``gradient_sums``). Does not cover memory inside one kernel, which no tensor shows.
+so (``operators``). Does not cover memory inside one kernel, which no tensor shows.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -23,13 +23,13 @@ from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
 from autobatch.prediction.tracing.cudnn import workspaces_of
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
-from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
 from autobatch.prediction.tracing.operators import (
+    Holders,
     Operators,
     check_devices,
-    has_real,
+    holders_of,
+    is_dense,
     is_on_device,
-    is_written_to,
     only_writes,
     tensors_in,
 )
@@ -85,10 +85,6 @@ class _Reference(weakref.ref[torch.UntypedStorage]):
 class Recorder(DispatchMode):
     """While active, records what is allocated and freed on the fake device.
 
-    Attributes:
-        phase: Of the blocks that are made from now on.
-        sizes: Bytes, by block.
-
     Args:
         mode: The active one.
         module: Returns the name of the submodule that is running.
@@ -97,18 +93,14 @@ class Recorder(DispatchMode):
     """
 
     def __init__(
-        self,
-        mode: FakeMode,
-        module: Callable[[], str],
-        sole: Holders | None = None,
-        most_events: int = sys.maxsize,
+        self, mode: FakeMode, module: Callable[[], str], sole: Holders | None = None, most_events: int = sys.maxsize
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase: Phase = "before"
+        self.phase: Phase = "before"  # of the blocks that are made from now on
         self._module, self._sole, self._most_events = module, sole, most_events
         self._operators = Operators(mode)
         self._events: list[Any] = []  # as ``TracedStep.order``, but for what was freed: its weak reference
-        self.sizes: list[int] = []
+        self.sizes: list[int] = []  # bytes, by block
         self._labels: list[tuple[Phase, Kind, str]] = []
         self._live: dict[int, _Reference] = {}
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -122,41 +114,38 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if func is _READS:
             return self._read(args[0])
-        if func not in _LIFTS_CONSTANT and has_real(args, kwargs):
+        if func not in _LIFTS_CONSTANT:
             args, kwargs = self._adopt_all(func, args, kwargs)
         if func is _aten.add.Tensor and self.phase == "backward" and self._sole and holders_of(args) == self._sole:
             return args[0]
-        if only_writes(func) and is_written_to(args):
-            if self.phase != "optimizer":
-                check_devices(func, args)
-            return args[0] if func._schema.returns else None
+        if only_writes(func):
+            first = args[0] if args else None
+            if all(map(is_on_device, first if isinstance(first, (list, tuple)) else (first,))):
+                if self.phase != "optimizer":
+                    check_devices(func, args)
+                return first if func._schema.returns else None
         result = self._operators.run(func, args, kwargs)
         self.record(result)
         for byte_count in workspaces_of(func, args, result):
-            self.sizes.append(byte_count)
-            self._labels.append((self.phase, "workspace", self._module()))
+            self._add_block(byte_count, "workspace")
             self._events += (len(self.sizes), -len(self.sizes))
         return result
 
     def record(self, result: Any, kind: Kind = "temporary") -> None:
         """Record the storages of a result that are new."""
-        if isinstance(result, torch.Tensor):
-            if result.layout is not torch.strided:
+        for tensor in tensors_in((result,)):
+            if tensor.layout is not torch.strided:
                 raise CannotPredict(_IS_SPARSE)
-            if is_on_device(result):
-                self._record_storage(result.untyped_storage(), kind)
-        elif isinstance(result, (list, tuple)):
-            for part in result:
-                self.record(part, kind)
+            if is_on_device(tensor):
+                self._record_storage(tensor.untyped_storage(), kind)
 
     def label(self, tensor: torch.Tensor, kind: Kind, module: str | None = None) -> None:
         """Set what a tensor that is alive is for."""
-        if not is_on_device(tensor):
-            return
-        self.record(tensor, kind)
-        reference = self._live[tensor.untyped_storage()._cdata]
-        phase, _, before = self._labels[reference.block]
-        self._labels[reference.block] = (phase, kind, before if module is None else module)
+        if is_on_device(tensor):
+            self.record(tensor, kind)
+            block = self._live[tensor.untyped_storage()._cdata].block
+            phase, _, before = self._labels[block]
+            self._labels[block] = (phase, kind, before if module is None else module)
 
     def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
         """``label`` a tensor that was made as block ``first`` or a later one."""
@@ -189,16 +178,15 @@ class Recorder(DispatchMode):
 
     def _read(self, tensor: torch.Tensor) -> Any:
         """One value: of a real tensor its own; in an optimizer's step any, since no allocation depends on it there."""
-        if isinstance(tensor, FakeTensor) and (self.phase != "optimizer" or tensor.constant is not None):
-            return _READS(tensor)
-        if isinstance(tensor, FakeTensor):  # Adafactor's and ASGD's norms and rates
+        if not isinstance(tensor, FakeTensor):
+            with torch._C._DisableTorchDispatch():
+                return _READS(tensor)
+        if self.phase == "optimizer" and tensor.constant is None:  # Adafactor's and ASGD's norms and rates
             return 1.0 if tensor.is_floating_point() else 1
-        with torch._C._DisableTorchDispatch():
-            return _READS(tensor)
+        return _READS(tensor)
 
     def _record_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        known = self._find(storage)
+        size, known = storage.nbytes(), self._find(storage)
         if known is not None:
             if self.sizes[known.block] == size:
                 return
@@ -208,10 +196,13 @@ class Recorder(DispatchMode):
         # A C function records the end of a storage: in a Python one an interrupt would be printed and lost.
         reference = _Reference(storage, self._events.append)
         reference.block = len(self.sizes)
-        self._live[key] = reference
+        self._live[storage._cdata] = reference
+        self._add_block(size, kind)
+        self._events.append(len(self.sizes))
+
+    def _add_block(self, size: int, kind: Kind) -> None:
         self.sizes.append(size)
         self._labels.append((self.phase, kind, self._module()))
-        self._events.append(reference.block + 1)
 
     def _find(self, storage: torch.UntypedStorage) -> _Reference | None:
         """What was recorded of it; not of one that is gone and had the same address."""
@@ -221,7 +212,11 @@ class Recorder(DispatchMode):
     def _adopt_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        beside_fake = func not in _COPIES and any(is_on_device(value) for value in tensors_in((args, *kwargs.values())))
+        """The arguments with fake tensors for real ones, which the step closes over."""
+        given = [*tensors_in((args, *kwargs.values()))]
+        if all(isinstance(tensor, FakeTensor) for tensor in given):
+            return args, kwargs
+        beside_fake = func not in _COPIES and any(map(is_on_device, given))
 
         def adopt(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
@@ -230,7 +225,7 @@ class Recorder(DispatchMode):
                 return self._adopt(value, DEVICE if beside_fake and value.dim() else "cpu")
             return value
 
-        return tuple(map(adopt, args)), {name: adopt(value) for name, value in kwargs.items()}
+        return adopt(args), {name: adopt(value) for name, value in kwargs.items()}
 
     def _adopt(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
         """The fake tensor, made once, for a real one that the step closes over beside the model."""

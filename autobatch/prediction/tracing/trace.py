@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from autobatch.prediction.tracing.failures import TooLong, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, without_waiting
 from autobatch.prediction.tracing.fake_model import FakeModel, Location, modules_of
 from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
-from autobatch.prediction.tracing.gradient_sums import sole_holder
+from autobatch.prediction.tracing.operators import sole_holder
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 from autobatch.state.random_state import RandomState
 from autobatch.state.tensor_header import is_uninitialized
@@ -60,10 +60,7 @@ samples has more of them at each size."""
 def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstances = _USUAL) -> Timeline:
     """What the step allocates and frees at any number of samples.
 
-    Args:
-        workload: Model, step and optimizer; the model on any device.
-        layout: An example batch, described; of its tensors only shapes, strides and dtypes are used.
-        circumstances: What is done around the step.
+    The model may be on any device, and of the example batch only shapes, strides and dtypes are used.
 
     Returns:
         Lines where a third size agrees with what two others say, else interpolated between more sizes: as many as take
@@ -150,9 +147,22 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
     _check(workload.model)
     random_state = RandomState(torch.device("cpu"))
     try:
-        with torch.enable_grad(), ExitStack() as stack:
-            stack.enter_context(_collected_between_steps())
-            yield _enter(workload, stack, circumstances, most_events)
+        modules = modules_of(workload.model, workload.step)
+        types = {tensor.device.type for tensor in workload.parameters()} | {"cuda"}
+        location = Location(workload.model)
+        with torch.enable_grad(), _collected_between_steps(), present(), FakeMode() as mode:
+            recorder = Recorder(mode, location.name, sole_holder(), most_events)
+            fakes = FakeModel(recorder)
+            with (
+                recorder,
+                fakes.substitute(modules),
+                location.follow(),
+                autocast.redirect(DEVICE_TYPE, types),
+                _without_nested_tensors(),
+                without_waiting(),
+            ):
+                workload.model.train()  # as trials and the Runner; the mode of the substitutes, which the model forgets
+                yield DryRun(workload, recorder, fakes, DeviceNames(types), circumstances)
     except AutobatchError:
         raise
     except Exception as error:
@@ -171,28 +181,6 @@ def _check(model: nn.Module) -> None:
                 f"{name or 'the model'} is wrapped in {type(module).__name__}: predict with the module inside it, as "
                 f"one rank runs it"
             )
-
-
-def _enter(workload: Workload, stack: ExitStack, circumstances: Circumstances, most_events: int) -> DryRun:
-    modules = modules_of(workload.model, workload.step)
-    types = {tensor.device.type for tensor in workload.parameters()} | {"cuda"}
-    location = Location(workload.model)
-    stack.enter_context(present())
-    mode = FakeMode()
-    stack.enter_context(mode)
-    recorder = Recorder(mode, location.name, sole_holder(), most_events)
-    stack.enter_context(recorder)
-    fakes = FakeModel(recorder)
-    for context in (
-        fakes.substitute(modules),
-        location.follow(),
-        autocast.redirect(DEVICE_TYPE, types),
-        _without_nested_tensors(),
-        without_waiting(),
-    ):
-        stack.enter_context(context)
-    workload.model.train()  # as the trials and the Runner; the mode of the substitutes, which the model forgets
-    return DryRun(workload, recorder, fakes, DeviceNames(types), circumstances)
 
 
 @contextmanager
@@ -230,6 +218,4 @@ def _grow_registered(layout: Layout, samples: int) -> Layout:
 def _on_host(layout: Layout, samples: int) -> Any:
     """The batch at this size on the host, without memory there either."""
     fake = map_tensors(layout.batch, lambda tensor: make_fake(tensor, "cpu").requires_grad_(tensor.requires_grad))
-    if layout.count == samples:
-        return fake
-    return Layout(fake, layout.count, layout.lists).grow(samples)
+    return fake if layout.count == samples else Layout(fake, layout.count, layout.lists).grow(samples)

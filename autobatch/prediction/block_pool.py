@@ -1,6 +1,7 @@
-"""Holds the free blocks of one pool of the CUDA caching allocator: best fit, splitting, merging, and unmapped gaps.
+"""Holds the free blocks of one pool of the CUDA caching allocator: best fit, splitting, merging, segments and pages.
 
-Covers one pool on one stream. Does not cover when memory is asked of the driver (``caching_allocator``).
+Covers one pool on one stream, with fixed or expandable segments. Does not cover when memory is asked of the driver
+(``allocator``).
 
 A block is one int, ``size << ADDRESS_BITS | address``, both in units of 512 bytes, the smallest block. So a sorted list
 of ints has the allocator's order, by size and then by address, and no object is made for an event: with an object for
@@ -12,10 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "NO_BLOCK", "UNIT", "BlockPool", "ExpandablePool"]
+__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "MIB", "NO_BLOCK", "UNIT", "ExpandablePool", "FixedPool"]
 
 UNIT = 512
 """Bytes of the smallest block (``kMinBlockSize``); every size is a multiple of it."""
+MIB = 2**20 // UNIT
+"""In units, as all sizes here."""
 
 ADDRESS_BITS = 48
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
@@ -26,7 +29,7 @@ NO_BLOCK = -1
 _ENDLESS = 1 << (ADDRESS_BITS - 1)
 
 
-class BlockPool:
+class _BlockPool:
     """Free blocks, found by size, by where they begin and by where they end.
 
     Two blocks are neighbours when one begins where the other ends, so whoever adds memory leaves a gap between
@@ -45,7 +48,7 @@ class BlockPool:
         self.blocks: list[int] = []
 
     def take(self, size: int) -> int:
-        """Hand out the smallest block that is large enough, the one at the lowest address of several; all in units.
+        """Hand out the smallest block of at least ``size`` units, the one at the lowest address of several.
 
         Returns:
             The block, cut to ``size`` where the rest is worth splitting off, or ``NO_BLOCK``.
@@ -53,10 +56,6 @@ class BlockPool:
         blocks = self.blocks
         index = bisect_left(blocks, size << ADDRESS_BITS)
         return self._cut(blocks.pop(index), size) if index < len(blocks) else NO_BLOCK
-
-    def take_block(self, block: int, size: int) -> int:
-        """Hand out this free block, which is large enough."""
-        return self._cut(self.blocks.pop(bisect_left(self.blocks, block)), size)
 
     def give(self, block: int) -> None:
         """Add a freed block or new memory; it merges with what is free on either side."""
@@ -76,17 +75,15 @@ class BlockPool:
         insort(blocks, block)
         self.starting[start] = self._ending[end] = block
 
-    def drop(self, block: int) -> None:
+    def _take_block(self, block: int, size: int) -> int:
+        return self._cut(self.blocks.pop(bisect_left(self.blocks, block)), size)
+
+    def _drop(self, block: int) -> None:
         """Remove a free block: its memory goes back to the driver."""
         start = block & ADDRESS_MASK
         del self.blocks[bisect_left(self.blocks, block)]
         del self.starting[start]
         del self._ending[start + (block >> ADDRESS_BITS)]
-
-    def start_of_free_before(self, address: int) -> int:
-        """Where the free memory begins that ends at this address; the address itself where none does."""
-        block = self._ending.get(address)
-        return address if block is None else block & ADDRESS_MASK
 
     def _cut(self, block: int, size: int) -> int:
         start = block & ADDRESS_MASK
@@ -102,8 +99,45 @@ class BlockPool:
         return size << ADDRESS_BITS | start
 
 
-class ExpandablePool(BlockPool):
+class FixedPool(_BlockPool):
+    """Free blocks of segments of ``cudaMalloc``: of 2 MiB for small blocks; for large ones 20 MiB, or one block's size.
+
+    Addresses only rise. A real driver may use those of freed segments again; they decide only between free blocks of
+    equal size.
+    """
+
+    __slots__ = ("_next_address", "segments")
+
+    def __init__(self, least_rest: int) -> None:
+        super().__init__(least_rest)
+        self.segments: dict[int, int] = {}
+        self._next_address = 0
+
+    def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
+        """A block of a new segment, or ``NO_BLOCK`` where ``reserve`` (which asks the driver for units) refuses."""
+        # kSmallBuffer for what is up to kSmallSize; below kMinLargeAlloc kLargeBuffer; else in steps of kRoundLarge.
+        segment = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        if not reserve(segment):
+            return NO_BLOCK
+        start = self._next_address
+        self._next_address += segment + 1  # one unit apart, so that blocks of two segments are no neighbours
+        self.segments[start] = segment
+        self.give(segment << ADDRESS_BITS | start)
+        return self._take_block(segment << ADDRESS_BITS | start, size)
+
+    def release(self) -> int:
+        """Give back every segment of which no part is in use; returns how many units those are."""
+        free = [block for block in self.blocks if self.segments.get(block & ADDRESS_MASK) == block >> ADDRESS_BITS]
+        for block in free:
+            self._drop(block)
+        return sum(self.segments.pop(block & ADDRESS_MASK) for block in free)
+
+
+class ExpandablePool(_BlockPool):
     """Free blocks of one range of addresses (``expandable_segments``), and the gaps between them that are not mapped.
+
+    The range is endless here; torch's is an eighth larger than the device. With ``set_per_process_memory_fraction``
+    torch counts a whole request against the limit; here, as by the driver, only pages not yet mapped count.
 
     Args:
         page: Units that are mapped at a time.
@@ -144,9 +178,12 @@ class ExpandablePool(BlockPool):
             mapped = min(self.gaps[gap], -(-(size - held) // self.page) * self.page)
             if not reserve(mapped):
                 return NO_BLOCK
-            self._map(gap, mapped)
+            length = self._remove_gap(gap)
+            if length > mapped:
+                self._add_gap(gap + mapped, length - mapped)
+            self.give(mapped << ADDRESS_BITS | gap)
             block = self.starting[start]
-        return self.take_block(block, size)
+        return self._take_block(block, size)
 
     def release(self) -> int:
         """Unmap every page that is free as a whole; returns how many units those are."""
@@ -156,7 +193,7 @@ class ExpandablePool(BlockPool):
             end = start + (block >> ADDRESS_BITS)
             first, last = -(-start // self.page) * self.page, end // self.page * self.page
             if first < last:
-                self.drop(block)
+                self._drop(block)
                 for rest_start, rest_end in ((start, first), (last, end)):
                     if rest_start < rest_end:
                         self.give((rest_end - rest_start) << ADDRESS_BITS | rest_start)
@@ -169,24 +206,18 @@ class ExpandablePool(BlockPool):
         return size + self.gaps.get((block & ADDRESS_MASK) + size, 0)
 
     def _find_start(self, size: int) -> int:
-        # The last gap is endless, so one is always found.
-        starts = map(self.start_of_free_before, self._gap_starts)
-        return next(start for start in starts if self._reaches(start, start + size))
-
-    def _reaches(self, start: int, end: int) -> bool:
-        reached = start
-        while reached < end:
-            free = self.starting.get(reached, 0) >> ADDRESS_BITS or self.gaps.get(reached, 0)
-            if not free:
-                return False
-            reached += free
-        return True
-
-    def _map(self, gap: int, size: int) -> None:
-        length = self._remove_gap(gap)
-        if length > size:
-            self._add_gap(gap + size, length - size)
-        self.give(size << ADDRESS_BITS | gap)
+        """The lowest address; the last gap is endless, so one is always found."""
+        for gap in self._gap_starts:
+            before = self._ending.get(gap)
+            start = reached = gap if before is None else before & ADDRESS_MASK
+            while reached < start + size:
+                free = self.starting.get(reached, 0) >> ADDRESS_BITS or self.gaps.get(reached, 0)
+                if not free:
+                    break
+                reached += free
+            else:
+                return start
+        raise AssertionError
 
     def _unmap(self, start: int, end: int) -> None:
         if end in self.gaps:
