@@ -160,6 +160,9 @@ class Accumulation:
         try:
             with self.workload.guard(transaction.parameters):
                 while todo:
+                    if not todo[0].counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
+                        progress.finish(None, None)
+                        continue
                     if progress.done and not state.is_still:
                         self._begin_micro_batch(progress, transaction)
                     if is_watched:
@@ -183,9 +186,6 @@ class Accumulation:
         watch: AbstractContextManager[object],
     ) -> None:
         """Add one micro-batch's gradient; nothing of it is held afterwards but what the user put beside its loss."""
-        if not micro_batch.counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
-            progress.finish(None, None)
-            return
         with watch:
             progress.phase = "forward"
             samples = tuple(micro_batch.leaves) if progress.is_ready else self._move(micro_batch)
