@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import suppress
 
 import pytest
 import torch
@@ -343,6 +344,36 @@ def test_memory_that_ends_in_the_first_update_is_an_outcome(name):
         assert optimizer.state == {}
     assert ends == {"fits", "does not fit"}
     assert told == []
+
+
+class TwoParts(torch.optim.Optimizer):
+    """Makes its state inside its step, in two parts, between which memory ends once."""
+
+    def __init__(self, parameters, failures):
+        super().__init__(parameters, {"lr": 0.1})
+        self.fail = failures.pop
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+            entry = self.state[parameter]
+            if not entry:
+                entry["first"] = torch.zeros_like(parameter)
+                with suppress(IndexError):
+                    raise self.fail()
+                entry["second"] = torch.zeros_like(parameter)
+            entry["second"].add_(parameter.grad)
+            parameter.sub_(entry["second"], alpha=self.param_groups[0]["lr"])
+
+
+def test_half_an_optimizers_state_is_dropped_before_the_next_trial():
+    """Of an optimizer that would take the half for the whole, and fail with an error of its own."""
+    model, failures = Plain(), [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")]
+    optimizer = TwoParts(model.parameters(), failures)
+    plan = autobatch.fit(model, 16, batch=make_batch(8, torch.float64), step=mean_step, optimizer=optimizer)
+    assert not failures
+    assert plan.trials
+    assert not optimizer.state
 
 
 def test_a_process_without_a_stderr_fits(monkeypatch):
