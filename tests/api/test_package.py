@@ -33,7 +33,6 @@ TORCH_FREE += [
     for name in (
         "allocator",
         "block_pool",
-        "card_table",
         "cards",
         "estimate",
         "prediction",
