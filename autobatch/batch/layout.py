@@ -135,7 +135,7 @@ class Layout:
             return with_fresh_containers(map_tensors(taken, lambda leaf: _move_like(leaf, leaf.detach(), move)))
         if self.home != home:
             leaves = [_move_like(leaf, part, move) for leaf, part in zip(self.leaves, leaves, strict=True)]
-        return tuple(leaves) if self.spec.is_pair else self.spec.unflatten(leaves)
+        return tuple(leaves) if self.spec.pair_size else self.spec.unflatten(leaves)
 
     def take(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop`` (exclusive), as views; all samples are the batch itself.
@@ -194,8 +194,10 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
     otherwise. ``samples`` is how many samples the batch was made of, where that is known.
     """
     if like is not None and like.spec is not None:
-        leaves: list[Any] = []
-        if like.spec.flatten(batch, leaves):
+        leaves: Any = []
+        if like.spec.pair_size and type(batch) is tuple and [*map(type, batch)] == [torch.Tensor] * like.spec.pair_size:
+            leaves = batch
+        if leaves or like.spec.flatten(batch, leaves):
             alike = _find_alike(leaves, like.alike)
             if alike is not None and alike.rows:
                 return Layout(batch, alike.rows, like.lists, like.spec, leaves, alike.home, alike)

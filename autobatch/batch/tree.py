@@ -53,10 +53,10 @@ class TreeSpec:
     Most batches have one: tuples, lists and dicts of dense tensors, numbers and strings. The name is pytree's.
 
     Attributes:
-        is_pair: Whether it is a tuple of leaves, as inputs and labels are.
+        pair_size: Leaves of a plain tuple, such as inputs and labels; 0 of all else.
     """
 
-    __slots__ = ("_children", "_keys", "_type", "is_pair")
+    __slots__ = ("_children", "_keys", "_type", "pair_size")
 
     def __init__(self, batch: Any) -> None:
         """Read the containers; raises TypeError for a part that is neither plain container nor plain leaf."""
@@ -68,7 +68,7 @@ class TreeSpec:
         self._children = [
             None if type(value) is torch.Tensor or type(value) in _VALUES else TreeSpec(value) for value in values
         ]
-        self.is_pair = self._type is tuple and not any(self._children)
+        self.pair_size = len(self._children) if self._type is tuple and not any(self._children) else 0
 
     @classmethod
     def of(cls, batch: Any) -> TreeSpec | None:

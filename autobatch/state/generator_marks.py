@@ -1,9 +1,11 @@
-"""Reads the bytes of Python's and NumPy's global random generators, to see in a microsecond whether one was drawn from.
+"""Reads a few bytes of Python's and NumPy's global random generators, to see at once whether one was drawn from.
 
-Covers the Mersenne twisters behind ``random`` and ``numpy.random``. Their public states take 9 and 33 us to read (2 CPU
-cores), several times that in a training step, which has emptied the caches. The bytes are read where CPython
-(``RandomObject`` in Modules/_randommodule.c) and NumPy (``mt19937_state``, at ``ctypes.state_address``) have them; this
-is checked once against the public state, and without agreement a generator gets no mark. Nothing is written.
+Covers the Mersenne twisters behind ``random`` and ``numpy.random``: 624 words, and a position that each draw moves on;
+after the last word all of them are made anew. So the position and seven words are enough. The public states take 9 and
+33 us to read (2 CPU cores), several times that in a training step, which has emptied the caches. The bytes are read
+where CPython (``RandomObject`` in Modules/_randommodule.c) and NumPy (``mt19937_state``, at ``ctypes.state_address``)
+have them; this is checked once against the public state, and without agreement a generator gets no mark. Nothing is
+written.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ __all__ = ["mark_numpy", "mark_python"]
 
 _WORDS = 624
 _BYTES = 4 * (_WORDS + 1)
-_TWISTER = ctypes.c_char * _BYTES
+_MARK = ctypes.c_char * 32  # the position, and the seven words beside it
 _PYTHON: random.Random | None = getattr(random, "_inst", None)
 
 Mark = tuple[Any, ...]
@@ -49,12 +51,12 @@ def mark_numpy() -> Mark | None:
     generator = get_generator()
     if generator is not _latest[0]:  # held, so that no other one can come to lie at its address
         address = generator.ctypes.state_address
-        _latest[:] = generator, _TWISTER.from_address(address) if _holds_numpy(numpy, address) else None
+        _latest[:] = generator, _MARK.from_address(address + _BYTES - 32) if _holds_numpy(numpy, address) else None
     return None if _latest[1] is None else (generator, _latest[1].raw)
 
 
 _latest: list[Any] = [None, None]
-"""NumPy's bit generator, and its bytes; ``None`` where they are not as expected."""
+"""NumPy's bit generator, and the end of its bytes; ``None`` where they are not as expected."""
 
 
 def _holds_numpy(numpy: Any, address: int) -> bool:
@@ -66,15 +68,14 @@ def _holds_numpy(numpy: Any, address: int) -> bool:
 
 
 def _find_python() -> Any:
-    """The twister's bytes; ``None`` where they are not as expected."""
+    """The beginning of the twister's bytes; ``None`` where they are not as expected."""
     if sys.implementation.name != "cpython" or type(_PYTHON) is not random.Random:
         return None
     address = id(_PYTHON) + object.__basicsize__
     if _PYTHON.__sizeof__() < object.__basicsize__ + _BYTES:
         return None
-    memory = _TWISTER.from_address(address)
-    position, *words = struct.unpack(f"i{_WORDS}I", memory.raw)
-    return memory if (*words, position) == _PYTHON.getstate()[1] else None
+    position, *words = struct.unpack(f"i{_WORDS}I", ctypes.string_at(address, _BYTES))
+    return _MARK.from_address(address) if (*words, position) == _PYTHON.getstate()[1] else None
 
 
 _MEMORY = _find_python()

@@ -41,7 +41,7 @@ UpdateFunction = Callable[[Callable[[], None]], None]
 
 _T = TypeVar("_T")
 _PARAMS, _VERSION = itemgetter("params"), attrgetter("_version")
-_COUNT, _HOME, _IS_PAIR = attrgetter("count"), attrgetter("home"), attrgetter("spec.is_pair")
+_COUNT, _HOME, _PAIR_SIZE = attrgetter("count"), attrgetter("home"), attrgetter("spec.pair_size")
 _COPYING = "copying what the step changes, such as buffers"
 
 
@@ -295,7 +295,7 @@ class Accumulation:
         if weighed and not self._is_additive:
             check_additive(self._cut(ranges, None), micro_batches)
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
-        is_ready = is_home and all(map(_IS_PAIR, batches))
+        is_ready = is_home and all(map(_PAIR_SIZE, batches))
         return AccumulationState(micro_batches, tensors, weighed=weighed, is_ready=is_ready)
 
     def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[MicroBatch]:
