@@ -16,10 +16,12 @@ import struct
 import sys
 from typing import Any
 
-__all__ = ["mark_numpy", "mark_python"]
+__all__ = ["copy_python", "mark_numpy", "mark_python", "restore_python"]
 
 _WORDS = 624
 _BYTES = 4 * (_WORDS + 1)
+_LAYOUT = f"i{_WORDS}I"
+_HEADER = object.__basicsize__
 _MARK = ctypes.c_char * 32  # the position, and the seven words beside it
 _PYTHON: random.Random | None = getattr(random, "_inst", None)
 
@@ -35,6 +37,20 @@ def mark_python() -> Mark | None:
     if _MEMORY is None or getattr(random.getstate, "__self__", None) is not _PYTHON:
         return None
     return _MEMORY.raw, _PYTHON.gauss_next  # type: ignore[union-attr]
+
+
+def copy_python() -> tuple[Any, ...]:
+    """The state of ``random`` by value: its bytes where the layout is known, 625 Python numbers elsewhere."""
+    mark = mark_python()
+    return random.getstate() if mark is None else (ctypes.string_at(id(_PYTHON) + _HEADER, _BYTES), mark[1])
+
+
+def restore_python(state: tuple[Any, ...]) -> None:
+    """Restore what ``copy_python`` returned."""
+    if isinstance(state[0], bytes):
+        position, *words = struct.unpack(_LAYOUT, state[0])
+        state = (random.Random.VERSION, (*words, position), state[1])
+    random.setstate(state)
 
 
 def mark_numpy() -> Mark | None:
@@ -71,10 +87,10 @@ def _find_python() -> Any:
     """The beginning of the twister's bytes; ``None`` where they are not as expected."""
     if sys.implementation.name != "cpython" or type(_PYTHON) is not random.Random:
         return None
-    address = id(_PYTHON) + object.__basicsize__
-    if _PYTHON.__sizeof__() < object.__basicsize__ + _BYTES:
+    address = id(_PYTHON) + _HEADER
+    if _PYTHON.__sizeof__() < _HEADER + _BYTES:
         return None
-    position, *words = struct.unpack(f"i{_WORDS}I", ctypes.string_at(address, _BYTES))
+    position, *words = struct.unpack(_LAYOUT, ctypes.string_at(address, _BYTES))
     return _MARK.from_address(address) if (*words, position) == _PYTHON.getstate()[1] else None
 
 

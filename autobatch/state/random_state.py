@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-import random
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autobatch.state.generator_marks import mark_numpy, mark_python
+from autobatch.state.generator_marks import copy_python, mark_numpy, mark_python, restore_python
 
 __all__ = ["HostRandomState", "RandomState"]
 
@@ -25,7 +24,7 @@ class HostRandomState:
     """Python's and NumPy's global generators at one moment, by value.
 
     Attributes:
-        python: Python's.
+        python: Python's, as ``copy_python`` returns it.
         numpy: NumPy's; ``None`` where it is not imported.
         marks: What differs once one was drawn from; ``None`` where that cannot be seen (``generator_marks``).
     """
@@ -46,10 +45,12 @@ class HostRandomState:
         marks = None if python is None or (twister is None and numpy is not None) else (python, twister)
         if earlier is not None and marks is not None and marks == earlier.marks:
             return earlier
+        if earlier is not None and earlier.marks and marks and marks[1] == earlier.marks[1]:
+            return cls(copy_python(), earlier.numpy, marks)
         state = None if numpy is None else numpy.get_state(legacy=False)
         if state is not None and state.get("has_gauss"):  # nothing shows when a pair's second number is taken
             marks = None
-        return cls(random.getstate(), state, marks)
+        return cls(copy_python(), state, marks)
 
     def is_current(self) -> bool:
         """Whether nothing has been drawn from either since."""
@@ -60,7 +61,7 @@ class HostRandomState:
 
     def restore(self) -> None:
         """Restore both."""
-        random.setstate(self.python)
+        restore_python(self.python)
         if self.numpy is not None:
             sys.modules["numpy.random"].set_state(self.numpy)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autobatch.state import generator_marks
-from autobatch.state.generator_marks import mark_numpy, mark_python
+from autobatch.state.generator_marks import copy_python, mark_numpy, mark_python, restore_python
 from autobatch.state.random_state import HostRandomState
 
 pytestmark = pytest.mark.quick
@@ -44,6 +44,35 @@ def test_pythons_generator(name):
         random.setstate(state)
         assert mark_python() == before
         PYTHON[name]()
+
+
+@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_pythons_state_is_restored_bit_for_bit(name, is_known, monkeypatch):
+    """From its bytes, and from the public state where these are not known; twice, as a second number may wait."""
+    if not is_known:
+        monkeypatch.setattr(generator_marks, "_MEMORY", None)
+    for _ in range(2):
+        state, copied = random.getstate(), copy_python()
+        assert isinstance(copied[0], bytes) == is_known
+        PYTHON[name]()
+        restore_python(copied)
+        assert random.getstate() == state
+        PYTHON[name]()
+
+
+def test_numpys_state_is_not_read_again_where_only_pythons_moved(monkeypatch):
+    """Reading it takes the longest, and a step's data is often shuffled with one of the two."""
+    np.random.seed(3)  # no second number waits
+    first = HostRandomState.capture()
+    monkeypatch.setattr(np.random, "get_state", lambda **_: pytest.fail("read again"))
+    random.random()
+    second = HostRandomState.capture(first)
+    assert second.numpy is first.numpy
+    expected = random.random()
+    np.random.rand()
+    second.restore()
+    assert random.random() == expected
 
 
 @pytest.mark.parametrize("name", NUMPY)

@@ -14,8 +14,8 @@ import autobatch
 
 MICRO_BATCHES = 4
 SAMPLES = 64
-MOST_CALLS = 84
-"""Python calls of a step beyond those of the loop: 79 with CPython 3.11, which calls a comprehension too."""
+MOST_CALLS = 60
+"""Python calls of a step beyond those of the loop: 55 with CPython 3.11, which calls a comprehension too."""
 
 MOST_FRAMES = 6
 
