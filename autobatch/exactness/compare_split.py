@@ -34,7 +34,7 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint
-from autobatch.step.model_info import blame_batch_norms
+from autobatch.step.batch_norm import blame_batch_norms
 from autobatch.step.workload import Workload
 
 __all__ = ["SplitComparison"]

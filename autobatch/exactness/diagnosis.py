@@ -21,7 +21,7 @@ from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Sizes, ranges_of
 from autobatch.exactness.sample_numbers import Order
 from autobatch.state.random_state import HostRandomState
-from autobatch.step.model_info import batch_norms_in_train_mode, blame_batch_norms, show_names
+from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
 
 __all__ = ["find_causes", "find_uncontrolled_generators", "fixed_statistics"]
 

@@ -32,8 +32,9 @@ from autobatch.planning.reuse import Wanted
 from autobatch.records import Verdict
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
+from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
-from autobatch.step.model_info import identify_model, warn_of_batch_norms
+from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 
 __all__ = ["fit"]

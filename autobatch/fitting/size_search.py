@@ -30,13 +30,13 @@ from autobatch.prediction.prior import Expectation, expect_largest
 from autobatch.records import Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.state.training_state import TrainingState
-from autobatch.step.default_step import default_step, explain_default
-from autobatch.step.model_info import (
+from autobatch.step.batch_norm import (
     batch_norms_in_train_mode,
     explain_smallest,
     may_refuse_one_sample,
     refuses_one_sample,
 )
+from autobatch.step.default_step import default_step, explain_default
 from autobatch.step.workload import Workload
 
 __all__ = ["SizeSearch"]

@@ -11,87 +11,17 @@ reading does not explain, one clean step later. Only a size that fails again as 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
+from autobatch.planning.retry_size import CLEAN_STEPS, Setback, shrink
 
-__all__ = ["CLEAN_STEPS", "LONGEST_WAIT", "Pace", "Reason", "shrink"]
-
-CLEAN_STEPS = 20  # before a size below a failed one is tried while that waits; and the first wait after thrash
-LONGEST_WAIT = 64 * CLEAN_STEPS  # before a failed size is tried again
+__all__ = ["Pace", "Reason"]
 
 Reason = Literal["out of memory", "thrash", "less is free", "grown back"]
-
-
-def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> int:
-    """The next size to try: at least 1, always smaller than the one that failed.
-
-    What the curve says fits is tried first. Where the curve says that the failed size fits, it is wrong today (longer
-    sequences, another tenant, fragmentation), but it was right on an earlier day: so only a quarter is given up.
-    Without a curve or a limit, half. ``limit_bytes`` is what the step may hold now, with what is resident.
-    """
-    if failed < 2:
-        raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller")
-    if curve is None or limit_bytes is None:
-        return failed // 2
-    fitting = curve.largest(limit_bytes)
-    return failed * 3 // 4 if fitting >= failed else max(fitting, 1)
-
-
-@dataclass(frozen=True)
-class _Setback:
-    """A size that failed, and when it comes back."""
-
-    size: int  # to come back to
-    ran: int  # the largest size that has run instead
-    failed: int  # the smallest size that failed
-    wait: int  # how many clean steps it has to wait each time; halved by each step that goes well at `size`
-    left: int  # how many of them are still to come; 0: it is tried
-    trial: int | None = None  # a size between `ran` and `size` that is tried first
-
-    @property
-    def goal(self) -> int:
-        """The size for now."""
-        if self.trial is not None:
-            return self.trial
-        return self.ran if self.left else self.size
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether the size for now is one that has not yet run since the failure."""
-        return self.goal > self.ran
-
-    def count_step(self) -> _Setback:
-        """A clean step. After a long wait the smallest size that failed is tried first: it is the likelier to run."""
-        left = max(self.left - 1, 0)
-        is_due = self.left > left == 0 and self.wait >= CLEAN_STEPS and self.failed < self.size
-        return replace(self, left=left, trial=self.failed if is_due else self.trial)
-
-    def try_between(self, rungs: Sequence[int]) -> _Setback:
-        """Try a size halfway between the largest that ran and the smallest that failed, if one is left."""
-        between = [rung for rung in rungs if self.ran < rung < self.failed]
-        return replace(self, trial=between[len(between) // 2]) if between else self
-
-    def succeed(self) -> _Setback | None:
-        """The size for now went well; ``None`` once nothing is left to wait for."""
-        if self.trial is not None:
-            return replace(self, ran=self.trial, failed=self.failed if self.left else self.size, trial=None)
-        wait = self.wait // 2
-        return replace(self, wait=wait) if wait else None
-
-    def fail(self, ran: int, failed: int, least_wait: int) -> _Setback:
-        """The size for now failed, and ``ran`` ran instead: twice the wait, unless only a size in between was tried.
-
-        ``ran`` never falls: a smaller size that failed too, in the same step, was no lasting loss.
-        """
-        ran = max(ran, self.ran)
-        known = min((size for size in (failed, self.failed) if size > ran), default=self.size)
-        wait = self.wait if self.left else min(max(2 * self.wait, least_wait), LONGEST_WAIT)
-        return replace(self, ran=ran, failed=known, trial=None, wait=wait, left=self.left or wait)
 
 
 @dataclass(frozen=True)
@@ -117,7 +47,7 @@ class Pace:
     smallest: int = 1  # the fewest samples that the model can run
     patience: int = 0  # clean steps before the size may grow: 0 where a change costs nothing, more for compiled models
     reason: Reason | None = None  # why the size last changed
-    setbacks: tuple[_Setback, ...] = ()  # the largest first; the last decides the size for now
+    setbacks: tuple[Setback, ...] = ()  # the largest first; the last decides the size for now
     clean_steps: int = 0  # at this size, of batches that a larger size would have changed
     thrashed_steps: int = 0  # in a row, up to now
     failure: _Failure | None = None  # in the step that is under way
@@ -228,7 +158,7 @@ def _set_back(pace: Pace, failure: _Failure, first_wait: int, least_wait: int) -
     if pace.setbacks and pace.setbacks[-1].is_tried:
         setback = pace.setbacks[-1].fail(pace.size, failure.failed, least_wait)
         return replace(pace, setbacks=(*pace.setbacks[:-1], setback))
-    setback = _Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
+    setback = Setback(failure.goal, pace.size, failure.failed, first_wait, first_wait)
     return replace(pace, setbacks=(*pace.setbacks, setback))
 
 
@@ -256,7 +186,7 @@ def _count(pace: Pace, largest: int) -> Pace:
     return _move(pace, pace.goal, "grown back") if pace.size == last.goal else pace
 
 
-def _merge(setbacks: list[_Setback]) -> tuple[_Setback, ...]:
+def _merge(setbacks: list[Setback]) -> tuple[Setback, ...]:
     """Setbacks that have all waited long enough come back as one."""
     while len(setbacks) > 1 and not setbacks[-1].left and not setbacks[-2].left:
         outer, inner = setbacks[-2:]

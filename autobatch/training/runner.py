@@ -25,12 +25,14 @@ from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.plan import Plan
-from autobatch.planning.pacing import CLEAN_STEPS, Pace
+from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
+from autobatch.planning.retry_size import CLEAN_STEPS
 from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
+from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
-from autobatch.step.model_info import is_compiled, refuses_one_sample
+from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage

@@ -16,7 +16,7 @@ from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.planner import least_size
 from autobatch.report.advice import PHASES
-from autobatch.step.model_info import explain_smallest
+from autobatch.step.batch_norm import explain_smallest
 from autobatch.training.accumulation_state import Shortage
 
 __all__ = ["check_plan", "explain_no_retry", "explain_shortage", "refuse_larger_micro_batches"]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.pacing import shrink
+from autobatch.planning.retry_size import shrink
 
 pytestmark = pytest.mark.quick
 
