@@ -40,6 +40,7 @@ LOOP_GUARD = "autobatch/step/loop_guard.py"
 REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
 PACING = "autobatch/planning/pacing.py"
+RETRY_SIZE = "autobatch/planning/retry_size.py"
 RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -117,18 +118,20 @@ MUTANTS = (
         "if self.weigh is None else read_weights(self.weigh(micro_batch), samples)",
         "if True else {}",
     ),
-    Mutant("gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear()\n", ""),
+    Mutant(
+        "gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear(self.parameters)\n", ""
+    ),
     Mutant(
         "the loss of a failed attempt is kept",
         ACCUMULATION_STATE,
-        "        self.todo = [*self.done, *self.todo]\n        self._forget()\n",
-        "        self.todo, self.done, self.aux = [*self.done, *self.todo], [], []\n",
+        "        self.todo.extendleft(reversed(self.done))\n        self._forget()\n",
+        "        self.todo.extendleft(reversed(self.done))\n        self.done, self.aux = [], []\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
     ),
     Mutant(
         "a piece that counts for nothing is run",
         ACCUMULATION,
-        "                    if not micro_batch.counts:",
+        "                    if not todo[0].counts:",
         "                    if False:",
     ),
     Mutant("earlier gradients are lost", ACCUMULATION, "                aside.add()\n", "                pass\n"),
@@ -230,8 +233,8 @@ MUTANTS = (
     Mutant(
         "the last piece is dropped",
         MICRO_BATCHES,
-        "            first += size\n    return micro_batches\n",
-        "            first += size\n    return micro_batches[:-1] or pieces\n",
+        "    return micro_batches\n",
+        "    return micro_batches[:-1] or micro_batches\n",
     ),
     Mutant("weights need not add up", ACCUMULATION, "        check_additive(todo, smaller)\n", ""),
     Mutant(
@@ -385,29 +388,28 @@ MUTANTS = (
     Mutant(
         "a micro-batch's graph lives while the next one runs",
         ACCUMULATION,
-        "                        progress.finish(micro_batch, *self._run_micro_batch(micro_batch, progress, stamps))",
-        "                        held = self._run_micro_batch(micro_batch, progress, stamps)\n"
-        "                        progress.finish(micro_batch, *held)",
+        "                loss = divided[0]\n",
+        "                loss = self.held = divided[0]\n",
         LIFETIME_TESTS,
     ),
     Mutant(
         "finished samples are held until the update",
         ACCUMULATION_STATE,
-        "        micro_batch.leaves = ()  # the step",
+        "        self.todo[0].leaves.clear()  # the step",
         "        pass  # the step",
         LIFETIME_TESTS,
     ),
     Mutant(
         "failed samples are held while the next size is chosen",
         ACCUMULATION_STATE,
-        "        failed.leaves = ()",
+        "        failed.leaves.clear()",
         "        pass",
         LIFETIME_TESTS,
     ),
     Mutant(
         "attributes of parameters are held until the next step",
         "autobatch/state/tensor_header.py",
-        "        self._aliases, self._held, self._hooks = [], [], []",
+        "        self._aliases, self._held, self._flags = [], [], []",
         "        self._aliases = []",
         LIFETIME_TESTS,
     ),
@@ -428,8 +430,8 @@ MUTANTS = (
     Mutant(
         "a tensor without rows has as many as the others",
         "autobatch/batch/layout.py",
-        "                if not rows or count not in (0, rows):",
-        "                if count not in (0, rows):",
+        "        rows=rows.pop() if are_dense and len(rows) == 1 else 0,",
+        "        rows=max(rows) if are_dense and len(rows - {0}) == 1 else 0,",
         ("tests/batch/test_tree_spec.py",),
     ),
     Mutant(
@@ -813,8 +815,8 @@ MUTANTS = (
     Mutant(
         "a batch is cut into pieces that the model cannot run",
         MICRO_BATCHES,
-        "        sizes = balance(total, most, min(total, smallest))\n",
-        "        sizes = balance(total, largest or layout.count)\n",
+        "    sizes = balance(total, max(largest, least_size(total, smallest)), min(total, smallest))\n",
+        "    sizes = balance(total, largest)\n",
         SMALLEST_TESTS,
     ),
     Mutant(
@@ -840,14 +842,14 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        PACING,
+        RETRY_SIZE,
         "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
         "least_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        PACING,
+        RETRY_SIZE,
         "        wait = self.wait // 2\n",
         "        wait = self.wait\n",
         PACING_TESTS,
@@ -1000,7 +1002,7 @@ MUTANTS = (
     Mutant(
         "activations of the step before are held between steps",
         TRANSACTION,
-        "                self._state.end()  # last: it only",
+        "                self.start.release()  # last: it only",
         "                pass  #",
         ("tests/training/test_held_activations.py",),
     ),
