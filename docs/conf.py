@@ -65,7 +65,9 @@ def _borrow(match: re.Match[str]) -> str:
     return re.sub(r"^#", "##", (ROOT / match["file"]).read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def _read_page(_app: Sphinx, _name: str, content: list[str]) -> None:
+def _read_page(app: Sphinx, name: str, content: list[str]) -> None:
+    for match in _BORROWED.finditer(content[0]):  # else a page from an earlier build would stay as it was
+        app.env.dependencies[name].add(str(ROOT / match["file"]))
     text = _BORROWED.sub(_borrow, content[0])
     for mark, shown in _MARKS.items():
         text = re.sub(rf"^<!-- {mark}: (.+) -->$", shown, text, flags=re.MULTILINE)
