@@ -74,7 +74,7 @@ proof: $(INSTALLED) ## let memory end at every operation of a training step; pri
 mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
 	"$(PYTHON_ENV)" tests/mutants.py
 
-lint: $(INSTALLED) ## ruff, mypy --strict, and the floors of the imports
+lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m ruff check
 	"$(PYTHON_ENV)" -m ruff format --check
 	"$(PYTHON_ENV)" -m mypy --strict autobatch tests/api/typed_usage.py

@@ -986,6 +986,20 @@ MUTANTS = (
         ("tests/step/test_outside_tensors.py",),
     ),
     Mutant(
+        "gradients from before the trials do not come back",
+        "autobatch/state/training_state.py",
+        "            self.tensor.grad = self._gradient\n",
+        "            pass\n",
+        ("tests/state/test_training_state.py",),
+    ),
+    Mutant(
+        "an out-of-memory error after a fatal one is retried",
+        "autobatch/memory/oom.py",
+        "    if any(_is_fatal(link) for link in chain):\n        return False\n",
+        "",
+        ("tests/memory/test_oom.py",),
+    ),
+    Mutant(
         "a check leaves a teacher as its last run had it",
         EXACTNESS + "measurement.py",
         "            self.rewind_point.restore_outside()\n",

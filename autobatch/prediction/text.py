@@ -1,7 +1,7 @@
 """Writes a prediction as text (one line, and the whole story), and its tables as HTML for a notebook.
 
 Covers words and tables of up to 100 columns below the first line, where names are ordinary. In HTML nothing runs or is
-fetched, and all text is escaped (``report.templating``). Does not cover any estimate: every number shown stands in the
+fetched, and all text is escaped (``report.html``). Does not cover any estimate: every number shown stands in the
 record, or is the sum of two that do.
 """
 

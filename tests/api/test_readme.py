@@ -266,17 +266,17 @@ def test_each_public_name_in_the_pages_exists() -> None:
 
 
 def test_each_package_is_described_and_each_path_that_is_named_exists() -> None:
-    """The table of rooms has a line for every package, and what the page names lies where it says."""
+    """The table of packages has a line for every package, and what the page names lies where it says."""
     package = ROOT / "autobatch"
-    table = ARCHITECTURE.partition("## Rooms")[2].partition("## Floors")[0]
+    table = ARCHITECTURE.partition("## Packages")[2].partition("## Layers")[0]
     described = set(re.findall(r"^\| `(\w+)/` \|", table, flags=re.MULTILINE))
     assert described == {file.parent.name for file in package.glob("*/__init__.py")}
     for path in re.findall(r"`([\w/]+(?:/|\.py))`", ARCHITECTURE):
         assert (package / path).exists() or (ROOT / path).exists(), path
 
 
-def test_the_floors_are_those_that_the_linter_holds() -> None:
-    """The list of floors is the layers in pyproject.toml, line by line."""
+def test_the_layers_are_those_that_the_linter_holds() -> None:
+    """The list of layers is the one in pyproject.toml, line by line."""
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]["layers"]
-    shown = ARCHITECTURE.partition("## Floors")[2].partition("```text\n")[2].partition("```")[0].splitlines()
+    shown = ARCHITECTURE.partition("## Layers")[2].partition("```text\n")[2].partition("```")[0].splitlines()
     assert shown == [layer.replace("(", "").replace(")", "") for layer in layers]
