@@ -120,6 +120,8 @@ class LoopGuard:
         watched, tables = self._watched, self._tables
         if all(map(is_, map(_HOOKS_OF, watched), tables)) and sum(map(len, tables)) == len(watched):
             deque(map(setattr, watched, repeat(_HOOKS), repeat(None)), maxlen=0)
+            # Emptied, too: torch holds the last table that was set, and calls what is in it, after None was set.
+            deque(map(OrderedDict.clear, tables), maxlen=0)
             return
         self._tables = []  # the step has added hooks of its own
         for parameter in watched:
@@ -132,7 +134,7 @@ class LoopGuard:
         """Note each backward pass that reaches a parameter. In C alone: register_post_accumulate_grad_hook is slow."""
         watched = self._watched = [*filter(_IS_LEAF, filter(_REQUIRES_GRAD, self.parameters))]
         note = self.reached.append
-        if any(map(_HOOKS_OF, watched)):  # another guard's
+        if any(map(_HOOKS_OF, watched)):  # another guard's, or the user's
             for parameter in watched:
                 if (hooks := _HOOKS_OF(parameter)) is None:
                     setattr(parameter, _HOOKS, OrderedDict({self: note}))
@@ -140,7 +142,8 @@ class LoopGuard:
                     hooks[self] = note
             return
         if len(self._tables) != len(watched):
-            self._tables = [OrderedDict({self: note}) for _ in watched]
+            self._tables = [OrderedDict() for _ in watched]
+        deque(map(OrderedDict.__setitem__, self._tables, repeat(self), repeat(note)), maxlen=0)
         deque(map(setattr, watched, repeat(_HOOKS), self._tables), maxlen=0)
 
     @contextmanager

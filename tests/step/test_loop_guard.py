@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import suppress
 from functools import cache, partial
 
@@ -13,6 +15,7 @@ from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
 from autobatch.errors import InvalidStep
+from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.workload import Workload
 
 
@@ -403,6 +406,29 @@ def test_the_guard_leaves_no_trace():
     mean_step(training.model, make_batch(4)).backward()
     training.optimizer.step()
     training.scheduler.step()
+
+
+@pytest.mark.parametrize("use", ["fit", "verify", "Runner.step"])
+def test_nothing_holds_the_model_afterwards_nor_is_called_in_a_backward_pass(use):
+    """torch goes on calling the hooks of a table that was replaced by None, and holds them."""
+    training, batch = Training(), make_batch(8)
+    guards = []
+
+    make = LoopGuard.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LoopGuard, "__init__", lambda guard: make(guard) or guards.append(guard))
+        USES[use](training, mean_step, batch)
+    for guard in guards:
+        guard.reached.clear()
+    mean_step(training.model, batch).backward()
+    assert guards
+    assert not any(guard.reached for guard in guards)
+    model, weight = weakref.ref(training.model), weakref.ref(training.model[0].weight)
+    del training, guard
+    guards.clear()
+    gc.collect()
+    assert model() is None
+    assert weight() is None
 
 
 def test_hooks_of_the_users_are_still_there():
