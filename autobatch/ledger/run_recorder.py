@@ -13,6 +13,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class _CurrentRun:
     def __init__(self, plan: Plan, ledger: Ledger, every_s: float) -> None:
         self._plan, self._ledger, self._every_s = plan, ledger, every_s
         self._pid = os.getpid()
-        self._steps: list[tuple[int, Sequence[int], int, int, float]] = []
+        self._steps: deque[tuple[int, Sequence[int], int, int, float]] = deque()
         self._run: Run | None = None
         self._tally = Tally(plan.micro_batch_size)
         self._outcome: Outcome = "running"
@@ -111,9 +112,8 @@ class _CurrentRun:
         """Add up the steps since the last time: not one by one, as each new thing touched costs time in a step."""
         if self._steps:
             self._outcome, self._reason = "running", ""
-        for step in self._steps:
-            self._tally.add_step(*step)
-        self._steps.clear()
+        while self._steps:  # one by one: an interrupt must not count any of them twice
+            self._tally.add_step(*self._steps.popleft())
 
     def _write_if_due(self) -> None:
         if time.monotonic() - self._tried_at >= self._wait_s:

@@ -19,7 +19,7 @@ from torch import nn
 
 import autobatch
 from autobatch.events import BatchDiffers, StepFinished
-from autobatch.ledger import database, run_recorder
+from autobatch.ledger import database, run_recorder, run_summary
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.ledger.store import Store
@@ -90,6 +90,28 @@ def test_what_happened_is_what_is_read(events, every_s, read_between):
             (event.step, event.new_size) for event in events if event not in steps
         ]
         assert run.outcome == "finished"
+
+
+@pytest.mark.parametrize("interrupted", [0, 3, 5])
+def test_an_interrupt_while_steps_are_added_up_counts_none_twice(tmp_path, monkeypatch, interrupted):
+    """Those before it are in, those after it wait, and of the one that it came into at most that one is lost."""
+    recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
+    for step in range(7):  # the first is written at once, the others wait
+        recorder(finished(step, (16,)))
+    add_step, calls = run_summary.Tally.add_step, []
+
+    def add(tally, *step):
+        calls.append(step)
+        if len(calls) == interrupted + 1:
+            raise KeyboardInterrupt
+        add_step(tally, *step)
+
+    monkeypatch.setattr(run_summary.Tally, "add_step", add)
+    with pytest.raises(KeyboardInterrupt):
+        recorder(failed("ValueError"))
+    recorder(failed("ValueError"))
+    [run] = read_runs(tmp_path)
+    assert 6 * 16 <= sum(part.samples for part in run.ranges) <= 7 * 16
 
 
 def test_a_real_runner_is_recorded(tmp_path):
