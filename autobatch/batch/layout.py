@@ -39,21 +39,21 @@ from autobatch.errors import InvalidArgument, InvalidBatch
 __all__ = ["Layout", "count_bytes", "count_elements", "describe", "is_one_batch", "map_tensors", "tensors_of"]
 
 
-_TRAITS = attrgetter("shape", "device", "layout", "requires_grad", "is_nested")
+_KEY = attrgetter("shape", "device", "layout", "requires_grad", "is_nested")
 
 
-class _Alike(NamedTuple):
-    """What holds for all batches of one spec whose tensors have these traits.
+class _Traits(NamedTuple):
+    """What holds for all batches of one spec whose tensors have the same key.
 
     Attributes:
-        traits: Shape, device, layout, and whether a gradient is required and whether it is nested, of each tensor.
+        key: Shape, device, layout, and whether a gradient is required and whether it is nested, of each tensor.
         rows: Of all tensors with dimensions, where they are dense and agree, else 0.
         home: ``Layout.home``.
         elements: Of all tensors together.
         are_rows: Whether each leaf is a tensor with dimensions.
     """
 
-    traits: list[Any]
+    key: list[Any]
     rows: int
     home: torch.device | None
     elements: int
@@ -71,7 +71,7 @@ class Layout:
         spec: Its containers, where they are plain ones; a later batch of the same spec is described in a few calls.
         leaves: The leaves of the spec, in order.
         home: The one device of all tensors of the spec; ``None`` if they are on several or one requires a gradient.
-        alike: The very same object for a later batch with the same spec, shapes and devices; ``None`` without a spec.
+        traits: The very same object for a later batch with the same spec, shapes and devices; ``None`` without a spec.
     """
 
     batch: Any
@@ -80,7 +80,7 @@ class Layout:
     spec: TreeSpec | None = None
     leaves: Sequence[Any] = field(default=(), repr=False)
     home: torch.device | None = None
-    alike: _Alike | None = None
+    traits: _Traits | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Every tensor of the batch, in order."""
@@ -91,18 +91,18 @@ class Layout:
     @property
     def elements(self) -> int:
         """Elements of all tensors and NumPy arrays together."""
-        return count_elements(self.batch) if self.alike is None else self.alike.elements
+        return count_elements(self.batch) if self.traits is None else self.traits.elements
 
     def without_batch(self) -> Layout:
         """How batches of this kind are read, without a reference to this one."""
-        return Layout(None, 0, self.lists, self.spec, alike=self.alike)
+        return Layout(None, 0, self.lists, self.spec, traits=self.traits)
 
     def split_leaves(self, start: int, sizes: Sequence[int]) -> Iterable[Sequence[Any]]:
         """The leaves of its spec, cut into parts of these sizes from a sample on: views that carry no graph."""
         if self.spec is None:
             return [()] * len(sizes)
         total = sum(sizes)
-        if self.alike is not None and self.alike.are_rows and total == self.count:  # nearly always: in C alone
+        if self.traits is not None and self.traits.are_rows and total == self.count:  # nearly always: in C alone
             views = map(torch.Tensor.detach, self.leaves)
             return zip(*map(torch.split_with_sizes, views, repeat(sizes)), strict=True)
         columns: list[Iterable[Any]] = []
@@ -198,14 +198,14 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
         if like.spec.pair_size and type(batch) is tuple and [*map(type, batch)] == [torch.Tensor] * like.spec.pair_size:
             leaves = batch
         if leaves or like.spec.flatten(batch, leaves):
-            alike = _find_alike(leaves, like.alike)
-            if alike is not None and alike.rows:
-                return Layout(batch, alike.rows, like.lists, like.spec, leaves, alike.home, alike)
+            traits = _read_traits(leaves, like.traits)
+            if traits is not None and traits.rows:
+                return Layout(batch, traits.rows, like.lists, like.spec, leaves, traits.home, traits)
     count, lists = read(batch, like.lists if like is not None else {}, samples)
     spec, leaves = TreeSpec.of(batch) if {*lists.values()} <= {"fields"} else None, []
-    if spec is None or not spec.flatten(batch, leaves) or (alike := _find_alike(leaves)) is None:
+    if spec is None or not spec.flatten(batch, leaves) or (traits := _read_traits(leaves)) is None:
         return Layout(batch, count, lists)
-    return Layout(batch, count, lists, spec, leaves, alike.home, alike)
+    return Layout(batch, count, lists, spec, leaves, traits.home, traits)
 
 
 def is_one_batch(batches: Any) -> bool:
@@ -217,24 +217,24 @@ def is_one_batch(batches: Any) -> bool:
     return isinstance(batches, torch.Tensor | Mapping)
 
 
-def _find_alike(leaves: Sequence[Any], latest: _Alike | None = None) -> _Alike | None:
+def _read_traits(leaves: Sequence[Any], latest: _Traits | None = None) -> _Traits | None:
     """What holds for these leaves: ``latest`` where it does; ``None`` where a tensor's shape cannot be read."""
     tensors = [*compress(leaves, map(isinstance, leaves, repeat(torch.Tensor)))]
     try:
-        traits = [*map(_TRAITS, tensors)]
+        key = [*map(_KEY, tensors)]
     except RuntimeError:  # a nested tensor of the strided layout
         return None
-    if latest is not None and latest.traits == traits:
+    if latest is not None and latest.key == key:
         return latest
-    rows = {shape[0] for shape, *_ in traits if shape}
-    are_dense = all(layout is torch.strided and not is_nested for _, _, layout, _, is_nested in traits)
-    homes = {None if requires_grad else device for _, device, _, requires_grad, _ in traits}
-    return _Alike(
-        traits,
+    rows = {shape[0] for shape, *_ in key if shape}
+    are_dense = all(layout is torch.strided and not is_nested for _, _, layout, _, is_nested in key)
+    homes = {None if requires_grad else device for _, device, _, requires_grad, _ in key}
+    return _Traits(
+        key,
         rows=rows.pop() if are_dense and len(rows) == 1 else 0,
         home=homes.pop() if are_dense and len(homes) == 1 else None,
         elements=sum(map(torch.numel, tensors)),
-        are_rows=len(tensors) == len(leaves) and all(shape for shape, *_ in traits),
+        are_rows=len(tensors) == len(leaves) and all(shape for shape, *_ in key),
     )
 
 

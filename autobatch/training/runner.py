@@ -298,7 +298,7 @@ class Runner:
         layouts, samples = [], 0
         for batch in batches:
             layout = describe(batch, like=self._layout)
-            if layout.alike is None or layout.alike is not self._layout.alike:
+            if layout.traits is None or layout.traits is not self._layout.traits:
                 self._layout, elements = layout.without_batch(), layout.elements / layout.count
                 self._has_larger |= elements > self._largest_elements
                 self._largest_elements = max(elements, self._largest_elements)
