@@ -410,7 +410,7 @@ def test_the_guard_leaves_no_trace():
 
 @pytest.mark.parametrize("use", ["fit", "verify", "Runner.step"])
 def test_nothing_holds_the_model_afterwards_nor_is_called_in_a_backward_pass(use):
-    """torch goes on calling the hooks of a table that was replaced by None, and holds them."""
+    """Torch goes on calling the hooks of a table that was replaced by None, and holds them."""
     training, batch = Training(), make_batch(8)
     guards = []
 
