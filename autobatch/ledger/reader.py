@@ -141,7 +141,7 @@ def _still_stands(connection: sqlite3.Connection, kind: str, row: _Row) -> bool:
         query = "SELECT id, content FROM plans WHERE rowid = ?"
     else:
         query, known = "SELECT id FROM runs WHERE rowid = ?", known[:1]
-    return connection.execute(query, (rowid,)).fetchone() == tuple(known)
+    return bool(connection.execute(query, (rowid,)).fetchone() == tuple(known))
 
 
 def _move(connection: sqlite3.Connection, kind: str, row: _Row, reason: str) -> None:
