@@ -113,7 +113,8 @@ class Trial(Record):
         held_bytes: Bytes of activations of the step before, which the model holds in attributes, or a hook in a list:
             in the peaks, but not in ``resident_bytes``.
         ended_in: Where memory ended, if it did. ``"gradients"``: in a backward pass, where the gradients alone are more
-            than the limit beside what was there before it.
+            than the limit beside what was there before it. ``"optimizer state"``: where the optimizer made it, which
+            some do in the course of their first step.
     """
 
     micro_batch_size: Samples
@@ -140,20 +141,32 @@ class ModelIdentity(Record):
 
     The same for a model that is compiled, wrapped for data parallelism, moved, cast to another dtype or trained on:
     names, dtypes and values do not count.
+
+    Attributes:
+        tensors: Parameters, each once however often it is shared.
+        parameters: Numbers in them.
+        trained: Numbers in those that require a gradient.
+        shapes: A digest of all shapes.
+        optimizer: The class of the torch optimizer; empty where there was none.
     """
 
-    tensors: Count  # parameters, each once however often it is shared
-    parameters: Count  # numbers in them
-    trained: Count  # numbers in those that require a gradient
-    shapes: Text  # a digest of all shapes
-    optimizer: Text = ""  # the class of the torch optimizer; empty where there was none
+    tensors: Count
+    parameters: Count
+    trained: Count
+    shapes: Text
+    optimizer: Text = ""
 
 
 class ModuleError(Record):
-    """How far one module's gradient is off in a split."""
+    """How far one module's gradient is off in a split.
 
-    module: Text  # its path in the model; the model's type where parameters are the model's own
-    relative_error: Ratio  # |split - whole| / |whole| of its worst parameter; 1 where the whole has no gradient
+    Attributes:
+        module: Its path in the model; the model's type where parameters are the model's own.
+        relative_error: ``|split - whole| / |whole|`` of its worst parameter; 1 where the whole has no gradient.
+    """
+
+    module: Text
+    relative_error: Ratio
 
 
 class Verdict(Record):
@@ -169,6 +182,7 @@ class Verdict(Record):
         unchecked: Why no verdict could be given; empty where one was.
         modules: Which modules differ, the worst first.
         larger_partition: Sizes of the parts of one more exact division, of as many samples as there are or as fit.
+            Empty where ``samples`` were all of them, or no more fit.
         not_compared: How many samples the largest comparison had, and why not all; empty where it had all.
     """
 

@@ -42,15 +42,15 @@ _LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attri
 
 @dataclass
 class _Readings:
-    """What one trial has measured so far; all bytes but the last three."""
+    """What one trial has measured so far."""
 
-    resident: int = 0
-    held: int = 0
-    state: int = 0
+    resident: int = 0  # bytes, as in Trial
+    held: int = 0  # bytes, as in Trial
+    state: int = 0  # bytes of the optimizer's state that a resumed run brings, in its first trial
     backward: MemoryUsage = field(default_factory=MemoryUsage)
     optimizer: MemoryUsage = field(default_factory=MemoryUsage)
-    retries_before: int = 0
-    seconds: float = 0.0
+    retries_before: int = 0  # how often the allocator had freed its cache before the trial
+    seconds: float = 0.0  # as in Trial
     phase: Phase = "forward"
 
 

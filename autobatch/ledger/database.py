@@ -155,9 +155,10 @@ def _is_new(connection: sqlite3.Connection) -> bool:
     """Whether the file has no tables of ours yet; one of another version is refused."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version not in (0, VERSION):
+        age, todo = ("a newer", "get that one here too") if version > VERSION else ("an older", "move it away")
         raise LedgerUnavailable(
-            f"it was made by {'a newer' if version > VERSION else 'an older'} autobatch (its tables are version "
-            f"{version}, this one knows {VERSION}): get that one here too, or set AUTOBATCH_HOME to another folder"
+            f"it was made by {age} autobatch (its tables are version {version}, this one knows {VERSION}): "
+            f"{todo}, or set AUTOBATCH_HOME to another folder"
         )
     return bool(version == 0)
 

@@ -83,16 +83,16 @@ class Ledger:
         if self._home is None:
             return otherwise
         try:
-            return _use_file(database.find_ledger(self._home), action, patience_s)
+            return _use_newest_file(self._home, action, patience_s)
         except Exception as error:  # noqa: BLE001 - no failure here is worth a training step
             _warn(error, str(self._home))
             return otherwise
 
 
-def _use_file(path: Path, action: Callable[[Store], _Answer], patience_s: float) -> _Answer:
+def _use_newest_file(home: Path, action: Callable[[Store], _Answer], patience_s: float) -> _Answer:
+    path = database.find_ledger(home)
     try:
-        with Store(path, patience_s=patience_s) as store:
-            return action(store)
+        return _use_file(path, action, patience_s)
     except Exception as error:
         if not database.is_damaged(error):
             raise
@@ -105,7 +105,12 @@ def _use_file(path: Path, action: Callable[[Store], _Answer], patience_s: float)
             f"damaged {path}",
             f"the ledger {path} is damaged ({error}); it is left as it is, and from now on {successor.name} is used",
         )
-    return _use_file(successor, action, patience_s)
+    return _use_file(successor, action, patience_s)  # once: a disk that damages this one too is not filled with more
+
+
+def _use_file(path: Path, action: Callable[[Store], _Answer], patience_s: float) -> _Answer:
+    with Store(path, patience_s=patience_s) as store:
+        return action(store)
 
 
 def _add(store: Store, plan: Plan, run: Run | None = None) -> bool:

@@ -125,17 +125,29 @@ def _set_aside(connection: sqlite3.Connection, kind: str, row: _Row, reason: str
     # It was logged and left out: where it cannot be moved (the file may only be read, another process writes, the row
     # is broken beyond that), it stays.
     with suppress(sqlite3.Error), transaction(connection):
+        if not _still_stands(connection, kind, row):
+            return  # another process was faster
         if kind == "plan":
             for run in _read_run_rows(connection, row[1]):
                 _move(connection, "run", run, f"its plan {row[1]} cannot be read")
         _move(connection, kind, row, reason)
 
 
+def _still_stands(connection: sqlite3.Connection, kind: str, row: _Row) -> bool:
+    """Whether this row is what was read: SQLite gives the number of one that was deleted to another."""
+    # Compared as they are read, since a text that is no UTF-8 is no longer equal to what stands in the file.
+    rowid, *known = row
+    if kind == "plan":
+        query = "SELECT id, content FROM plans WHERE rowid = ?"
+    else:
+        query, known = "SELECT id FROM runs WHERE rowid = ?", known[:1]
+    return bool(connection.execute(query, (rowid,)).fetchone() == tuple(known))
+
+
 def _move(connection: sqlite3.Connection, kind: str, row: _Row, reason: str) -> None:
     rowid, name, content = row
     if kind == "run":
         content = json.dumps(content, default=repr)
-    deleted = connection.execute(f"DELETE FROM {kind}s WHERE rowid = ?", (rowid,)).rowcount  # noqa: S608 - our own names
-    if deleted:  # else another process was faster
-        values = (kind, str(name), read_clock(connection)[0], reason, content)
-        connection.execute("INSERT INTO set_aside VALUES (?, ?, ?, ?, ?)", values)
+    connection.execute(f"DELETE FROM {kind}s WHERE rowid = ?", (rowid,))  # noqa: S608 - our own names
+    values = (kind, str(name), read_clock(connection)[0], reason, content)
+    connection.execute("INSERT INTO set_aside VALUES (?, ?, ?, ?, ?)", values)

@@ -99,7 +99,8 @@ class CountedGrowth:
         if most > (1 + _TOLERANCE) * row.growth:
             row.disagree()
         row.growth = max(row.growth, most)
-        self._kinds[kind] = [*[other for other in rows if other not in smaller][1 - _MOST_ROWS :], row]
+        larger = [other for other in rows if other not in smaller]
+        self._kinds[kind] = [*larger[1 - _MOST_ROWS :], row]
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
 

@@ -64,8 +64,8 @@ class MemoryCurve(Record):
     whichever holds most. The optimizer's step does not depend on the size, so it is a floor under the growing part.
 
     Attributes:
-        allocated: _Knots of the growing part, in bytes of tensors.
-        reserved: _Knots of the growing part, in bytes that the allocator holds: what meets the limit.
+        allocated: Knots of the growing part, in bytes of tensors.
+        reserved: Knots of the growing part, in bytes that the allocator holds: what meets the limit.
         allocated_floor: Bytes of tensors at any size: what is resident, or the optimizer's step where that is more.
         reserved_floor: The same, as the allocator holds it.
     """

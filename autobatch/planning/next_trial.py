@@ -80,8 +80,10 @@ def choose_size(question: Question, trials: Sequence[Trial], objective: Objectiv
 def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
     """The next size to try, ``None`` when the largest that fits is found.
 
-    So it is exact on memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of
-    them; on memory that grows linearly at most four, none of which runs out of memory, as long as two samples fit.
+    It is found where it is the largest candidate, or the next candidate has failed, or a straight line puts that over
+    the limit: one through at least three sizes (or all that exist below), or through two where a prediction agrees. So
+    it is exact on memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of them;
+    on memory that grows linearly at most four, none of which runs out of memory, as long as two samples fit.
     """
     seen = _Evidence(question, trials)
     if not seen.open or _is_proven(seen):

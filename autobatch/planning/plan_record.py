@@ -48,7 +48,8 @@ class PlanRecord(Record):
         state_bytes: What the optimizer's state took in the trials.
         weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
         accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32, in the trials too.
-        verdict: Whether splitting was found to be exact; ``None`` where nothing is split, or ``check=None``.
+        verdict: Whether splitting was found to be exact, and the seconds that took; ``None`` where nothing is split, or
+            ``check=None``.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
@@ -57,11 +58,13 @@ class PlanRecord(Record):
         made_at: Seconds since 1970, UTC; 0 where it was not noted.
         model: The class of the model.
         objective: What ``fit`` was asked for: the fewest steps, or the least memory.
-        max_micro_batch: The most samples that a micro-batch may ever have: the user's own bound, or the target.
+        max_micro_batch: The most samples that a micro-batch may ever have: the user's own bound, or the target;
+            ``None`` where that is not known.
         failing_size: The smallest size that did not fit when sizes were searched for; 0 where each one tried did.
         searched_bytes: The limit within which they were searched for; of a confirmed plan that of its own search.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
-        identity: What the model and the optimizer are recognised by, so that a runner can warn of others.
+        identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
+            plan that was written by hand without it.
     """
 
     target_batch: Target

@@ -51,10 +51,10 @@ def find_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered:
     if usable:
         fewest_steps = wanted.objective == "throughput"
         return Remembered(max(usable, key=lambda plan: plan.micro_batch_size if fewest_steps else 0))
-    for newest in asked[:1]:
-        return Remembered(None, _why_not(newest, wanted), newest.id)
-    for newest in measured[:1]:
-        return Remembered(None, f"it was made for {_describe_question(newest, wanted)}", newest.id)
+    if asked:
+        return Remembered(None, _why_not(asked[0], wanted), asked[0].id)
+    if measured:
+        return Remembered(None, f"it was made for {_describe_question(measured[0], wanted)}", measured[0].id)
     return Remembered(None)
 
 

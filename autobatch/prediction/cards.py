@@ -29,18 +29,31 @@ _MIB = 2**20
 
 
 class Gpu(Record):
-    """A card, or one that has just a size, named as it is called here and by ``find_gpu``."""
+    """A card, or one that has just a size.
+
+    Attributes:
+        name: What it is called here, and by ``find_gpu``.
+        aliases: Other names, among them the driver's where brand and separators do not make up the difference.
+        total_bytes: All memory that CUDA reports.
+        architecture: ``"sm_90"``, or AMD's name of it; ``"unknown"`` for a card that has just a size.
+        context_bytes: What a process takes outside the allocator: the CUDA context with the kernels that were loaded.
+        cublas_workspace_bytes: What one cuBLAS handle takes inside the allocator, for good.
+        source: Where the total was found.
+        measured: Whether CUDA reported it on such a card; else it is nominal, by the rule that the source states.
+        context_source: Where the context's size was found.
+        context_measured: Whether that was read on a card of this architecture.
+    """
 
     name: Text
-    aliases: Annotated[tuple[Text, ...], LISTED] = ()  # the driver's too, where brand and separators do not suffice
-    total_bytes: Bytes  # all memory that CUDA reports
-    architecture: Text  # "sm_90", or AMD's name of it; "unknown" for a card that has just a size
-    context_bytes: Bytes  # what a process takes outside the allocator: the CUDA context with loaded kernels
-    cublas_workspace_bytes: Bytes  # what one cuBLAS handle takes inside the allocator, for good
-    source: Text  # where the total was found
-    measured: bool  # by CUDA on such a card; else it is nominal, by the rule that the source states
+    aliases: Annotated[tuple[Text, ...], LISTED] = ()
+    total_bytes: Bytes
+    architecture: Text
+    context_bytes: Bytes
+    cublas_workspace_bytes: Bytes
+    source: Text
+    measured: bool
     context_source: Text
-    context_measured: bool  # on a card of this architecture
+    context_measured: bool
 
 
 _FITTED = "fitted to published peaks of training steps on a 40 GB card (make accuracy)"

@@ -52,7 +52,7 @@ def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: 
 def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
     deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
 
-    def judged(estimate: Estimate, known: int = sizes[-1]) -> Sequence[int]:
+    def sizes_judged(estimate: Estimate, known: int = sizes[-1]) -> Sequence[int]:
         return sizes[: bisect_right(sizes, min(known, estimate.largest_traced or known))]
 
     def largest_of(judged: Sequence[int], estimate: Estimate) -> int:
@@ -67,8 +67,8 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
     # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
     workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
     estimate = Estimate(timeline, workspace_bytes, expects_expandable_segments())
-    proof = prove(estimate, lambda estimate: largest_of(judged(estimate), estimate), check)
-    known = judged(proof.estimate, SIZES[-1] if proof.doubt else sizes[-1])
+    proof = prove(estimate, lambda estimate: largest_of(sizes_judged(estimate), estimate), check)
+    known = sizes_judged(proof.estimate, SIZES[-1] if proof.doubt else sizes[-1])
     largest = largest_of(known, proof.estimate)
     return Expectation(largest, knows_no_larger=largest == known[-1] < sizes[-1])
 

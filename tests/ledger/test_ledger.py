@@ -301,6 +301,19 @@ def test_a_damaged_file_stays_and_another_takes_over(tmp_path, caplog, damage):
     assert "ledger-2.sqlite3" in record.getMessage()
 
 
+def test_a_disk_that_damages_the_next_file_too_is_not_filled(tmp_path, caplog, monkeypatch):
+    """One use opens two files: the second failure costs a log line, and no third file."""
+
+    class Garbled(Store):
+        def __enter__(self):
+            raise sqlite3.DatabaseError("database disk image is malformed")
+
+    monkeypatch.setattr(ledger, "Store", Garbled)
+    assert not Ledger(tmp_path).remember(make_plan())
+    assert {file.stem for file in tmp_path.glob("*.sqlite3")} == {"ledger", "ledger-2"}
+    assert ["cannot be used" in record.getMessage() for record in caplog.records] == [False, True]
+
+
 def test_a_plan_that_cannot_be_written_is_no_error(tmp_path, caplog):
     """A name that is no text in any encoding costs a line."""
     assert not Ledger(tmp_path).remember(make_plan().model_copy(update={"model": "\udc80"}))

@@ -12,7 +12,7 @@ from ledgers import make_plan, make_run, make_update
 from autobatch.cli.main import main
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Setback
-from autobatch.ledger import database
+from autobatch.ledger import database, reader
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.store import Store
 
@@ -147,6 +147,46 @@ def test_what_is_set_aside_is_whole(path):
     assert json.loads(plan)["target_batch"] == -2
     assert json.loads(run)["id"] == "r-bb"
     assert len(json.loads(run)["ranges"]) == len(json.loads(run)["setbacks"]) == 1
+
+
+def test_a_good_plan_that_takes_the_row_meanwhile_stays(path, monkeypatch):
+    """Another process forgets the damaged plan and stores it whole: SQLite gives it the number of the last row."""
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE plans SET content = 'nonsense' WHERE id = 'cc'")
+    connection.close()
+
+    def store_again(*_):
+        with Store(path) as other:
+            other.forget(["cc"])
+            other.add_plan(make_plan("cc"))
+            other.add_run(make_run("r-new", "cc"))
+
+    monkeypatch.setattr(reader, "_warn_of_damage", store_again)
+    with Store(path) as store:
+        assert [plan.id for plan in store.plans()] == ["bb", "aa"]
+        assert store.find_plan("cc") == make_plan("cc")
+        assert [run.id for run in store.runs_of("cc")] == ["r-new"]
+    assert set_aside(path) == []
+
+
+def test_a_good_run_that_takes_the_row_meanwhile_stays(path, monkeypatch):
+    """So with runs, whose plan is whole."""
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE runs SET pid = 'x' WHERE id = 'r-cc'")
+    connection.close()
+
+    def replace_it(*_):
+        with sqlite3.connect(path) as other:
+            other.execute("DELETE FROM runs WHERE id = 'r-cc'")
+        other.close()
+        with Store(path) as store:
+            store.add_run(make_run("r-new", "cc"))
+
+    monkeypatch.setattr(reader, "_warn_of_damage", replace_it)
+    with Store(path) as store:
+        assert store.runs_of("cc") == []
+        assert [run.id for run in store.runs_of("cc")] == ["r-new"]
+    assert set_aside(path) == []
 
 
 @pytest.mark.parametrize("what", [{"everything": True}, {"older_than_seconds": 0}])
