@@ -204,6 +204,13 @@ MUTANTS = (
         FULL_SIZE_TESTS,
     ),
     Mutant(
+        "a model that does not fit is tried again with fewer samples",
+        EXACTNESS + "compare_split.py",
+        "isinstance(ended, _ModelDoesNotFit) and not self.exact_at",
+        "False",
+        ("tests/exactness/test_check_in_fit.py",),
+    ),
+    Mutant(
         "weights that come from the losses are taken for class weights",
         EXACTNESS + "loss_weights.py",
         "and not _depend_on_losses(measured, partitions, weights)",
