@@ -173,7 +173,8 @@ def _rrelu(given: _Arguments, _: SampleNumbers) -> torch.Tensor:
 
 
 def _exponential(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
-    return -(1 - uniform).log() / given.get("lambd", 1.0)
+    numbers: torch.Tensor = -(1 - uniform).log() / given.get("lambd", 1.0)
+    return numbers
 
 
 def _cauchy(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
@@ -187,7 +188,8 @@ def _log_normal(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _geometric(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
-    return (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1)
+    numbers: torch.Tensor = (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1)
+    return numbers
 
 
 _NEW: dict[str, _Values] = {
