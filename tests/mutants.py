@@ -204,6 +204,13 @@ MUTANTS = (
         FULL_SIZE_TESTS,
     ),
     Mutant(
+        "a model that does not fit is tried again with fewer samples",
+        EXACTNESS + "compare_split.py",
+        "isinstance(ended, _ModelDoesNotFit) and not self.exact_at",
+        "False",
+        ("tests/exactness/test_check_in_fit.py",),
+    ),
+    Mutant(
         "weights that come from the losses are taken for class weights",
         EXACTNESS + "loss_weights.py",
         "and not _depend_on_losses(measured, partitions, weights)",
@@ -228,7 +235,7 @@ MUTANTS = (
         "each micro-batch weighs the same",
         DENOMINATORS,
         "term.divide(weights[name], self.weights[name])",
-        "term.divide(piece.size, piece.size * -(-self.samples // piece.size))",
+        "term.divide(micro_batch.size, micro_batch.size * -(-self.samples // micro_batch.size))",
     ),
     Mutant(
         "the last piece is dropped",
@@ -275,7 +282,7 @@ MUTANTS = (
         "a term of the step counts by samples",
         DENOMINATORS,
         "term.multiply(self._average_part(weights))",
-        "term.multiply(piece.size / self.samples)",
+        "term.multiply(micro_batch.size / self.samples)",
         ("tests/training/test_loss_denominators.py",),
     ),
     Mutant(
@@ -774,7 +781,7 @@ MUTANTS = (
         "the first count that is near is advised",
         f"{EXACTNESS}loss_weights.py",
         "        if error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):\n",
-        "        if best[1] > _EXPLAINS:\n",
+        "        if best[1] > EXPLAINS:\n",
         ("tests/fitting/test_advice.py",),
     ),
     Mutant(

@@ -42,6 +42,10 @@ __all__ = ["SplitComparison"]
 _log = logging.getLogger("autobatch")
 
 
+class _ModelDoesNotFit(DoesNotFit):
+    """Memory ended before a sample was run, so fewer samples would not fit either."""
+
+
 @dataclass(frozen=True)
 class SplitComparison:
     """Compares samples of one workload whole against split. The model is changed: the caller restores it.
@@ -87,7 +91,8 @@ class SplitComparison:
         try:
             return self._compare(samples, partitions), ""
         except DoesNotFit as ended:
-            return None, str(ended)
+            is_final = isinstance(ended, _ModelDoesNotFit) and not self.exact_at
+            return _unchecked(str(ended)) if is_final else None, str(ended)
         except Exception as error:
             reason = describe_error(error, handled=handled)
             if is_oom(error, handled=handled):
@@ -183,7 +188,7 @@ class SplitComparison:
                 if not is_oom(error, handled=handled):
                     raise
                 reason = describe_error(error, handled=handled)
-                raise DoesNotFit(f"the model does not fit in memory in float32 ({reason})") from None
+                raise _ModelDoesNotFit(f"the model does not fit in memory in float32 ({reason})") from None
             batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
             layout = Layout(batch, samples, self.layout.lists)
             yield self._make_measurement(layout, random, diagnoses=diagnoses)

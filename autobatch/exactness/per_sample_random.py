@@ -66,13 +66,20 @@ def _options(given: _Arguments) -> _Arguments:
     return {name: given[name] for name in _OPTIONS if given.get(name) is not None}
 
 
-def _fill(values: _Values, is_in_place: bool, given: _Arguments, random: SampleNumbers) -> torch.Tensor:  # noqa: FBT001 - bound in a table
-    if is_in_place:
-        result: torch.Tensor = given["self"]
-    elif "size" in given:
+def _draw_new(values: _Values, given: _Arguments, random: SampleNumbers) -> torch.Tensor:
+    """In a new tensor, of the size that is given or in the shape of another."""
+    if "size" in given:
         result = torch.empty(given["size"], **{"dtype": torch.int64 if "high" in given else None, **_options(given)})
     else:
         result = torch.empty_like(given["self"], **_options(given))
+    return _fill(result, values, given, random)
+
+
+def _draw_in_place(values: _Values, given: _Arguments, random: SampleNumbers) -> torch.Tensor:
+    return _fill(given["self"], values, given, random)
+
+
+def _fill(result: torch.Tensor, values: _Values, given: _Arguments, random: SampleNumbers) -> torch.Tensor:
     return result.copy_(values(given, random.uniform(result.shape, result.device)))
 
 
@@ -106,7 +113,7 @@ def _normal(given: _Arguments, random: SampleNumbers) -> Any:
     named = (given.get("mean"), given.get("std"))
     tensors: list[torch.Tensor] = [value for value in named if isinstance(value, torch.Tensor)]
     if not tensors:
-        return _fill(_deviate, False, given, random)
+        return _draw_new(_deviate, given, random)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     return _deviate(given, random.uniform(shape, tensors[0].device)).to(tensors[0].dtype)
 
@@ -165,29 +172,56 @@ def _rrelu(given: _Arguments, _: SampleNumbers) -> torch.Tensor:
     return result
 
 
-_VALUES: dict[str, _Values] = {
-    "rand": lambda _, uniform: uniform,
+def _exponential(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    numbers: torch.Tensor = -(1 - uniform).log() / given.get("lambd", 1.0)
+    return numbers
+
+
+def _cauchy(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    median: Any = given.get("median", 0.0)
+    numbers: torch.Tensor = median + given.get("sigma", 1.0) * (math.pi * (uniform - 0.5)).tan()
+    return numbers
+
+
+def _log_normal(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    return _deviate({"mean": 1.0, "std": 2.0, **given}, uniform).exp()
+
+
+def _geometric(given: _Arguments, uniform: torch.Tensor) -> torch.Tensor:
+    numbers: torch.Tensor = (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1)
+    return numbers
+
+
+_NEW: dict[str, _Values] = {
+    "rand": _between,
+    "rand_like": _between,
     "uniform": _between,
     "randn": _deviate,
-    "normal": _deviate,
+    "randn_like": _deviate,
     "bernoulli": _heads,
     "randint": _integer,
+    "randint_like": _integer,
     "random": _integer,
-    "exponential": lambda given, uniform: -(1 - uniform).log() / given.get("lambd", 1.0),
-    "cauchy": lambda given, uniform: (
-        given.get("median", 0.0) + given.get("sigma", 1.0) * (math.pi * (uniform - 0.5)).tan()
-    ),
-    "log_normal": lambda given, uniform: _deviate({"mean": 1.0, "std": 2.0, **given}, uniform).exp(),
-    "geometric": lambda given, uniform: (uniform.log() / math.log1p(-min(given["p"], 1 - 1e-9))).ceil().clamp_min(1),
+    "exponential": _exponential,
+    "cauchy": _cauchy,
+    "log_normal": _log_normal,
+    "geometric": _geometric,
 }
-"""What each number becomes; in a new tensor, in one that is given (``_``), or in one of its shape (``_like``)."""
+_IN_PLACE: dict[str, _Values] = {
+    "uniform_": _between,
+    "normal_": _deviate,
+    "bernoulli_": _heads,
+    "random_": _integer,
+    "exponential_": _exponential,
+    "cauchy_": _cauchy,
+    "log_normal_": _log_normal,
+    "geometric_": _geometric,
+}
+"""What each number becomes, by operator: these are all that torch has of each distribution, but for ``normal``."""
 
 _DRAWS: dict[str, _Draw] = {
-    **{
-        f"aten::{name}{form}": partial(_fill, values, form == "_")
-        for name, values in _VALUES.items()
-        for form in ("", "_", "_like")
-    },
+    **{f"aten::{name}": partial(_draw_new, values) for name, values in _NEW.items()},
+    **{f"aten::{name}": partial(_draw_in_place, values) for name, values in _IN_PLACE.items()},
     "aten::normal": _normal,
     "aten::randperm": _permutation,
     "aten::multinomial": _categories,

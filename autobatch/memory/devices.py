@@ -37,7 +37,7 @@ DEFAULT_HEADROOM = 0.05  # of the budget, for longer batches and for fragmentati
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
     """The memory of the one device that all parameters are on, or the ``Device`` object that stands in for it."""
     home = _find_home(parameters, model_name)
-    asked = _parse_device(home if device is None else device)
+    asked = _parse_device_or_stand_in(home if device is None else device)
     if isinstance(asked, Device):
         return asked
     if asked.type != home.type or asked.index not in (None, home.index or 0):
@@ -49,7 +49,7 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
 
 def open_device(device: Any) -> Device:
     """The memory of a device that a user names and torch can use here, or the ``Device`` that stands in for it."""
-    asked = _parse_device(device)
+    asked = _parse_device_or_stand_in(device)
     if isinstance(asked, Device):
         return asked
     try:
@@ -95,7 +95,7 @@ def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.dev
     return home
 
 
-def _parse_device(device: Any) -> torch.device | Device:
+def _parse_device_or_stand_in(device: Any) -> torch.device | Device:
     if isinstance(device, Device) and not isinstance(device, type):
         return device
     try:

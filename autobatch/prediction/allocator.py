@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autobatch.errors import InvalidArgument
-from autobatch.prediction.block_pool import ADDRESS_BITS, MIB, NO_BLOCK, UNIT, ExpandablePool, FixedPool
+from autobatch.prediction.block_pool import ADDRESS_BITS, MIB_UNITS, NO_BLOCK, UNIT, ExpandablePool, FixedPool
 from autobatch.prediction.timeline import most_alive
 from autobatch.records import Record
 
 __all__ = ["AllocatorPeak", "CachingAllocator", "find_least_capacity", "simulate"]
 
-_RESOLUTION = 2 * MIB * UNIT
+_RESOLUTION = 2 * MIB_UNITS * UNIT
 """The driver hands out no fewer bytes, so no capacity in between makes a difference."""
 
 
@@ -42,14 +42,16 @@ class CachingAllocator:
     """
 
     def __init__(self, capacity: int | None, *, expandable: bool = False) -> None:
-        self.small: FixedPool | ExpandablePool = ExpandablePool(2 * MIB) if expandable else FixedPool(least_rest=1)
-        self.large: FixedPool | ExpandablePool = ExpandablePool(20 * MIB) if expandable else FixedPool(MIB + 1)
+        self.small: FixedPool | ExpandablePool = FixedPool(least_rest=1)
+        self.large: FixedPool | ExpandablePool = FixedPool(least_rest=MIB_UNITS + 1)
+        if expandable:
+            self.small, self.large = ExpandablePool(2 * MIB_UNITS), ExpandablePool(20 * MIB_UNITS)
         self._capacity = None if capacity is None else capacity // UNIT
         self.reserved = self.peak_reserved = self.alloc_retries = 0
 
     def allocate(self, size: int) -> int:
         """A block of at least ``size`` units, or ``NO_BLOCK``: out of memory."""
-        pool = self.small if size <= MIB else self.large  # kSmallSize
+        pool = self.small if size <= MIB_UNITS else self.large  # kSmallSize
         block = pool.take(size)
         if block == NO_BLOCK and (block := pool.grow(size, self._reserve)) == NO_BLOCK:
             self.release_cached()
@@ -60,7 +62,7 @@ class CachingAllocator:
     def free(self, block: int) -> None:
         """Free a block that was handed out."""
         # No block of the large pool is this small, and one of the small pool is never larger than what was asked for.
-        (self.small if block >> ADDRESS_BITS <= MIB else self.large).give(block)
+        (self.small if block >> ADDRESS_BITS <= MIB_UNITS else self.large).give(block)
 
     def release_cached(self) -> None:
         """Give back to the driver all that can be given back."""

@@ -13,12 +13,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "MIB", "NO_BLOCK", "UNIT", "ExpandablePool", "FixedPool"]
+__all__ = ["ADDRESS_BITS", "ADDRESS_MASK", "MIB_UNITS", "NO_BLOCK", "UNIT", "ExpandablePool", "FixedPool"]
 
 UNIT = 512
 """Bytes of the smallest block (``kMinBlockSize``); every size is a multiple of it."""
-MIB = 2**20 // UNIT
-"""In units, as all sizes here."""
+MIB_UNITS = 2**20 // UNIT
+"""2**20 bytes in units, as all sizes here."""
 
 ADDRESS_BITS = 48
 ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
@@ -116,7 +116,10 @@ class FixedPool(_BlockPool):
     def grow(self, size: int, reserve: Callable[[int], bool]) -> int:
         """A block of a new segment, or ``NO_BLOCK`` where ``reserve`` (which asks the driver for units) refuses."""
         # kSmallBuffer for what is up to kSmallSize; below kMinLargeAlloc kLargeBuffer; else in steps of kRoundLarge.
-        segment = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        if size < 10 * MIB_UNITS:
+            segment = 2 * MIB_UNITS if size <= MIB_UNITS else 20 * MIB_UNITS
+        else:
+            segment = -(-size // (2 * MIB_UNITS)) * 2 * MIB_UNITS
         if not reserve(segment):
             return NO_BLOCK
         start = self._next_address

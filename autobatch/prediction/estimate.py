@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autobatch.prediction.allocator import AllocatorPeak, find_least_capacity, simulate
-from autobatch.prediction.block_pool import MIB, UNIT
+from autobatch.prediction.block_pool import MIB_UNITS, UNIT
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
 __all__ = ["COPIES", "Estimate"]
@@ -201,5 +201,5 @@ def _sizes_of(kind: str, step: TracedStep) -> list[int]:
 
 def _round_in_segments(size: int) -> int:
     """As the allocator asks the driver for it: from 10 MiB on a segment of its own, below a part of one with others."""
-    unit = UNIT if size < 10 * MIB * UNIT else 2 * MIB * UNIT
+    unit = UNIT if size < 10 * MIB_UNITS * UNIT else 2 * MIB_UNITS * UNIT
     return -(-size // unit) * unit

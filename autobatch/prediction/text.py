@@ -231,32 +231,29 @@ def render_prediction(prediction: Prediction) -> str:
     """One element for a page that is there already; its styles reach nothing else, and it has no ids."""
     from autobatch.report.html import render_template  # noqa: PLC0415 - only notebooks need it
 
-    size = plural(prediction.judged_size, "sample")
-    tables = {
-        f"Where the memory goes at {size}": Table(("bytes", "part"), tuple(_parts(prediction))),
-        f"Its tensors at {size}, by module": Table(("bytes", "module"), tuple(_modules(prediction))),
-        "Memory by size": Table(("size", "allocated", "reserved", "process"), tuple(_points(prediction))),
-        "What would help": Table(("saves", "micro-batch", "change"), tuple(map(_change_cells, prediction.changes))),
-        "On every card that is known": Table(
-            ("card", "memory", "micro-batch", "steps", "peak"),
-            tuple(map(_card_cells, _by_memory(prediction))),
-            (_NOMINAL,),
-        ),
-    }
-    chosen = prediction.plan.micro_batch_size if prediction.plan else None
     return render_template(
         "fragment.html",
         summary=summarise_prediction(prediction).removeprefix("autobatch: "),
         warnings=prediction.warnings,
         sections=[
-            *(
-                Section(title, table=table, planned=chosen if title == "Memory by size" else None)
-                for title, table in tables.items()
-                if table.rows
-            ),
+            *(section for section in _table_sections(prediction) if section.table and section.table.rows),
             Section("How sure this is", items=list(_trust_lines(prediction))),
         ],
     )
+
+
+def _table_sections(prediction: Prediction) -> Iterator[Section]:
+    size = plural(prediction.judged_size, "sample")
+    chosen = prediction.plan.micro_batch_size if prediction.plan else None
+    changes = tuple(map(_change_cells, prediction.changes))
+    cards = tuple(map(_card_cells, _by_memory(prediction)))
+    points = Table(("size", "allocated", "reserved", "process"), tuple(_points(prediction)))
+    yield Section(f"Where the memory goes at {size}", table=Table(("bytes", "part"), tuple(_parts(prediction))))
+    yield Section(f"Its tensors at {size}, by module", table=Table(("bytes", "module"), tuple(_modules(prediction))))
+    yield Section("Memory by size", table=points, planned=chosen)
+    yield Section("What would help", table=Table(("saves", "micro-batch", "change"), changes))
+    headings = ("card", "memory", "micro-batch", "steps", "peak")
+    yield Section("On every card that is known", table=Table(headings, cards, (_NOMINAL,)))
 
 
 def _change_cells(change: Change) -> tuple[Cell, ...]:

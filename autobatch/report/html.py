@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -46,24 +46,43 @@ def render_report(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
 
     ``runs`` are the plan's, oldest first. All are in the table, within bounds; the last few are drawn.
     """
-    title = f"autobatch: {plan.model or 'a plan'} on {plan.device.name}"
-    return render_template("page.html", title=title, **_content(plan, runs)) + "\n"
+    return _render(plan, runs, "page.html", f"autobatch: {plan.model or 'a plan'} on {plan.device.name}") + "\n"
 
 
 def render_fragment(plan: PlanRecord, runs: Sequence[Run] = ()) -> str:
     """The same as one element for a page that is there already; its styles reach nothing else, and it has no ids."""
-    return render_template("fragment.html", **_content(plan, runs))
+    return _render(plan, runs, "fragment.html")
 
 
-def render_template(template: str, *, summary: str, sections: Iterable[Section], **content: Any) -> str:
+def render_template(
+    template: str,
+    *,
+    summary: str,
+    sections: Iterable[Section],
+    title: str = "",
+    lines: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+    figures: Sequence[_Figure] | None = None,
+    json: str = "",
+) -> str:
     """Fill ``"fragment.html"``, or ``"page.html"``, which has a ``title`` too; ``summary`` is the first line.
 
-    ``content`` may be ``lines`` below the summary, ``warnings`` as a list that stands out, ``figures`` (an empty list
-    says that nothing was measured, ``None`` says nothing), and ``json``, the record itself.
+    ``lines`` stand below the summary, and ``warnings`` as a list that stands out. An empty list of ``figures`` says
+    that nothing was measured, ``None`` says nothing. ``json`` is the record itself.
     """
-    optional = {"lines": (), "warnings": (), "figures": None, "json": "", "title": ""}
-    content = {**optional, **content, "sections": [section for section in sections if not section.only_text]}
-    return _environment().get_template(template).render(summary=summary, **content)
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            title=title,
+            summary=summary,
+            lines=lines,
+            warnings=warnings,
+            figures=figures,
+            sections=[section for section in sections if not section.only_text],
+            json=json,
+        )
+    )
 
 
 @cache
@@ -86,15 +105,17 @@ def _finalize(value: object) -> object:
     return replace_unprintable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def _content(plan: PlanRecord, runs: Sequence[Run]) -> dict[str, Any]:
-    return {
-        "summary": summarise_plan(plan).removeprefix("autobatch: "),
-        "lines": [f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"] if plan.verdict else [],
-        "warnings": plan.warnings,
-        "figures": [figure for figure in _figures(plan, runs) if figure.chart],
-        "sections": [*plan_sections(plan), *run_sections(runs)],
-        "json": plan.model_dump_json(indent=2),
-    }
+def _render(plan: PlanRecord, runs: Sequence[Run], template: str, title: str = "") -> str:
+    return render_template(
+        template,
+        title=title,
+        summary=summarise_plan(plan).removeprefix("autobatch: "),
+        lines=[f"{plan.verdict} ({plan.verdict.seconds:.1f} s)"] if plan.verdict else [],
+        warnings=plan.warnings,
+        figures=[figure for figure in _figures(plan, runs) if figure.chart],
+        sections=[*plan_sections(plan), *run_sections(runs)],
+        json=plan.model_dump_json(indent=2),
+    )
 
 
 def _figures(plan: PlanRecord, runs: Sequence[Run]) -> Iterator[_Figure]:

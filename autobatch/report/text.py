@@ -38,7 +38,7 @@ def describe_division(plan: PlanRecord) -> str:
 
 def explain_plan(plan: PlanRecord) -> str:
     """All that is known about a plan, in sections; ends without a newline."""
-    sections = (section for section in plan_sections(plan) if section.title != "The plan")
+    _, *sections = plan_sections(plan)  # the first has what the line above them says
     return "\n".join([summarise_plan(plan), *_show_sections(sections)])
 
 

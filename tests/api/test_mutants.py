@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import builtins
+import symtable
+
 import pytest
 from mutants import MUTANTS, ROOT
+
+
+def unbound(text):
+    """Names that a module reads and that are bound nowhere in it."""
+    module = symtable.symtable(text, "module", "exec")
+    tables = [module]
+    for table in tables:
+        tables += table.get_children()
+    read = {
+        name.get_name()
+        for table in tables
+        for name in table.get_symbols()
+        if name.is_referenced() and (name.is_global() or table is module)
+    }
+    bound = {name.get_name() for name in module.get_symbols() if name.is_assigned() or name.is_imported()}
+    return read - bound - vars(builtins).keys() - {"__file__", "__name__"}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -14,6 +33,7 @@ def test_a_planted_bug_fits_the_source(mutant):
     changed = text.replace(mutant.old, mutant.new)
     assert changed != text
     compile(changed, mutant.file, "exec")
+    assert unbound(changed) == set(), "a NameError would turn any test red"
     assert all((ROOT / test).is_file() for test in mutant.tests)
 
 

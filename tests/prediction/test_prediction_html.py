@@ -70,6 +70,13 @@ def test_it_shows_the_numbers_of_the_text(prediction):
     assert re.search(r"peak [\d.]+ [KMG]iB of", texts[1])
 
 
+def test_the_plans_size_stands_out_among_the_sizes(prediction):
+    """And no other row does."""
+    size = prediction.plan.micro_batch_size
+    rows = re.findall(r'<tr class="planned">\s*<th[^>]*>([^<]*)<', prediction._repr_html_())
+    assert rows == [str(size)]
+
+
 def test_whatever_comes_from_a_prediction_is_text(prediction):
     """Warnings, names and reasons cannot leave their place."""
     changes = (Change(name=HOSTILE, failed=HOSTILE), *prediction.changes)

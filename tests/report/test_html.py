@@ -15,7 +15,7 @@ import autobatch.report
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.run_history import Setback
 from autobatch.records import DeviceInfo, Tenant, Verdict
-from autobatch.report.html import render_fragment, render_report
+from autobatch.report.html import render_fragment, render_report, render_template
 from autobatch.report.svg import escape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -283,6 +283,12 @@ def outline(text):
 def test_the_blocks_of_a_page_are_those_that_are_recorded():
     """Headings, charts, tables and lists, in this order and of this size."""
     assert outline(render_report(card_plan(), RUNS)) == OUTLINE
+
+
+def test_a_template_refuses_what_it_has_no_place_for():
+    """A misspelt name would leave out what was given, in silence."""
+    with pytest.raises(TypeError, match="warnigns"):
+        render_template("fragment.html", summary="", sections=[], warnigns=["lost"])
 
 
 def test_templates_escape_all_that_they_insert():

@@ -124,9 +124,8 @@ def _run_flash(call: Attention) -> torch.Tensor:
     tensors: tuple[torch.Tensor, ...] = call[:3]
     if width % 8:  # torch pads before the kernel and takes the width back after it
         tensors = tuple(torch.nn.functional.pad(tensor, (0, 8 - width % 8)) for tensor in tensors)
-    output: torch.Tensor = _aten._scaled_dot_product_flash_attention(*tensors, call.dropout, call.causal, scale=scale)[
-        0
-    ]
+    results = _aten._scaled_dot_product_flash_attention(*tensors, call.dropout, call.causal, scale=scale)
+    output: torch.Tensor = results[0]
     return output[..., :width] if width % 8 else output
 
 
