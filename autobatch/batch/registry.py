@@ -56,7 +56,11 @@ class BatchType:
     def take_samples(self, batch: Any, indices: Sequence[int]) -> Any:
         """The samples at these indices, which may repeat; raises InvalidBatch for another type or number of samples."""
         part = self.take(batch, list(indices))
-        self._check_type("take=", part, "with the samples at the given indices")
+        if not isinstance(part, self.type):
+            raise InvalidBatch(
+                f"take= of {self.type.__name__} returned {name_type(part)}: it must return "
+                f"{with_article(self.type.__name__)} with the samples at the given indices"
+            )
         count = self.count_samples(part)
         if count != len(indices):
             raise InvalidBatch(
@@ -92,7 +96,11 @@ class BatchType:
             return result
 
         mapped = self.map(batch, observe)
-        self._check_type("map=", mapped, "in which each tensor is function(tensor)")
+        if not isinstance(mapped, self.type):
+            raise InvalidBatch(
+                f"map= of {self.type.__name__} returned {name_type(mapped)}: it must return "
+                f"{with_article(self.type.__name__)} in which each tensor is function(tensor)"
+            )
         if mapped is batch and any(changed):
             raise InvalidBatch(f"map= of {self.type.__name__} changed the batch in place: it must return a new one")
         return mapped
@@ -107,13 +115,6 @@ class BatchType:
 
         self.map_tensors(batch, collect)
         return found
-
-    def _check_type(self, argument: str, returned: Any, must: str) -> None:
-        if not isinstance(returned, self.type):
-            name = self.type.__name__
-            raise InvalidBatch(
-                f"{argument} of {name} returned {name_type(returned)}: it must return {with_article(name)} {must}"
-            )
 
 
 _registered: Mapping[type, BatchType] = {}  # replaced, never changed in place: readers need no lock
