@@ -234,8 +234,8 @@ MUTANTS = (
     Mutant(
         "each micro-batch weighs the same",
         DENOMINATORS,
-        "term.divide(weights[name], self.weights[name])",
-        "term.divide(micro_batch.size, micro_batch.size * -(-self.samples // micro_batch.size))",
+        'loss * (micro_batch.weights[""] / total)',
+        "loss / -(-self.samples // micro_batch.size)",
     ),
     Mutant(
         "the last piece is dropped",
@@ -781,7 +781,7 @@ MUTANTS = (
         "the first count that is near is advised",
         f"{EXACTNESS}loss_weights.py",
         "        if error < min(best[1], max(best[1] / _BETTER, _NO_ERROR)):\n",
-        "        if best[1] > EXPLAINS:\n",
+        "        if error < best[1] and best[1] > EXPLAINS:\n",
         ("tests/fitting/test_advice.py",),
     ),
     Mutant(

@@ -17,7 +17,9 @@ from autobatch.errors import InexactSplit
 
 def advice_of(verdict):
     """The function that is advised, and its code."""
-    code = re.search(r"weigh=lambda batch: (.*) \(that leaves", verdict.causes[0])[1]
+    found = re.search(r"weigh=lambda batch: (.*) \(that leaves", verdict.causes[0])
+    assert found, verdict.causes[0]
+    code = found[1]
     return eval(f"lambda batch: {code}"), code
 
 
