@@ -9,8 +9,8 @@ counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
@@ -167,9 +167,9 @@ class Accumulation:
                         self._begin_micro_batch(progress, transaction)
                     if is_watched:
                         with self.device.micro_batch(todo[0].size) or unwatched:
-                            self._run_micro_batch(todo[0], progress, stamps, self._watch(todo[0], transaction))
+                            self._run_watched(todo[0], progress, transaction)
                     else:
-                        self._run_micro_batch(todo[0], progress, stamps, unwatched)
+                        self._run_micro_batch(todo[0], progress, stamps, unwatched, unwatched)
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
@@ -184,9 +184,10 @@ class Accumulation:
         progress: AccumulationState,
         stamps: GradientStamps,
         watch: AbstractContextManager[object],
+        record: AbstractContextManager[object],
     ) -> None:
         """Add one micro-batch's gradient; nothing of it is held afterwards but what the user put beside its loss."""
-        with watch:
+        with watch, record:
             progress.phase = "forward"
             samples = tuple(micro_batch.leaves) if progress.is_ready else self._move(micro_batch)
             returned = self.workload.call_step(samples)
@@ -213,19 +214,17 @@ class Accumulation:
         if self.in_float32 and self._state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
-    @contextmanager
-    def _watch(self, micro_batch: MicroBatch, transaction: Transaction) -> Iterator[None]:
+    def _run_watched(self, micro_batch: MicroBatch, progress: AccumulationState, transaction: Transaction) -> None:
         """In steps that are looked over: find what the micro-batch writes into."""
-        if not self._state.is_looked_over:
-            yield
-            return
-        samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
-        with ExitStack() as stack:
-            watched = stack.enter_context(WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches))
+        watch: AbstractContextManager[object] = nullcontext()
+        record: AbstractContextManager[object] = nullcontext()
+        if self._state.is_looked_over:
+            samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
+            watch = watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
             if self._state.is_recording:
                 apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
-                stack.enter_context(self._state.record([transaction.start, transaction.here], apart, watched.save))
-            yield
+                record = self._state.record([transaction.start, transaction.here], apart, watched.save)
+        self._run_micro_batch(micro_batch, progress, transaction.stamps, watch, record)
 
     def _move(self, micro_batch: MicroBatch) -> Any:
         """The samples of a micro-batch on the device, in containers of their own."""
