@@ -29,7 +29,8 @@ from autobatch.planning.planner import balance
 from autobatch.prediction.cards import GPUS, Gpu, explain_choice, find_gpu, make_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.prediction import Part, Prediction
+from autobatch.prediction.prediction import Prediction
+from autobatch.prediction.record import Part
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline

@@ -16,7 +16,7 @@ from functools import cached_property
 from autobatch.planning.planner import least_size, useful_sizes
 from autobatch.prediction.cards import GPUS, Gpu
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.prediction import CardFit, Point, Reach
+from autobatch.prediction.record import CardFit, Point, Reach
 
 __all__ = ["Sizing", "find_limit"]
 

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from textwrap import wrap
-from typing import TYPE_CHECKING
 
 from autobatch._formatting import format_bytes, plural
+from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.report.tables import Bytes, Cell, Section, Table, format_cell
 from autobatch.report.text import describe_division
-
-if TYPE_CHECKING:
-    from autobatch.prediction.prediction import CardFit, Change, Prediction
 
 __all__ = [
     "FAMILIES_REASON",
@@ -33,7 +30,7 @@ FAMILIES_REASON = "in 3 of 22 families of networks a fifth to a third of the pea
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
 
-def summarise_prediction(prediction: Prediction) -> str:
+def summarise_prediction(prediction: PredictionRecord) -> str:
     """``autobatch: predicted on L4: 256 = 6 x 43 (two of 42); peak 18.1 GiB of 22.0 GiB; nothing was run, 1.9 s``."""
     gpu = prediction.gpu
     peak = f"{format_bytes(prediction.peak_bytes)} of {format_bytes(gpu.total_bytes)}"
@@ -41,7 +38,7 @@ def summarise_prediction(prediction: Prediction) -> str:
     return f"autobatch: predicted on {gpu.name}: {needed}; nothing was run, {prediction.seconds:.1f} s"
 
 
-def explain_prediction(prediction: Prediction) -> str:
+def explain_prediction(prediction: PredictionRecord) -> str:
     """All that a prediction says, in sections; ends without a newline."""
     size = plural(prediction.judged_size, "sample")
     return "\n".join(
@@ -59,21 +56,21 @@ def explain_prediction(prediction: Prediction) -> str:
     )
 
 
-def explain_cards(prediction: Prediction) -> str:
+def explain_cards(prediction: PredictionRecord) -> str:
     """Every card that is known, a line each; ends without a newline."""
     header = f"{plural(prediction.target_batch, 'sample')} a step"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
 
 
-def explain_changes(prediction: Prediction) -> str:
+def explain_changes(prediction: PredictionRecord) -> str:
     """What other ways to do the step would save, a line each, below a title; empty where nobody asked."""
     if not prediction.changes:
         return ""
     return "\n".join(_section(f"What would help on {prediction.gpu.name}", _change_lines(prediction))[1:])
 
 
-def _refuse(prediction: Prediction, peak: str) -> str:
+def _refuse(prediction: PredictionRecord, peak: str) -> str:
     least = prediction.judged_size  # more than one where the model cannot run one sample
     if prediction.peak_bytes > prediction.gpu.total_bytes:
         return f"not even {'one sample fits' if least == 1 else f'{least} samples fit'}: {peak}"
@@ -95,7 +92,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.3g} %"
 
 
-def _reach_lines(prediction: Prediction) -> Iterator[str]:
+def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
     target, reach = prediction.target_batch, prediction.reach
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     if chosen == target:
@@ -111,7 +108,7 @@ def _reach_lines(prediction: Prediction) -> Iterator[str]:
         yield f"{'':>12}   {more} predicted to be impossible"
 
 
-def _is_bound(prediction: Prediction, size: int) -> bool:
+def _is_bound(prediction: PredictionRecord, size: int) -> bool:
     """Whether a size is the largest that could be judged, so that the card may well take more."""
     steps = -(-prediction.target_batch // size) if size else 0
     return steps > 1 and -(-prediction.target_batch // (steps - 1)) > prediction.largest_judged
@@ -121,13 +118,13 @@ def _of_target(size: int, target: int) -> str:
     return f"all {size}" if size == target else str(size or "none")
 
 
-def _parts(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
+def _parts(prediction: PredictionRecord) -> Iterator[tuple[Bytes, str]]:
     yield from ((Bytes(part.byte_count), part.name) for part in prediction.breakdown)
     yield Bytes(prediction.context_bytes), "CUDA's own, outside the allocator"
     yield Bytes(prediction.peak_bytes), "in all: the peak of the process, without the margin"
 
 
-def _modules(prediction: Prediction) -> Iterator[tuple[Bytes, str]]:
+def _modules(prediction: PredictionRecord) -> Iterator[tuple[Bytes, str]]:
     for part in prediction.modules:
         yield Bytes(part.byte_count), part.name or "the model itself, outside its submodules"
 
@@ -136,13 +133,13 @@ def _part_lines(parts: Iterable[tuple[Bytes, str]]) -> Iterator[str]:
     return (f"{format_bytes(count):>12}   {name}" for count, name in parts)
 
 
-def _points(prediction: Prediction) -> Iterator[tuple[int, Bytes, Bytes, Bytes]]:
+def _points(prediction: PredictionRecord) -> Iterator[tuple[int, Bytes, Bytes, Bytes]]:
     for point in prediction.points:
         held = Bytes(point.reserved)
         yield point.size, Bytes(point.allocated), held, Bytes(held + prediction.context_bytes)
 
 
-def _point_lines(prediction: Prediction) -> Iterator[str]:
+def _point_lines(prediction: PredictionRecord) -> Iterator[str]:
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     yield f"{'size':>8}{'allocated':>14}{'reserved':>14}{'process':>14}"
     for size, *peaks in _points(prediction):
@@ -152,7 +149,7 @@ def _point_lines(prediction: Prediction) -> Iterator[str]:
     yield f"one sample more than {prediction.judged_size} takes {format_bytes(more) if more else 'nothing'} in tensors"
 
 
-def _change_lines(prediction: Prediction) -> Iterator[str]:
+def _change_lines(prediction: PredictionRecord) -> Iterator[str]:
     if not prediction.changes:
         yield "ask with what_if=True: each change is traced, which takes about as long as this prediction did"
         return
@@ -181,7 +178,7 @@ def _name_change(change: Change) -> str:
     return f"{change.name} ({change.effect})" if change.effect else change.name
 
 
-def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterator[str]:
+def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> Iterator[str]:
     yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
     for card in _by_memory(prediction):
         name, total, size, steps, peak = map(format_cell, _card_cells(card))
@@ -193,7 +190,7 @@ def _card_lines(prediction: Prediction, mark: str = "   <- this one") -> Iterato
         yield f"{prediction.judged_size} was traced, if nothing else is said; other sizes follow from fewer samples"
 
 
-def _by_memory(prediction: Prediction) -> list[CardFit]:
+def _by_memory(prediction: PredictionRecord) -> list[CardFit]:
     return sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu))
 
 
@@ -203,7 +200,7 @@ def _card_cells(card: CardFit) -> tuple[Cell, ...]:
     return (name, Bytes(card.total_bytes), card.micro_batch_size or "none", card.accumulation_steps or "-", peak)
 
 
-def _trust_lines(prediction: Prediction) -> Iterator[str]:
+def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
     gpu, margin = prediction.gpu, _percent(prediction.margin)
     yield f"{margin} of the peak, CUDA's own part included, is left free on top of it: {prediction.margin_reason}"
     if not gpu.measured and any(card.gpu == gpu.name for card in prediction.cards):
@@ -219,7 +216,7 @@ def _trust_lines(prediction: Prediction) -> Iterator[str]:
     yield from _interpolation_lines(prediction)
 
 
-def _interpolation_lines(prediction: Prediction) -> Iterator[str]:
+def _interpolation_lines(prediction: PredictionRecord) -> Iterator[str]:
     if prediction.interpolated:
         yield (
             "the step ran different operators at different sizes: all numbers for sizes that were not traced are on "
@@ -227,7 +224,7 @@ def _interpolation_lines(prediction: Prediction) -> Iterator[str]:
         )
 
 
-def render_prediction(prediction: Prediction) -> str:
+def render_prediction(prediction: PredictionRecord) -> str:
     """One element for a page that is there already; its styles reach nothing else, and it has no ids."""
     from autobatch.report.html import render_template  # noqa: PLC0415 - only notebooks need it
 
@@ -242,7 +239,7 @@ def render_prediction(prediction: Prediction) -> str:
     )
 
 
-def _table_sections(prediction: Prediction) -> Iterator[Section]:
+def _table_sections(prediction: PredictionRecord) -> Iterator[Section]:
     size = plural(prediction.judged_size, "sample")
     chosen = prediction.plan.micro_batch_size if prediction.plan else None
     changes = tuple(map(_change_cells, prediction.changes))

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.prediction import Change
+from autobatch.prediction.record import Change
 from autobatch.prediction.retrace import check_timeline, prove_sizing
 from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline

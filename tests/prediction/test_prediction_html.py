@@ -11,7 +11,7 @@ from torch import nn
 
 import autobatch
 from autobatch._formatting import format_bytes
-from autobatch.prediction.prediction import Change
+from autobatch.prediction.record import Change
 
 HOSTILE = '<script>alert(\'1\')</script>"><b onclick="x">'
 
