@@ -25,7 +25,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.devices import open_device
 from autobatch.records import DeviceInfo, MemoryUsage, Tenant
-from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 
 __all__ = ["FakeDevice", "oom_at", "tenant"]
 
@@ -161,7 +161,7 @@ class _OutOfMemoryAt(DispatchMode):
                 self.raised.append(str(func))
                 message = f"planned out of memory. Tried to allocate at operation {self.operations} ({func})"
                 raise torch.OutOfMemoryError(message)
-        return func(*args, **(kwargs or {}))
+        return call_operator(func, args, kwargs)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from autobatch._formatting import format_bytes
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.records import DeviceInfo, MemoryUsage
-from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 from autobatch.torch_internals.storages import storages_of
 
 __all__ = ["CpuDevice", "LiveStorage", "StorageBudget"]
@@ -136,7 +136,7 @@ class StorageBudget(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, count its result."""
-        result = func(*args, **(kwargs or {}))
+        result = call_operator(func, args, kwargs)
         storage = self.storage
         if made := storage.count(result):
             if storage.live_bytes > self.budget_bytes:

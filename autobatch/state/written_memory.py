@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode
 
 from autobatch.state.storage_copy import StorageCopies
-from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 from autobatch.torch_internals.storages import storages_of
 
 __all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory"]
@@ -78,7 +78,7 @@ class _WriteMode(DispatchMode):
         kwargs = kwargs or {}
         for tensor in _written_by(func, args, kwargs):
             self._save(tensor)
-        result = func(*args, **kwargs)
+        result = call_operator(func, args, kwargs)
         # ``torch.tensor(0.0)`` comes here only as the argument of lift_fresh, which returns it.
         inputs = () if func is torch.ops.aten.lift_fresh.default else (args, kwargs)
         given = {storage._cdata for tensor in _tensors_in(inputs) for storage in storages_of(tensor)}

@@ -1,13 +1,18 @@
-"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other."""
+"""Defines the base class of our dispatch modes: active in one thread, with no effect on any other.
+
+Covers also how a mode calls an operator, such that its writes are counted as without one.
+"""
 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-__all__ = ["DispatchMode"]
+__all__ = ["DispatchMode", "call_operator"]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -39,6 +44,27 @@ class DispatchMode(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         """End what ``__enter__`` began."""
         _pop_mode()
+
+
+def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Call an operator from inside a mode, and count what a ``_foreach_`` operator writes in place.
+
+    While any mode is active, torch does not count that in ``Tensor._version`` (measured with torch 2.13), as it does
+    without one and for other operators. Gradient clipping and moving averages use them.
+    """
+    try:
+        return func(*args, **(kwargs or {}))
+    finally:
+        if _writes_uncounted(func):
+            for tensor in args[0]:
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+
+
+@cache
+def _writes_uncounted(func: Any) -> bool:
+    name = getattr(func, "_opname", "")
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _set_up_compiler() -> None:
