@@ -414,9 +414,16 @@ MUTANTS = (
         LIFETIME_TESTS,
     ),
     Mutant(
+        "gradient hooks of a failed micro-batch stay",
+        "autobatch/state/tensor_header.py",
+        "                if table is not None and table != hooks:\n",
+        "                if False:\n",
+        ("tests/state/test_gradient_hooks.py",),
+    ),
+    Mutant(
         "attributes of parameters are held until the next step",
         "autobatch/state/tensor_header.py",
-        "        self._aliases, self._held, self._flags = [], [], []",
+        "        self._aliases, self._held, self._flags, self._hooks = [], [], [], []",
         "        self._aliases = []",
         LIFETIME_TESTS,
     ),

@@ -138,7 +138,7 @@ class Float32Sums:
                 for p in parameters
                 if p.is_leaf and p.requires_grad and _gradient_dtype(p) in NARROW and not is_uninitialized(p)
             )
-            for parameter in narrow:  # one by one: an interrupt must leave none that ``end`` does not know
+            for parameter in narrow:  # one by one: an interrupt leaves at most one that ``end`` does not know
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
 
     @torch.no_grad()

@@ -7,10 +7,11 @@ that it was made part of in place, and gradient hooks. Does not cover ``.grad``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
+from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -25,6 +26,7 @@ __all__ = ["TensorHeaders", "is_uninitialized"]
 _MAKE_ALIAS = torch.Tensor._make_subclass  # noqa: SLF001 - as nn.Parameter does; see ``_alias``
 _VERSION = attrgetter("_version")
 _FLAGS = attrgetter("requires_grad", "is_leaf", "_backward_hooks")
+_HOOKS = itemgetter(2)
 
 _UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - no public way to ask what has no shape yet
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
@@ -67,12 +69,14 @@ class TensorHeaders:
                 self._aliases = [_alias(tensor) for tensor in tensors]
                 self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
             self._flags = [*map(_FLAGS, tensors)]
+        # By value: a hook's handle refers to the table, so the table stays the same object.
+        self._hooks = [dict(hooks or {}) for _, _, hooks in self._flags] if any(map(_HOOKS, self._flags)) else []
         self._held = [held.copy() for held in self._attributes] if any(self._attributes) else [{}] * len(tensors)
         return True
 
     def release(self) -> None:
         """Drop the references to the tensors' memory, until ``renew``."""
-        self._aliases, self._held, self._flags = [], [], []
+        self._aliases, self._held, self._flags, self._hooks = [], [], [], []
 
     def any_written(self) -> bool:
         """Whether torch has counted a write into any of them."""
@@ -117,7 +121,7 @@ class TensorHeaders:
             and [type(t) for t in tensors] == self._classes
             and all(map(_holds, tensors, self._held))
             and [(t.requires_grad, t.is_leaf) for t in tensors] == [flags[:2] for flags in self._flags]
-            and not any(tensor._backward_hooks for tensor in self._unhooked())  # noqa: SLF001 - no public way
+            and all((tensor._backward_hooks or {}) == hooks for tensor, hooks in self._hooked())  # noqa: SLF001 - no public way
         )
 
     def put_back(self) -> None:
@@ -135,11 +139,15 @@ class TensorHeaders:
                     _put_leaf_back(tensor, alias, requires_grad=requires_grad)
             for tensor, held in zip(self.tensors, self._held, strict=True):
                 put_entries_back(vars(tensor), held)
-            for tensor in self._unhooked():
-                (tensor._backward_hooks or {}).clear()  # noqa: SLF001 - no public way
+            for tensor, hooks in self._hooked():
+                table = tensor._backward_hooks  # noqa: SLF001 - no public way
+                if table is not None and table != hooks:
+                    table.clear()
+                    table.update(hooks)
 
-    def _unhooked(self) -> list[torch.Tensor]:
-        return [tensor for tensor, (_, _, hooks) in zip(self.tensors, self._flags, strict=True) if hooks is None]
+    def _hooked(self) -> Iterable[tuple[torch.Tensor, dict[int, Any]]]:
+        """Each tensor with the gradient hooks that it had."""
+        return zip(self.tensors, self._hooks or repeat({}), strict=False)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -250,7 +250,7 @@ for number in range(500):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_eight_writers_lose_nothing(tmp_path):
-    """Eight processes write a thousand records each, plans and runs; all are there (16 s on two quiet cores)."""
+    """Eight processes write a thousand records each, plans and runs; all are there."""
     processes = [start_process(WRITE_MANY, tmp_path, f"w{number}") for number in range(8)]
     for process in processes:
         _, errors = process.communicate(timeout=250)
