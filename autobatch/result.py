@@ -37,7 +37,7 @@ class StepResult:
     aux: tuple[Any, ...] = ()
     skipped: bool = False
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - as dataclasses make it
         self,
         loss: torch.Tensor,
         micro_batch_sizes: tuple[int, ...],

@@ -3,8 +3,10 @@
 Covers calls from inside the user's step, in whatever form: each is refused by name when it is made, before a parameter
 or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
 for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched: in the first call of a step when it is
-made, in later ones when the step returns. Does not cover optimizers that neither the workload nor anything in the
-step's reach holds; in the first call their updates come after a backward pass, which is refused.
+made, at any parameter; in later ones when the step returns, at the first and the last trained parameter. One that then
+reaches only others is refused where it changes a gradient (``state.gradients``), and not where it leaves none. Does not
+cover optimizers that neither the workload nor anything in the step's reach holds; in the first call their updates
+come after a backward pass, which is refused.
 
 Hooks are on the user's own parameters and optimizers, only while the step runs, and nothing of the process is changed.
 """
@@ -29,7 +31,6 @@ __all__ = ["BACKWARD", "LoopGuard"]
 
 _MISSING = object()
 _HOOKS = "_post_accumulate_grad_hooks"
-_HOOKS_OF = attrgetter(_HOOKS)
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 BACKWARD = (
@@ -63,8 +64,7 @@ class LoopGuard:
         self.zeroed: list[str] = []
         self.reached: list[torch.Tensor] = []
         self.parameters: Sequence[torch.Tensor] = ()
-        self._watched: list[torch.Tensor] = []
-        self._tables: list[OrderedDict[Any, Any]] = []
+        self._watched: list[tuple[torch.Tensor, OrderedDict[Any, Any]]] = []
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
         """Find the optimizers and schedulers that the step may not step.
@@ -118,10 +118,7 @@ class LoopGuard:
                 front.earlier = earlier if front.earlier is refusal else front.earlier
                 front = front.earlier
         for parameter, hooks in self._watched:
-            hooks.pop(self, None)
-            # Emptied and taken away: torch goes on calling what is in the last table that was set, after None was set.
-            if not hooks and _HOOKS_OF(parameter) is hooks:
-                setattr(parameter, _HOOKS, None)
+            _remove_hook(parameter, hooks, self)
         self._watched = []
 
     def _watch_parameters(self) -> None:
@@ -135,13 +132,9 @@ class LoopGuard:
         for parameter in ends:
             if parameter is None or not parameter.is_leaf:
                 continue
-            hooks = _HOOKS_OF(parameter)
-            if hooks is None:  # else another guard's, or this one's: a lone parameter is both
-                hooks = OrderedDict()
-            self._watched.append((parameter, hooks))
+            hooks = _hooks_of(parameter)
+            self._watched.append((parameter, hooks))  # first: an interrupt may come next
             hooks[self] = self.reached.append
-            # In place of register_post_accumulate_grad_hook, which is slow.
-            setattr(parameter, _HOOKS, hooks)
 
     @contextmanager
     def watch_backward(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -158,7 +151,25 @@ def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refus
 
     for parameter in parameters:
         if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-            stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)
+            hooks = _hooks_of(parameter)
+            stack.callback(_remove_hook, parameter, hooks, refuse)
+            hooks[refuse] = refuse
+
+
+def _hooks_of(parameter: torch.Tensor) -> OrderedDict[Any, Any]:
+    """The table of a parameter's hooks; ``register_post_accumulate_grad_hook`` is slow and leaves an empty one."""
+    hooks: OrderedDict[Any, Any] | None = getattr(parameter, _HOOKS)
+    if hooks is None:
+        hooks = OrderedDict()
+        setattr(parameter, _HOOKS, hooks)
+    return hooks
+
+
+def _remove_hook(parameter: torch.Tensor, hooks: OrderedDict[Any, Any], key: Any) -> None:
+    # Emptied and taken away: torch goes on calling what is in the last table that was set, after None was set.
+    hooks.pop(key, None)
+    if not hooks and getattr(parameter, _HOOKS) is hooks:
+        setattr(parameter, _HOOKS, None)
 
 
 def _clears_gradients(owner: Any) -> bool:

@@ -166,7 +166,8 @@ class Accumulation:
                         self._begin_micro_batch(progress, transaction)
                     # No variable: nothing of a micro-batch is held but what the user put beside its loss.
                     if is_watched:
-                        progress.finish(*self._run_watched(todo[0], progress, transaction))
+                        with self.device.micro_batch(todo[0].size) or nullcontext():
+                            progress.finish(*self._run_watched(todo[0], progress, transaction))
                     else:
                         progress.finish(*self._run_micro_batch(todo[0], progress, stamps))
                     stamps.renew()
@@ -210,7 +211,7 @@ class Accumulation:
     def _run_watched(
         self, micro_batch: MicroBatch, progress: AccumulationState, transaction: Transaction
     ) -> tuple[DividedLoss | None, Any]:
-        """In steps that are looked over, or in a profiler's range: find what the micro-batch writes into."""
+        """In steps that are looked over: find what the micro-batch writes into."""
         watch: AbstractContextManager[object] = nullcontext()
         record: AbstractContextManager[object] = nullcontext()
         if self._state.is_looked_over:
@@ -219,7 +220,7 @@ class Accumulation:
             if self._state.is_recording:
                 apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
                 record = self._state.record([transaction.start, transaction.here], apart, watched.save)
-        with self.device.micro_batch(micro_batch.size) or nullcontext(), watch, record:
+        with watch, record:
             return self._run_micro_batch(micro_batch, progress, transaction.stamps)
 
     def _move(self, micro_batch: MicroBatch) -> Any:
