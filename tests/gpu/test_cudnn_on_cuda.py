@@ -79,9 +79,10 @@ CASES = [
 
 
 @pytest.mark.skipif(find_libraries() is None, reason="needs cuDNN and cuBLASLt as packages")
-@pytest.mark.parametrize(("space", "channels", "size", "groups", "transposed", "last", "dtype"), CASES)
-def test_a_convolution_takes_the_workspace_that_cudnn_names(space, channels, size, groups, transposed, last, dtype):
+@pytest.mark.parametrize("case", CASES)
+def test_a_convolution_takes_the_workspace_that_cudnn_names(case):
     """Forward and both gradients: result, copies and workspace, each as the allocator rounds it."""
+    space, channels, size, groups, transposed, last, dtype = case
     card = torch.cuda.get_device_properties(0)
     architecture = f"sm_{card.major}{card.minor}"
     inputs, weight = make(space, channels, size, 3, groups, transposed=transposed, last=last, dtype=dtype)

@@ -128,7 +128,7 @@ def test_without_cudnn_there_is_no_answer(monkeypatch):
 
 
 def test_both_libraries_are_needed(tmp_path, monkeypatch):
-    """cuDNN ends a process in which it does not find cuBLASLt."""
+    """A process in which cuDNN does not find cuBLASLt is ended by it."""
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     cudnn = tmp_path / "nvidia/cudnn/lib/libcudnn.so.9"
     cudnn.parent.mkdir(parents=True)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
+from autobatch.prediction.tracing.convolutions import find_layout
 from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE, original_errors
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
@@ -113,12 +114,26 @@ class Operators:
             container, specs = known
             made = [self._make(*spec) for spec in specs]
             return made[0] if container is FakeTensor else container(made)
-        result = func(*args, **kwargs)
+        result = self._lay_out(func, args, func(*args, **kwargs))
         given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, *kwargs.values()))}
         specs = _describe(result, given)
         if specs:
             self._known[key] = (type(result), specs)
         return result
+
+    def _lay_out(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
+        """A convolution's results as cuDNN lays them out; fake tensors of a device that is not CUDA lose channels last."""
+        layout = find_layout(func, args)
+        if layout is None:
+            return result
+        if isinstance(result, tuple):
+            return tuple(part if part is None or part.dim() < 4 else self._make_like(part, layout) for part in result)
+        return self._make_like(result, layout)
+
+    def _make_like(self, tensor: torch.Tensor, layout: torch.memory_format) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", memory_format=layout)
+        return self._wrap(meta)
 
     def _make(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> FakeTensor:
         with torch._C._DisableTorchDispatch():
