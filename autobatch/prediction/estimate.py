@@ -1,28 +1,25 @@
 """Estimates the peak memory of a traced step on one card, at any number of samples.
 
-Covers what the allocator makes of the timeline, with cuBLAS's workspaces in it, what cuDNN takes on top, and what the
-peak is made of. Does not cover what a process takes outside the allocator (``cards``). Imports no torch.
+Covers what the allocator makes of the timeline, with the workspaces of cuBLAS and cuDNN in it, and what the peak is
+made of. Does not cover what a process takes outside the allocator (``cards``). Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autobatch.prediction.allocator import AllocatorPeak, find_least_capacity, simulate
 from autobatch.prediction.block_pool import MIB_UNITS, UNIT
+from autobatch.prediction.cards import Gpu
+from autobatch.prediction.cudnn.convolution import Convolution
+from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.reductions import buffer_bytes
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
-__all__ = ["COPIES", "Estimate"]
-
-COPIES = 2.4
-"""How often the largest convolution's input and output are held beside the tensors (``cudnn``). A fit to published
-peaks of half of 130 timm models on a 40 GB card gives 2.25 (``make accuracy``); 2.4 was chosen above it, so that fewer
-predictions are too low. On the other half the median error went from 3.2 % without it to 1.5 %, and what was
-under-estimated at a margin of 10 % from 7.2 % to 2.5 % of the cells."""
+__all__ = ["Estimate"]
 
 _HANDLES = 2
 """cuBLAS has a workspace a handle, and a handle a thread: the caller's, and autograd's for the backward pass."""
@@ -30,6 +27,9 @@ _HANDLES = 2
 _TRACED_MICRO_BATCHES = 2
 
 _HANDLE = "cuBLAS workspace"
+_NO_WORKSPACES = Workspaces("unknown", 0)
+_ROUNDS = 4
+"""Of questions to cuDNN: the second mostly says what the first did."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,46 @@ class Estimate:
     # holds that of two. 0: no step has more than two.
     target: int = 0
     resident_threads: int = 0  # that the card runs at once: how many share a sum; 0: sums take no buffers
+    workspaces: Workspaces = _NO_WORKSPACES  # of cuDNN on the card
     _seen: dict[tuple[str, int], int] = field(default_factory=dict)
     _peaks: dict[int, AllocatorPeak] = field(default_factory=dict)
     _simulated: dict[tuple[Any, ...], AllocatorPeak] = field(default_factory=dict)  # shared by cards
 
-    def on_card(self, workspace_bytes: int, resident_threads: int) -> Estimate:
-        """The same on another card. Many take as much as others do, so what was simulated for one serves them."""
-        return replace(self, workspace_bytes=workspace_bytes, resident_threads=resident_threads, _seen={}, _peaks={})
+    def on_card(self, gpu: Gpu, workspaces: Workspaces | None = None) -> Estimate:
+        """The same on another card. Many take as much as others do, so what was simulated for one serves them.
+
+        Args:
+            gpu: The card.
+            workspaces: What cuDNN takes there; default: by its answers, where it can be asked.
+        """
+        return replace(
+            self,
+            workspace_bytes=gpu.cublas_workspace_bytes,
+            resident_threads=gpu.resident_threads,
+            workspaces=workspaces or Workspaces.of_card(gpu.architecture, gpu.multiprocessors),
+            _seen={},
+            _peaks={},
+        )
+
+    def settle(self, judge: Callable[[Estimate], Iterable[int]]) -> Estimate:
+        """Ask cuDNN about the sizes that are judged, until the answers lead to no other sizes.
+
+        Workspaces are not affine in the samples, and too many to ask about all: 13 ms each.
+
+        Args:
+            judge: The sizes that an estimate leads to.
+        """
+        estimate = self
+        for _ in range(_ROUNDS):
+            runs = {run for n in judge(estimate) for run in estimate._convolutions_at(n)}
+            if estimate.workspaces.has_asked(runs):
+                break
+            estimate = replace(estimate, workspaces=estimate.workspaces.ask(runs), _seen={}, _peaks={})
+        return estimate
+
+    def _convolutions_at(self, n: int) -> set[Convolution]:
+        steps = self.timeline.traced or (self.timeline.at(n),)
+        return {run for step in steps for run in step.convolutions.values()}
 
     def changed(self, **changes: Any) -> Estimate:
         """The same with other attributes; nothing that was asked of this one is remembered."""
@@ -83,10 +116,6 @@ class Estimate:
         held = self._measure("reserved", n, lambda step: self._peak(step).reserved)
         held = max(held, self._allocated_by_two(n))  # lines may cross beyond the last trace
         return held + self._untraced_bytes(n)
-
-    def convolution_bytes(self, n: int) -> int:
-        """What cuDNN takes for the convolution that needs most."""
-        return round(COPIES * self._measure("copied", n, lambda step: max(_sizes_of("workspace", step), default=0)))
 
     def aux_bytes(self, n: int) -> int:
         """Tensors that micro-batches return beside their losses, of all but the two that are traced."""
@@ -127,7 +156,7 @@ class Estimate:
         """
         kinds = self._sum_alive(n, lambda block: block.kind)
         kinds[_HANDLE] += _unseen_handles(self.timeline.at(n)) * self.workspace_bytes
-        kinds["cuDNN workspace"] = self.convolution_bytes(n)
+        kinds["cuDNN workspace"] += self._loose_bytes(n)
         kinds["aux"] += self.aux_bytes(n)
         kinds += Counter()  # drops what has none
         held = self.reserved(n) - kinds.total()
@@ -143,7 +172,17 @@ class Estimate:
 
     def _untraced_bytes(self, n: int) -> int:
         """What the allocator holds beside what was traced."""
-        return self.convolution_bytes(n) + self._times_untraced("aux in segments", n, _round_in_segments)
+        return self._loose_bytes(n) + self._times_untraced("aux in segments", n, _round_in_segments)
+
+    def _loose_bytes(self, n: int) -> int:
+        """Half of the largest workspace where a rule says them: of one size each they fit each other too well."""
+        if self.workspaces.version or not self._convolutions_at(n):
+            return 0
+
+        def measure(step: TracedStep) -> int:
+            return max(map(self.workspaces.find, step.convolutions.values()), default=0) // 2
+
+        return self._measure("loose", n, measure)
 
     def _times_untraced(self, name: str, n: int, round_up: Callable[[int], int]) -> int:
         """Bytes of what micro-batches return beside their losses, in all but those that were traced."""
@@ -212,6 +251,8 @@ class Estimate:
                 yield index, self.workspace_bytes
             elif block.kind == "partial sums":
                 yield index, buffer_bytes(step.sizes[index - 1], step.sizes[index], self.resident_threads)
+            elif block.kind == "cuDNN workspace":
+                yield index, self.workspaces.find(step.convolutions[index])
 
 
 def _unseen_handles(step: TracedStep) -> int:

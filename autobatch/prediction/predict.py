@@ -115,8 +115,7 @@ def predict(
     with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
         timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
         smallest = ask_smallest() if ask_smallest else None
-    kind = card.cublas_workspace_bytes, card.resident_threads
-    estimate = Estimate(timeline, expandable_segments=expandable_segments, target=target_batch).on_card(*kind)
+    estimate = Estimate(timeline, expandable_segments=expandable_segments, target=target_batch).on_card(card)
     sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1)
     sizing, proof = prove_sizing(sizing, workload, layout, circumstances)
     # A division that ends in one sample needs a model that can run it.
@@ -161,6 +160,8 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, w
         margin_reason=MARGIN_REASON if sizing.margin == MARGIN else f"because margin={sizing.margin:g} was asked for",
         cards=sizing.cards(),
         interpolated=estimate.timeline.interpolated,
+        cudnn_version=estimate.workspaces.version,
+        has_convolutions=estimate.timeline.has_convolutions,
         proven_at=proof.proven_at,
         doubt=proof.doubt,
         warnings=warnings,

@@ -66,14 +66,17 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
         fitting = bisect_left(judged, True, key=lambda size: estimate.reserved(size) > limit_bytes)
         return judged[fitting - 1] if fitting else 0
 
+    def judge(estimate: Estimate) -> tuple[Estimate, int]:
+        settled = estimate.settle(lambda estimate: [largest_of(sizes_judged(estimate), estimate)])
+        return settled, largest_of(sizes_judged(settled), settled)
+
     def check(timeline: Timeline, size: int) -> Timeline | None:
         left = deadline - time.monotonic()
         return run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances), left)
 
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
-    estimate = Estimate(timeline, expandable_segments=expects_expandable_segments())
-    estimate = estimate.on_card(card.cublas_workspace_bytes, card.resident_threads)
-    proof = prove(estimate, lambda estimate: largest_of(sizes_judged(estimate), estimate), check)
+    estimate = Estimate(timeline, expandable_segments=expects_expandable_segments()).on_card(card)
+    proof = prove(estimate, judge, check)
     known = sizes_judged(proof.estimate, SIZES[-1] if proof.doubt else sizes[-1])
     largest = largest_of(known, proof.estimate)
     return Expectation(largest, knows_no_larger=largest == known[-1] < sizes[-1])

@@ -120,6 +120,8 @@ class PredictionRecord(Record):
         cards: The same step on every card that is known, with the same margin; the asked one among them, if it is.
         interpolated: Whether the step ran different operators at different sizes, so that all numbers for sizes in
             between are on lines through the nearest two that were traced.
+        has_convolutions: Whether any operator is a call of cuDNN that may take a workspace.
+        cudnn_version: The version of cuDNN that was asked what they take, 92000 for 9.20; 0 where a rule says it.
         proven_at: The judged size, where the step was traced at just that size and what is said of it is byte for byte
             what it allocates and frees; 0 where it was not.
         doubt: Why it was not; empty where it was.
@@ -145,6 +147,8 @@ class PredictionRecord(Record):
     margin_reason: Text
     cards: Annotated[tuple[CardFit, ...], LISTED]
     interpolated: Flag = False
+    has_convolutions: Flag = False
+    cudnn_version: Count = 0
     proven_at: Count = 0
     doubt: Text = ""
     warnings: Annotated[tuple[Text, ...], LISTED] = ()

@@ -39,14 +39,20 @@ class Proof:
 
 
 def prove(
-    estimate: Estimate, judge: Callable[[Estimate], int], check: Callable[[Timeline, int], Timeline | None]
+    estimate: Estimate,
+    judge: Callable[[Estimate], tuple[Estimate, int]],
+    check: Callable[[Timeline, int], Timeline | None],
 ) -> Proof:
-    """Trace the size that the estimate leads to, which ``judge`` returns; where the trace differs, judge again with it.
+    """Trace the size that the estimate leads to; where the trace differs, judge again with it.
 
-    ``check`` returns None where the timeline holds at a size, else one with a trace of it, as ``check_timeline`` does.
+    Args:
+        estimate: Where to begin.
+        judge: Returns the size that an estimate leads to, and the estimate with what it asked of cuDNN for that.
+        check: Returns ``None`` where the timeline holds at a size, else one with a trace of it (``check_timeline``).
     """
     for tries in range(_ROUNDS + 1):
-        size, timeline = judge(estimate), estimate.timeline
+        estimate, size = judge(estimate)
+        timeline = estimate.timeline
         if size in ([step.samples for step in timeline.traced] or SIZES):
             return Proof(estimate, size)
         if tries == _ROUNDS:
@@ -68,9 +74,14 @@ def prove_sizing(
     sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
 ) -> tuple[Sizing, Proof]:
     """The same on an estimate that has been put to the test at the size that it leads to."""
+
+    def judge(estimate: Estimate) -> tuple[Estimate, int]:
+        settled = replace(sizing, estimate=estimate).settled()
+        return settled.estimate, settled.largest
+
     proof = prove(
         sizing.estimate,
-        judge=lambda estimate: replace(sizing, estimate=estimate).largest,
+        judge,
         check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
     )
     return replace(sizing, estimate=proof.estimate), proof

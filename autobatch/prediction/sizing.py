@@ -15,6 +15,7 @@ from functools import cached_property
 
 from autobatch.planning.planner import least_size, useful_sizes
 from autobatch.prediction.cards import GPUS, Gpu
+from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.record import CardFit, Point, Reach
 
@@ -63,12 +64,23 @@ class Sizing:
 
     def cards(self) -> tuple[CardFit, ...]:
         """Every card that is known, with the same margin."""
-        kinds = {(gpu.cublas_workspace_bytes, gpu.resident_threads) for gpu in GPUS}
-        estimates = {kind: self.estimate.on_card(*kind) for kind in kinds}
-        return tuple(
-            _fit(replace(self, estimate=estimates[gpu.cublas_workspace_bytes, gpu.resident_threads], gpu=gpu))
-            for gpu in GPUS
-        )
+        estimates = {_kind_of(gpu): self.estimate.on_card(gpu, self._workspaces_on(gpu)) for gpu in GPUS}
+        return tuple(_fit(replace(self, estimate=estimates[_kind_of(gpu)], gpu=gpu)) for gpu in GPUS)
+
+    def settled(self) -> Sizing:
+        """The same with an estimate for which cuDNN was asked about each size that is an answer."""
+
+        def judge(estimate: Estimate) -> set[int]:
+            sizing = replace(self, estimate=estimate)
+            return {sizing.judged, sizing.reach.comfortable, sizing.reach.tight} - {0}
+
+        return replace(self, estimate=self.estimate.settle(judge))
+
+    def _workspaces_on(self, gpu: Gpu) -> Workspaces:
+        """Asked on the card that is meant; on the others by the rule: some fifty questions for each would take long."""
+        own = self.estimate.workspaces
+        is_same = (gpu.architecture, gpu.multiprocessors) == (own.architecture, own.multiprocessors)
+        return own if is_same else Workspaces(gpu.architecture, gpu.multiprocessors)
 
     @property
     def judged(self) -> int:
@@ -93,6 +105,10 @@ class Sizing:
     def _find_largest(self, margin: float) -> int:
         limit = find_limit(self.gpu, margin)
         return _bisect(self._sizes, lambda size: self.estimate.fits_within(size, limit))
+
+
+def _kind_of(gpu: Gpu) -> tuple[int, int, str]:
+    return gpu.cublas_workspace_bytes, gpu.resident_threads, gpu.architecture
 
 
 def _fit(sizing: Sizing) -> CardFit:

@@ -207,13 +207,25 @@ def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
         yield f"the card's memory is {gpu.source}"
     if not gpu.context_measured:
         yield f"what CUDA takes for itself is a guess on this card ({gpu.context_source})"
-    yield f"what cuDNN takes is a rule fitted to one card; grouped convolutions may take more: {FAMILIES_REASON}"
+    yield from _cudnn_lines(prediction)
     at = f"at {plural(prediction.judged_size, 'sample')}"
     if prediction.proven_at:
         yield f"the step was traced {at}: its tensors there are as they are said to be, byte for byte"
     else:
         yield f"the step was not traced {at}, and what is said of it follows from other sizes: {prediction.doubt}"
     yield from _interpolation_lines(prediction)
+
+
+def _cudnn_lines(prediction: PredictionRecord) -> Iterator[str]:
+    version = prediction.cudnn_version
+    if version:
+        major, minor = version // 10000, version // 100 % 100
+        yield f"cuDNN {major}.{minor} was asked what its convolutions take on such a card"
+    elif prediction.has_convolutions:
+        yield (
+            f"what cuDNN takes for convolutions follows a rule, as none is installed that could be asked "
+            f"(pip install torch-autobatch[cudnn]): {FAMILIES_REASON}"
+        )
 
 
 def _interpolation_lines(prediction: PredictionRecord) -> Iterator[str]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from pydantic import Field
+
+from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.records import Record
 
 __all__ = ["Block", "Kind", "Phase", "Timeline", "TracedStep", "align", "combine", "most_alive"]
@@ -23,12 +26,12 @@ Kind = Literal[
     "temporary",
     "input",
     "aux",
-    "workspace",  # bytes that a convolution reads and writes: what cuDNN takes follows from the largest
+    "cuDNN workspace",  # without bytes: what cuDNN takes for a convolution is the card's
     "addends",  # no bytes, but how many numbers each result of a sum adds up; "partial sums" is next
     "partial sums",  # bytes of a sum's results: the buffer that it takes follows from both (``reductions``)
     "cuBLAS workspace",  # without bytes: where a thread takes its handle, whose workspace is the card's
 ]
-_NO_TENSORS = frozenset({"workspace", "addends", "partial sums", "cuBLAS workspace"})
+_NO_TENSORS = frozenset({"cuDNN workspace", "addends", "partial sums", "cuBLAS workspace"})
 
 
 class Block(Record):
@@ -46,6 +49,7 @@ class TracedStep(Record):
     order: tuple[int, ...]  # k + 1 where block k is allocated, -(k + 1) where it is freed
     sizes: tuple[int, ...]  # bytes of each block as they were asked for, before any rounding
     blocks: tuple[Block, ...]
+    convolutions: dict[int, Convolution] = Field(default_factory=dict)  # by the block that is its workspace
 
     def peak(self) -> int:
         """The most bytes of tensors alive at once, unrounded."""
@@ -72,12 +76,19 @@ class Timeline(Record):
     fixed: tuple[int, ...]  # bytes of each block at 0 samples
     per_sample: tuple[int, ...]  # bytes that each sample adds to each block
     blocks: tuple[Block, ...]
+    # By block: each at 0 samples, and what a sample adds to the sizes of its input.
+    convolutions: dict[int, tuple[Convolution, tuple[int, ...]]] = Field(default_factory=dict)
     traced: tuple[TracedStep, ...] = ()  # where the traces ran different operators, these, by their samples
 
     @property
     def interpolated(self) -> bool:
         """Whether the traces ran different operators, so that sizes in between are estimates."""
         return bool(self.traced)
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether any operator is a call of cuDNN that may take a workspace."""
+        return bool(self.convolutions) or any(step.convolutions for step in self.traced)
 
     def begins_with(self, traced: TracedStep) -> bool:
         """Whether the step at that number of samples begins with this very trace, which may be of fewer steps.
@@ -86,6 +97,8 @@ class Timeline(Record):
         """
         own = self.at(traced.samples)
         events, count = len(traced.order), len(traced.sizes)
+        if any(own.convolutions.get(block) != run for block, run in traced.convolutions.items()):
+            return False
         return (own.order[:events], own.sizes[:count]) == (traced.order, traced.sizes)
 
     def at(self, n: int) -> TracedStep:
@@ -96,7 +109,8 @@ class Timeline(Record):
         if self.traced:
             return next((step for step in self.traced if step.samples >= n), self.traced[-1])
         sizes = tuple(fixed + slope * n for fixed, slope in zip(self.fixed, self.per_sample, strict=True))
-        return TracedStep(samples=n, order=self.order, sizes=sizes, blocks=self.blocks)
+        convolutions = {block: _grow(run, slopes, n) for block, (run, slopes) in self.convolutions.items()}
+        return TracedStep(samples=n, order=self.order, sizes=sizes, blocks=self.blocks, convolutions=convolutions)
 
     def measure(self, n: int, quantity: Callable[[TracedStep], int]) -> int:
         """A quantity of the step at ``n`` samples, such as its peak or what an allocator would reserve for it.
@@ -127,9 +141,35 @@ def align(first: TracedStep, second: TracedStep) -> Timeline | None:
     per_sample = tuple(bytes_more // distance for bytes_more in growth)
     fixed = tuple(size - slope * first.samples for size, slope in zip(first.sizes, per_sample, strict=True))
     at_one = [size + slope for size, slope in zip(fixed, per_sample, strict=True)]
-    if any(bytes_more % distance for bytes_more in growth) or any(size < 0 for size in at_one):
+    convolutions = _align_convolutions(first, second)
+    if convolutions is None or any(more % distance for more in growth) or any(size < 0 for size in at_one):
         return None
-    return Timeline(order=first.order, fixed=fixed, per_sample=per_sample, blocks=first.blocks)
+    return Timeline(
+        order=first.order, fixed=fixed, per_sample=per_sample, blocks=first.blocks, convolutions=convolutions
+    )
+
+
+def _align_convolutions(first: TracedStep, second: TracedStep) -> dict[int, tuple[Convolution, tuple[int, ...]]] | None:
+    """Each at 0 samples, with what a sample adds to the sizes of its input; ``None`` where they are not affine."""
+    distance, aligned = second.samples - first.samples, {}
+    if first.convolutions.keys() != second.convolutions.keys():
+        return None
+    for block, run in first.convolutions.items():
+        growth = [after - before for before, after in zip(run.inputs, second.convolutions[block].inputs, strict=True)]
+        slopes = tuple(more // distance for more in growth)
+        at_zero = _grow(run, slopes, -first.samples)
+        if (
+            any(more % distance for more in growth)
+            or _grow(at_zero, slopes, second.samples) != second.convolutions[block]
+        ):
+            return None
+        aligned[block] = at_zero, slopes
+    return aligned
+
+
+def _grow(run: Convolution, slopes: Sequence[int], samples: int) -> Convolution:
+    sizes = zip(run.inputs, slopes, strict=True)
+    return run._replace(inputs=tuple(size + slope * samples for size, slope in sizes))
 
 
 def combine(traced: Sequence[TracedStep]) -> Timeline:

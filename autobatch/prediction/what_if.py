@@ -60,7 +60,7 @@ def try_changes(workload: Workload, layout: Layout, sizing: Sizing, circumstance
             proven, _ = prove_sizing(replace(sizing, estimate=changed), way.workload, layout, way.circumstances)
         except CannotPredict as error:
             return Change(name=way.name, effect=way.effect, failed=str(error))
-        peak = changed.reserved(size)
+        peak = changed.settle(lambda _: [size]).reserved(size)
         saved = before - peak
         return Change(
             name=way.name, effect=way.effect, peak_bytes=peak, saved_bytes=saved, micro_batch_size=proven.largest

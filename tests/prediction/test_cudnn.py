@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing.cudnn import Recurrence, reserve_bytes, workspace_bytes, workspaces_of
+from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes, workspaces_of
 from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.step.workload import Workload
 

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing import attention, autocast, cudnn, linear
+from autobatch.prediction.tracing import attention, autocast, linear, recurrent
 
 __all__ = ["DEVICE", "DEVICE_TYPE", "DeviceNames", "original_errors", "present", "register", "without_waiting"]
 
@@ -129,7 +129,12 @@ def register() -> None:
     acc.register_python_privateuseone_device_guard(guard)
     for operator in _ONE_KERNEL:
         kernels.impl(operator, _never_run, "PrivateUse1")
-    libraries = (attention.register(), autocast.register(DEVICE_TYPE), cudnn.register(DEVICE_TYPE), linear.register())
+    libraries = (
+        attention.register(),
+        autocast.register(DEVICE_TYPE),
+        recurrent.register(DEVICE_TYPE),
+        linear.register(),
+    )
     _registered.extend((hooks, guard, kernels, *libraries))
 
 

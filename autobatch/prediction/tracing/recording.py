@@ -19,8 +19,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autobatch.errors import CannotPredict
+from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
-from autobatch.prediction.tracing.cudnn import workspaces_of
+from autobatch.prediction.tracing.convolutions import find_calls
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.kernel_memory import attention_buffers, find_sum, uses_cublas
@@ -106,6 +107,7 @@ class Recorder(DispatchMode):
         self._labels: list[tuple[Phase, Kind, str]] = []
         self._live: dict[int, _Reference] = {}
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._convolutions: dict[int, Convolution] = {}  # by the block of its workspace
         self._handles: set[bool] = set()  # of cuBLAS: in the calling thread, in autograd's
 
     def __torch_dispatch__(
@@ -175,6 +177,7 @@ class Recorder(DispatchMode):
             order=tuple(event if isinstance(event, int) else -(event.block + 1) for event in self._events),
             sizes=tuple(self.sizes),
             blocks=tuple(made[label] for label in self._labels),
+            convolutions=self._convolutions,
         )
 
     def _read(self, tensor: torch.Tensor) -> Any:
@@ -188,8 +191,9 @@ class Recorder(DispatchMode):
 
     def _record_kernel(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """What the operator's kernel takes beside tensors: for itself, or once and for good."""
-        for byte_count in workspaces_of(func, args, result):
-            self._borrow((byte_count, "workspace"))
+        for call in find_calls(func, args, result) if is_on_device(args[0] if args else None) else ():
+            self._borrow(*((copied, "temporary") for copied in call.copied_bytes), (0, "cuDNN workspace"))
+            self._convolutions[len(self.sizes) - 1] = call.convolution
         for moment in attention_buffers(func, args):
             self._borrow(*((byte_count, "temporary") for byte_count in moment))
         counts = find_sum(func, args, result)

@@ -1,9 +1,9 @@
-"""Allocates what cuDNN takes: one call for a whole LSTM, GRU or RNN, and the copies in convolutions.
+"""Allocates what cuDNN takes for recurrent layers: one call for a whole LSTM, GRU or RNN.
 
 Covers padded sequences with projections, both directions and autocast, as ``aten/src/ATen/native/cudnn/RNN.cpp``
 allocates, and ``nn.GRUCell``, for which torch has no shapes (``native/cuda/RNN.cu``). Does not cover packed sequences,
 whose shape depends on values, the generator state of dropout between layers (a few MiB a process), cards where cuDNN is
-switched off, nor the algorithms of grouped convolutions, which now and then take gigabytes.
+switched off, nor convolutions (``convolutions``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["Recurrence", "register", "reserve_bytes", "workspace_bytes", "workspaces_of"]
+__all__ = ["Recurrence", "register", "reserve_bytes", "workspace_bytes"]
 
 Cell = Literal["lstm", "gru", "rnn"]
 
@@ -22,9 +22,6 @@ _GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "rnn": 1}
 _SAVED: dict[Cell, int] = {"lstm": 5, "gru": 4, "rnn": 1}
 """Numbers a hidden unit saves of each step: LSTM its gates and the cell, GRU its gates and the product that one of them
 scales, RNN its result."""
-
-_FORWARD = torch.ops.aten.convolution.default
-_BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 @dataclass(frozen=True)
@@ -169,25 +166,6 @@ def _shape_gru_cell_backward(
     gates = [saved.new_empty(samples, 3 * hidden) for _ in range(2)]
     biases = [saved.new_empty(3 * hidden) if has_bias else None for _ in range(2)]
     return (*gates, torch.empty_like(gradient), *biases)
-
-
-def workspaces_of(func: Any, args: tuple[Any, ...], result: Any) -> list[int]:
-    """Bytes that each kernel of a convolution reads and writes beside its weights, where it works on copies of them.
-
-    The rule was found in published peaks of training steps: a network takes a multiple of what its largest convolution
-    reads and writes, where the kernel is larger than 1 x 1 and the tensors are not in the layout that tensor cores want
-    (channels last), so that copies are made and Winograd tiles stored.
-    """
-    if func is _FORWARD and _is_copied(args[0], args[1], args[8]):
-        return [args[0].nbytes + result.nbytes]
-    if func is _BACKWARD and _is_copied(args[1], args[2], args[9]):
-        return [args[1].nbytes + args[0].nbytes for wanted in args[10][:2] if wanted]
-    return []
-
-
-def _is_copied(inputs: torch.Tensor, weight: torch.Tensor, groups: int) -> bool:
-    is_wide = any(size > 1 for size in weight.shape[2:])
-    return is_wide and groups == 1 and inputs.dim() == 4 and not inputs.is_contiguous(memory_format=torch.channels_last)
 
 
 def register(device_type: str) -> torch.library.Library:
