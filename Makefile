@@ -83,8 +83,9 @@ $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 $(CUDA_VENV)/card/libcard.so: $(CUDA_VENV)/.installed $(wildcard tests/card/native/*)
 	bash tests/card/native/build.sh $(CUDA_VENV) $(@D)
 
+# The limit of time for one test is for a machine that is busy with much else; values cost what they cost on a CPU.
 test-cuda: $(CUDA_VENV)/card/libcard.so ## run the tests of CUDA code on a card that computes nothing; needs no GPU
-	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
+	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 --timeout 900 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
 
 proof: $(INSTALLED) ## let memory end at every operation of a training step; prints what came of it
 	"$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py

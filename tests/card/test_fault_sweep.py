@@ -13,7 +13,7 @@ from fault_sweep import LARGE, SMALL, sweep_case
 from faults import OUTCOMES
 from own_process import call
 
-pytestmark = [pytest.mark.card, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.card, pytest.mark.slow, pytest.mark.timeout(900)]
 
 UNCACHED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
