@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.records import DeviceInfo, MemoryUsage
 
-__all__ = ["Device", "UnmonitoredDevice", "collecting_new_objects", "drop_stale_references"]
+__all__ = ["Device", "UnmonitoredDevice", "collecting_new_objects", "drop_stale_references", "end_failed_backward"]
 
 
 @runtime_checkable
@@ -144,7 +144,13 @@ class UnmonitoredDevice(Device):
 
 
 def drop_stale_references() -> None:
-    """Break cycles that hold tensors, and free the graph of a failed backward pass.
+    """Break cycles that hold tensors, and free the graph of a failed backward pass."""
+    end_failed_backward()
+    gc.collect()
+
+
+def end_failed_backward() -> None:
+    """Free the graph of a backward pass of this thread that raised an error.
 
     After an error torch's engine leaves the nodes that were ready to run, and with them the rest of the graph and what
     it has saved, in this thread's queue until the thread's next backward pass (``Engine::thread_main`` in
@@ -152,7 +158,6 @@ def drop_stale_references() -> None:
     """
     with _disable_current_modes(), torch.inference_mode(mode=False), torch.enable_grad():
         torch.zeros((), device="cpu", requires_grad=True).backward()
-    gc.collect()
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Runs a function in a child of this process, so that nothing it does can harm the parent.
 
 Covers tracing, which registers a device with torch for the life of a process and goes through C++ that aborts where an
-error finds it unprepared. The child is a fork: it sees the user's model without a copy, and only its result comes back.
-What it prints is dropped, but for the last line before a crash. Where a process cannot fork (Windows) or must not
-(macOS, whose system libraries forbid it), the function runs here.
+error finds it unprepared. The child is a fork (``forking``): it sees the user's model without a copy, and only its
+result comes back. What it prints is dropped, but for the last line before a crash. Where a process cannot fork
+(Windows) or must not (macOS, whose system libraries forbid it), the function runs here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import IO, Any, TypeVar
 import torch
 
 from autobatch.errors import CannotPredict
+from autobatch.prediction.forking import fork
 from autobatch.state.process_lock import one_at_a_time
 
 __all__ = ["MOST_SECONDS", "begin_apart", "run_apart"]
@@ -92,7 +93,7 @@ def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes])
         with _FILTERS, warnings.catch_warnings():
             # Python 3.12 warns of forks beside threads. The child uses one thread and none of their locks.
             warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
+            child = fork()
     except OSError as error:
         for end in pipe:
             os.close(end)

@@ -71,8 +71,8 @@ def _cause_of(error: Exception) -> str:
         return f"would raise on a card: {first_line.replace(DEVICE, 'the card')}"
     if "fork-based multiprocessing" in str(error):  # torch/csrc/autograd/engine.cpp
         return (
-            "was not run: this process has run a backward pass on a GPU, after which none can run in a child of it; "
-            "predict before training begins, or in a process of its own"
+            "was not run: this process is a fork of one that had run a backward pass on a GPU, and can run none; "
+            "predict in the process that it was forked from, or in a new one"
         )
     return f"failed on a tensor without memory ({type(error).__name__}: {first_line[:200]})"
 

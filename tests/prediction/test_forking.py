@@ -1,0 +1,123 @@
+"""A fork whose child runs no handlers of C libraries, as a trace needs it beside autograd's threads for a card."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import faulthandler
+import os
+import signal
+import sys
+
+import pytest
+import torch
+
+from autobatch.errors import CannotPredict
+from autobatch.prediction import forking
+from autobatch.prediction.child_process import run_apart
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here"),
+    pytest.mark.quick,
+]
+
+
+@pytest.fixture(params=["_Fork", "clone"])
+def system_fork(request, monkeypatch):
+    """What makes a child: the C library's own function, or the system call of older ones."""
+    if request.param == "clone":
+        library = ctypes.PyDLL(None, use_errno=True)
+        number = forking._CLONE[os.uname().machine]
+        monkeypatch.setattr(forking, "_find_fork", lambda: lambda: forking._clone(library, number))
+    elif not hasattr(ctypes.CDLL(None), "_Fork"):
+        pytest.skip("the C library is older")
+
+
+@pytest.fixture
+def quiet(system_fork, monkeypatch):
+    """Forks as on a build with CUDA."""
+    monkeypatch.setattr(forking, "has_cards_threads", lambda: True)
+
+
+def backward():
+    """A gradient, computed in whatever process this is."""
+    weight = torch.ones(3, requires_grad=True)
+    (weight * weight).sum().backward()
+    return os.getpid(), weight.grad.tolist()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_child_runs_a_backward_pass():
+    """It is another process, and its result comes back."""
+    child, gradient = run_apart(backward, 30)
+    assert (child != os.getpid(), gradient) == (True, [2.0, 2.0, 2.0])
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_child_has_children_of_its_own():
+    """A trace at several sizes is a child's own children, side by side."""
+    assert run_apart(lambda: run_apart(backward, 20), 30)[1] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.usefixtures("system_fork")
+def test_handlers_of_libraries_are_not_run():
+    """Autograd's own handler says in a child that no backward pass can run there."""
+    libc = ctypes.CDLL(None)
+
+    def status_of(fork):
+        child = fork()
+        if child == 0:
+            os._exit(3)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def compare():  # a handler stays for the life of a process, so it is a child that gets one
+        faulthandler.disable()
+        libc.__register_atfork(None, None, libc.abort, None)
+        return status_of(os.fork), status_of(forking.fork_without_handlers)
+
+    assert run_apart(compare, 30) == (-signal.SIGABRT, 3)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_handlers_of_python_are_run():
+    """Locks that other threads hold are made anew by them."""
+    seen = []
+
+    def register():
+        os.register_at_fork(before=lambda: seen.append("before"), after_in_child=lambda: seen.append("child"))
+        return run_apart(lambda: seen, 20)
+
+    assert run_apart(register, 30) == ["before", "child"]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_child_uses_no_card():
+    """Torch says there what it says in the child of a plain fork; the parent's word stays as it was."""
+    before = torch.cuda._is_in_bad_fork
+
+    def ask():  # in the child, where it is another function
+        return torch.cuda._is_in_bad_fork()
+
+    assert run_apart(ask, 30)
+    assert torch.cuda._is_in_bad_fork is before
+
+
+def test_a_system_without_processes_says_so(monkeypatch):
+    """The number of the error is the system's, and Python's locks are given back."""
+
+    def refuse():
+        ctypes.set_errno(errno.EAGAIN)
+        return -1
+
+    monkeypatch.setattr(forking, "_find_fork", lambda: refuse)
+    monkeypatch.setattr(forking, "has_cards_threads", lambda: True)
+    with pytest.raises(CannotPredict, match=f"none could be started .*{os.strerror(errno.EAGAIN)}"):
+        run_apart(lambda: 3)
+
+
+def test_where_there_is_no_such_fork_a_plain_one_is_made(monkeypatch):
+    """On an unknown processor with an old C library."""
+    monkeypatch.setattr(forking, "_find_fork", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert not forking.has_cards_threads()
+    assert run_apart(backward, 30)[1] == [2.0, 2.0, 2.0]
