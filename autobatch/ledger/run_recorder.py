@@ -100,10 +100,10 @@ class _CurrentRun:
         self._write_if_due()
 
     def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
-        if self._over or os.getpid() != self._pid:
+        if self._over:
             return
         self._steps.append((step, sizes, retries, peak_bytes, seconds))
-        if time.monotonic() - self._tried_at >= self._wait_s:
+        if time.monotonic() - self._tried_at >= self._wait_s and os.getpid() == self._pid:
             self._write(TRAINING_WAITS_S)
         elif len(self._steps) >= _MOST_WAITING:
             self._add_steps()

@@ -73,7 +73,7 @@ class Device(Protocol):
 
         ``None`` unless torch's profiler runs, as a ``record_function`` costs 15 us.
         """
-        if torch._C._autograd._profiler_enabled():  # noqa: SLF001 - what torch/autograd/profiler.py itself asks
+        if torch.autograd.profiler._is_profiler_enabled:  # noqa: SLF001 - what torch's own modules read
             return torch.profiler.record_function(f"autobatch micro-batch of {samples}")
         return None
 

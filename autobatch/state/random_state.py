@@ -18,6 +18,8 @@ from autobatch.state.generator_marks import copy_python, mark_numpy, mark_python
 
 __all__ = ["HostRandomState", "RandomState"]
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class HostRandomState:
@@ -84,7 +86,7 @@ class RandomState:
             host: A record of Python's and NumPy's; default: a new one.
         """
         self.cpu, self._device = torch.default_generator.get_state(), device
-        self._device_state = None if device.type == "cpu" else _read(device)
+        self._device_state = None if device == _CPU or device.type == "cpu" else _read(device)
         self.host = host or HostRandomState.capture()
 
     def is_current(self) -> bool:

@@ -3,19 +3,21 @@
 Covers calls from inside the user's step, in whatever form: each is refused by name when it is made, before a parameter
 or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
 for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched: in the first call of a step when it is
-made, in later ones when the step returns. Does not cover optimizers that neither the workload nor anything in the
-step's reach holds; in the first call their updates come after a backward pass, which is refused.
+made, at any parameter; in later ones when the step returns, at the first and the last trained parameter. One that then
+reaches only others is refused where it changes a gradient (``state.gradients``), and not where it leaves none. Does not
+cover optimizers that neither the workload nor anything in the step's reach holds; in the first call their updates
+come after a backward pass, which is refused.
 
 Hooks are on the user's own parameters and optimizers, only while the step runs, and nothing of the process is changed.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import repeat
-from operator import attrgetter, is_
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,8 +31,7 @@ __all__ = ["BACKWARD", "LoopGuard"]
 
 _MISSING = object()
 _HOOKS = "_post_accumulate_grad_hooks"
-_HOOKS_OF = attrgetter(_HOOKS)
-_IS_LEAF, _REQUIRES_GRAD = attrgetter("is_leaf"), attrgetter("requires_grad")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 BACKWARD = (
     "step() calls backward; return the loss, the Runner does the rest (for a gradient inside the step use "
@@ -52,7 +53,7 @@ class LoopGuard:
         zeroed: The same for ``zero_grad``, which does nothing meanwhile.
         refusals: What is put in front of which methods; ``None`` before the first ``find``.
         reached: The parameters that a backward pass has reached since somebody cleared this.
-        parameters: Those that are watched for it.
+        parameters: The workload's; the first and the last that are trained are watched for it.
     """
 
     def __init__(self) -> None:
@@ -63,8 +64,7 @@ class LoopGuard:
         self.zeroed: list[str] = []
         self.reached: list[torch.Tensor] = []
         self.parameters: Sequence[torch.Tensor] = ()
-        self._watched: Sequence[torch.Tensor] = ()
-        self._tables: list[OrderedDict[Any, Any]] = []
+        self._watched: list[tuple[torch.Tensor, OrderedDict[Any, Any]]] = []
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
         """Find the optimizers and schedulers that the step may not step.
@@ -117,34 +117,24 @@ class LoopGuard:
             while isinstance(front, _Refusal):  # another thread's guard may stand in front of this one
                 front.earlier = earlier if front.earlier is refusal else front.earlier
                 front = front.earlier
-        watched, tables = self._watched, self._tables
-        if all(map(is_, map(_HOOKS_OF, watched), tables)) and sum(map(len, tables)) == len(watched):
-            deque(map(setattr, watched, repeat(_HOOKS), repeat(None)), maxlen=0)
-            # Emptied, too: torch holds the last table that was set, and calls what is in it, after None was set.
-            deque(map(OrderedDict.clear, tables), maxlen=0)
-            return
-        self._tables = []  # the step has added hooks of its own
-        for parameter in watched:
-            if (hooks := _HOOKS_OF(parameter)) is not None:
-                hooks.pop(self, None)
-                if not hooks:
-                    setattr(parameter, _HOOKS, None)
+        for parameter, hooks in self._watched:
+            _remove_hook(parameter, hooks, self)
+        self._watched = []
 
     def _watch_parameters(self) -> None:
-        """Note each backward pass that reaches a parameter. In C alone: register_post_accumulate_grad_hook is slow."""
-        watched = self._watched = [*filter(_IS_LEAF, filter(_REQUIRES_GRAD, self.parameters))]
-        note = self.reached.append
-        if any(map(_HOOKS_OF, watched)):  # another guard's, or the user's
-            for parameter in watched:
-                if (hooks := _HOOKS_OF(parameter)) is None:
-                    setattr(parameter, _HOOKS, OrderedDict({self: note}))
-                else:
-                    hooks[self] = note
-            return
-        if len(self._tables) != len(watched):
-            self._tables = [OrderedDict() for _ in watched]
-        deque(map(OrderedDict.__setitem__, self._tables, repeat(self), repeat(note)), maxlen=0)
-        deque(map(setattr, watched, repeat(_HOOKS), self._tables), maxlen=0)
+        """Note each backward pass that reaches the first or the last of the trained parameters.
+
+        Not all of them: torch calls a hook in every backward pass, the Runner's too, and one that reaches only others
+        shows in their gradients.
+        """
+        trained = partial(filter, _REQUIRES_GRAD)
+        ends = next(trained(self.parameters), None), next(trained(reversed(self.parameters)), None)
+        for parameter in ends:
+            if parameter is None or not parameter.is_leaf:
+                continue
+            hooks = _hooks_of(parameter)
+            self._watched.append((parameter, hooks))  # first: an interrupt may come next
+            hooks[self] = self.reached.append
 
     @contextmanager
     def watch_backward(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -161,7 +151,25 @@ def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refus
 
     for parameter in parameters:
         if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-            stack.callback(parameter.register_post_accumulate_grad_hook(refuse).remove)
+            hooks = _hooks_of(parameter)
+            stack.callback(_remove_hook, parameter, hooks, refuse)
+            hooks[refuse] = refuse
+
+
+def _hooks_of(parameter: torch.Tensor) -> OrderedDict[Any, Any]:
+    """The table of a parameter's hooks; ``register_post_accumulate_grad_hook`` is slow and leaves an empty one."""
+    hooks: OrderedDict[Any, Any] | None = getattr(parameter, _HOOKS)
+    if hooks is None:
+        hooks = OrderedDict()
+        setattr(parameter, _HOOKS, hooks)
+    return hooks
+
+
+def _remove_hook(parameter: torch.Tensor, hooks: OrderedDict[Any, Any], key: Any) -> None:
+    # Emptied and taken away: torch goes on calling what is in the last table that was set, after None was set.
+    hooks.pop(key, None)
+    if not hooks and getattr(parameter, _HOOKS) is hooks:
+        setattr(parameter, _HOOKS, None)
 
 
 def _clears_gradients(owner: Any) -> bool:

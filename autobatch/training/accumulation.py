@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
-from threading import RLock
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batch_mutation import WatchedBatch, refuse_write
+from autobatch.training.loss_denominators import DividedLoss
 from autobatch.training.micro_batches import MicroBatch, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.training.transaction import Transaction
 
@@ -154,7 +154,6 @@ class Accumulation:
         state, stamps, todo = self._state, transaction.stamps, progress.todo
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         is_watched = state.is_looked_over or self.device.micro_batch(todo[0].size) is not None
-        unwatched = RLock()  # does nothing, in C: a nullcontext is two calls of Python's
         if self.in_float32 and len(todo) > 1:
             self._sums.begin(stamps.parameters)
         try:
@@ -165,11 +164,13 @@ class Accumulation:
                         continue
                     if progress.done and not state.is_still:
                         self._begin_micro_batch(progress, transaction)
+                    # No variable: nothing of a micro-batch is held but what the user put beside its loss.
                     if is_watched:
-                        with self.device.micro_batch(todo[0].size) or unwatched:
-                            self._run_watched(todo[0], progress, transaction)
+                        with self.device.micro_batch(todo[0].size) or nullcontext():
+                            progress.finish(*self._run_watched(todo[0], progress, transaction))
                     else:
-                        self._run_micro_batch(todo[0], progress, stamps, unwatched, unwatched)
+                        progress.finish(*self._run_micro_batch(todo[0], progress, stamps))
+                    stamps.renew()
         except Exception as error:
             if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
                 raise
@@ -179,42 +180,37 @@ class Accumulation:
         return None
 
     def _run_micro_batch(
-        self,
-        micro_batch: MicroBatch,
-        progress: AccumulationState,
-        stamps: GradientStamps,
-        watch: AbstractContextManager[object],
-        record: AbstractContextManager[object],
-    ) -> None:
-        """Add one micro-batch's gradient; nothing of it is held afterwards but what the user put beside its loss."""
-        with watch, record:
-            progress.phase = "forward"
-            samples = tuple(micro_batch.leaves) if progress.is_ready else self._move(micro_batch)
-            returned = self.workload.call_step(samples)
-            losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
-            if not stamps.unchanged():
-                stamps.refuse_change()
-            divided = progress.denominators.divide(micro_batch, losses, progress.unit)
-            progress.phase = "backward"
-            if divided is not None:
-                loss = divided[0]
-                if not self.leaves_are_known:
-                    self.workload.check_leaves(loss)
-                    self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
-                (loss if self.scale is None else self.scale(loss)).backward()
-            if self._state.may_be_sparse or stamps.any_sparse:
-                self._join_sparse_rows(progress, stamps)
-            if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
-                refuse_write(stays=not self.owns_batches)
-        progress.finish(divided, aux)
-        stamps.renew()
+        self, micro_batch: MicroBatch, progress: AccumulationState, stamps: GradientStamps
+    ) -> tuple[DividedLoss | None, Any]:
+        """Add one micro-batch's gradient to ``.grad``; returns its part of the loss, and what is beside it."""
+        progress.phase = "forward"
+        samples = tuple(micro_batch.leaves) if progress.is_ready else self._move(micro_batch)
+        returned = self.workload.call_step(samples)
+        losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
+        if not stamps.unchanged():
+            stamps.refuse_change()
+        divided = progress.denominators.divide(micro_batch, losses, progress.unit)
+        progress.phase = "backward"
+        if divided is not None:
+            loss = divided[0]
+            if not self.leaves_are_known:
+                self.workload.check_leaves(loss)
+                self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
+            (loss if self.scale is None else self.scale(loss)).backward()
+        if self._state.may_be_sparse or stamps.any_sparse:
+            self._join_sparse_rows(progress, stamps)
+        if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
+            refuse_write(stays=not self.owns_batches)
+        return divided, aux
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
         transaction.begin_micro_batch(self._try_twice(_COPYING, self._state.begin_micro_batch, transaction.start))
         if self.in_float32 and self._state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
-    def _run_watched(self, micro_batch: MicroBatch, progress: AccumulationState, transaction: Transaction) -> None:
+    def _run_watched(
+        self, micro_batch: MicroBatch, progress: AccumulationState, transaction: Transaction
+    ) -> tuple[DividedLoss | None, Any]:
         """In steps that are looked over: find what the micro-batch writes into."""
         watch: AbstractContextManager[object] = nullcontext()
         record: AbstractContextManager[object] = nullcontext()
@@ -224,7 +220,8 @@ class Accumulation:
             if self._state.is_recording:
                 apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
                 record = self._state.record([transaction.start, transaction.here], apart, watched.save)
-        self._run_micro_batch(micro_batch, progress, transaction.stamps, watch, record)
+        with watch, record:
+            return self._run_micro_batch(micro_batch, progress, transaction.stamps)
 
     def _move(self, micro_batch: MicroBatch) -> Any:
         """The samples of a micro-batch on the device, in containers of their own."""

@@ -66,6 +66,12 @@ class AccumulationState:
         phase: The pass of the running micro-batch.
     """
 
+    loss: torch.Tensor | None = None
+    counted: float = 0.0
+    unit: float | None = None
+    retries = failed_size = 0
+    phase: Phase = "forward"
+
     def __init__(
         self, micro_batches: list[MicroBatch], batch: Sequence[torch.Tensor], *, weighed: bool, is_ready: bool
     ) -> None:
@@ -78,19 +84,11 @@ class AccumulationState:
             is_ready: Whether the leaves of a micro-batch are what the step gets.
         """
         self.todo, self._weighed, self.is_ready = deque(micro_batches), weighed, is_ready
+        self.done: list[MicroBatch] = []
+        self.aux: list[Any] = []
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
         self.denominators = Denominators.of(micro_batches, weighed=weighed)
-        self.retries = self.failed_size = 0
-        self.phase: Phase = "forward"
-        self._forget()
-
-    def _forget(self) -> None:
-        self.done: list[MicroBatch] = []
-        self.aux: list[Any] = []
-        self.loss: torch.Tensor | None = None
-        self.counted = 0.0
-        self.unit: float | None = None
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -131,7 +129,8 @@ class AccumulationState:
     def begin_anew(self) -> None:
         """Count nothing as done."""
         self.todo.extendleft(reversed(self.done))
-        self._forget()
+        self.done, self.aux = [], []
+        self.loss, self.counted, self.unit = None, 0.0, None
 
     def retry_with(self, micro_batches: list[MicroBatch]) -> None:
         """Go on with these micro-batches instead of the unfinished ones.

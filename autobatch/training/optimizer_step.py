@@ -42,7 +42,7 @@ class Update:
         check_memory: Raises where the optimizer's step does not fit.
         advise: Returns the end of the message where memory ends in that step.
         scaler: Unscales, steps and updates once.
-        max_grad_norm: The whole gradient is clipped to this norm.
+        max_grad_norm: The gradients of the optimizer's parameters, taken as one vector, are clipped to this norm.
         scheduler: Stepped after the optimizer, if that stepped.
     """
 
@@ -124,7 +124,7 @@ class Update:
             raise
 
 
-def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
+def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any, *, has_optimizer: bool) -> None:
     """Refuse options that an update cannot use.
 
     Raises:
@@ -146,6 +146,15 @@ def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any) -> None:
         raise InvalidArgument(
             f"scheduler= is {name_type(scheduler)} whose step() takes arguments: leave it out and step it yourself "
             f"after runner.step()"
+        )
+    if max_grad_norm is not None and not has_optimizer:
+        raise InvalidArgument(
+            "max_grad_norm= belongs to the update, and this Runner has no optimizer: clip after "
+            "runner.accumulate(batch)"
+        )
+    if scheduler is not None and not has_optimizer:
+        raise InvalidArgument(
+            "scheduler= belongs to the update, and this Runner has no optimizer: step it yourself after your update"
         )
 
 

@@ -8,7 +8,8 @@ cover several ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -90,7 +91,7 @@ class Runner:
                 itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its scaler.
             weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
             scaler: Scales each loss, and unscales, steps and updates once a step.
-            max_grad_norm: Clip the whole gradient's norm to this before the update.
+            max_grad_norm: Clip the norm of the gradients of all parameters that the optimizer holds, before the update.
             scheduler: Its ``step()`` is called after each step in which the optimizer stepped.
             hooks: Called with every event.
             keep: Objects outside the model that the step changes, such as metrics: a step that is undone or retried
@@ -111,23 +112,20 @@ class Runner:
         check_plan(plan, weigh)
         optimizer, scaler = unwrap_for_training(optimizer, scaler)
         scheduler = unwrap_scheduler(scheduler)
-        check_options(scaler, max_grad_norm, scheduler)
+        check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
         hooks = check_hooks(hooks)
         check_choice("enforce", enforce, ("auto", "always"))
         self.plan = plan
         self.steps = 0
         self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
         self._device = find_device(self._workload.parameters(), type(model).__name__, device)
-        scale = None if scaler is None else scaler.scale
-        if scaler is not None and scaler.is_enabled():
-            # Its two tensors are made on first use: memory that ends between them would leave a broken scaler.
-            scaler.scale(torch.zeros((), device=self._device.torch_device))
         self._free_memory = FreeMemory(plan, self._workload, self._device)
+        this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
         self._accumulation = Accumulation(
             self._workload,
             self._device,
-            self._shrink,
-            scale,
+            lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
+            None if scaler is None else _begin_scaling(scaler, self._device.torch_device),
             in_float32=plan.accumulate_in_float32,
             smallest=plan.smallest_micro_batch,
             keep=check_objects(keep),
@@ -137,7 +135,7 @@ class Runner:
             self._update = Update(
                 optimizer=optimizer,
                 check_memory=self._free_memory.check_update,
-                advise=lambda: explain_no_retry(self.steps, plan),
+                advise=lambda: explain_no_retry(this.steps, plan),
                 scaler=scaler,
                 max_grad_norm=max_grad_norm,
                 scheduler=scheduler,
@@ -345,6 +343,13 @@ class Runner:
         self._pace = self._pace.after_shortage(shortage.failed_size, self._free_memory.target(), least)
         self._events.report_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
+
+
+def _begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The scaler's ``scale``; its two tensors are made now, as memory that ends between them would break it."""
+    if scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=device))
+    return scaler.scale
 
 
 def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:

@@ -12,6 +12,7 @@ import torch
 from calls import fit, make_runner
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset, TensorDataset
 from workloads import Everything, Plain, make_batch, mean_step
 
@@ -506,6 +507,16 @@ TABLE = [
         lambda: make_runner(max_grad_norm=0.0),
         "InvalidArgument",
         "max_grad_norm=0.0 must be a float greater than 0, or None for no clipping",
+    ),
+    (
+        lambda: make_runner(optimizer=False, max_grad_norm=1.0),
+        "InvalidArgument",
+        "max_grad_norm= belongs to the update, and this Runner has no optimizer: clip after runner.accumulate(batch)",
+    ),
+    (
+        lambda: make_runner(optimizer=False, scheduler=StepLR(torch.optim.SGD(nn.Linear(2, 2).parameters()), 1)),
+        "InvalidArgument",
+        ("scheduler= belongs to the update, and this Runner has no optimizer: step it yourself after your update"),
     ),
     (
         lambda: make_runner(optimizer=False).step(make_batch(16)),

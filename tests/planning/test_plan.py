@@ -91,6 +91,14 @@ def test_a_plan_survives_json(target, size, warning):
     assert again.curve.peak_reserved(77) == plan.curve.peak_reserved(77)
 
 
+def test_a_plan_that_cannot_be_written_names_the_users_path(tmp_path):
+    """Not the draft beside it, which the user has never heard of."""
+    path = tmp_path / "no such folder" / "plan.json"
+    with pytest.raises(FileNotFoundError) as caught:
+        make_plan().save(path)
+    assert str(caught.value) == f"[Errno 2] No such file or directory: '{path}'"
+
+
 def test_a_plan_is_saved_and_loaded(tmp_path):
     """The file is whole or not there: no draft is left behind."""
     plan, path = make_plan(), tmp_path / "plan.json"

@@ -528,7 +528,7 @@ def test_a_loop_that_begins_later_is_refused_by_the_same_name(loop, call):
     with pytest.raises(InvalidStep, match=r"step\(\) calls backward; return the loss"):
         runner.step(make_batch(8))
     assert differences(training.bits(), before) == []
-    assert all(parameter._post_accumulate_grad_hooks is None for parameter in training.model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in training.model.parameters())
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, False])
@@ -552,7 +552,7 @@ def test_two_guards_on_one_optimizer(make, first_leaves_first):
     training.optimizer.step()
     training.optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in training.model.parameters())
-    assert all(parameter._post_accumulate_grad_hooks is None for parameter in training.model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in training.model.parameters())
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -597,7 +597,7 @@ def test_an_interrupt_at_any_line_leaves_no_trace(is_inside):
             break
         assert {**vars(training.optimizer)} == attributes
         assert not guard.is_active
-        assert all(parameter._post_accumulate_grad_hooks is None for parameter in training.model.parameters())
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in training.model.parameters())
     assert position > 10
     guard.__exit__()
 

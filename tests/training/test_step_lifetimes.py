@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import pytest
@@ -166,3 +167,19 @@ def raise_after(step, model, batch, error):
     """A step that fails when all is done."""
     step(model, batch)
     raise error
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}])
+def test_a_runner_is_in_no_reference_cycle(options):
+    """The model is freed when the last reference to it and its runner goes, without a garbage collection."""
+    model = nn.Linear(6, 4)
+    runner, optimizer = make_runner(model, **options)
+    for _ in range(3):
+        runner.step(make_batch(8))
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, runner, optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
