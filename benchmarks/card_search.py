@@ -60,7 +60,7 @@ def measure_search(name: str, gibibytes: int) -> Search:
     target = _TARGETS.get(name.partition("_")[0], _TARGET)
     options: dict[str, Any] = {"batch": training.make_batch(2), "step": training.step, "optimizer": optimizer}
     plan = autobatch.fit(model, target, budget=gibibytes * 2**30, reuse=False, check=None, progress=False, **options)
-    runner = autobatch.Runner(plan, model, training.step, optimizer)
+    runner = autobatch.Runner(plan, model, step=training.step, optimizer=optimizer)
     few = min(target, 4 * plan.micro_batch_size)  # as many micro-batches as it takes to show what stays between them
     before = torch.cuda.memory_stats()["num_alloc_retries"]
     results = [runner.step(training.make_batch(few)) for _ in range(_STEPS)]
