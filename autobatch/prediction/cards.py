@@ -18,7 +18,7 @@ from collections import defaultdict
 from typing import Annotated, Any
 
 from autobatch._arguments import read_bytes
-from autobatch._bounds import LISTED, Bytes, Text
+from autobatch._bounds import LISTED, Bytes, Count, Text
 from autobatch._formatting import format_bytes, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record
@@ -35,6 +35,7 @@ class Gpu(Record):
         name: What it is called here, and by ``find_gpu``.
         aliases: Other names, among them the driver's where brand and separators do not make up the difference.
         total_bytes: All memory that CUDA reports.
+        multiprocessors: How many it has, by the maker's data sheet; of an unknown card as many as large ones have.
         architecture: ``"sm_90"``, or AMD's name of it; ``"unknown"`` for a card that has just a size.
         context_bytes: What a process takes outside the allocator: the CUDA context with the kernels that were loaded.
         cublas_workspace_bytes: What one cuBLAS handle takes inside the allocator, for good.
@@ -47,6 +48,7 @@ class Gpu(Record):
     name: Text
     aliases: Annotated[tuple[Text, ...], LISTED] = ()
     total_bytes: Bytes
+    multiprocessors: Count
     architecture: Text
     context_bytes: Bytes
     cublas_workspace_bytes: Bytes
@@ -54,6 +56,11 @@ class Gpu(Record):
     measured: bool
     context_source: Text
     context_measured: bool
+
+    @property
+    def resident_threads(self) -> int:
+        """Threads that it runs at once, which share the large sums."""
+        return self.multiprocessors * _THREADS[self.architecture]
 
 
 _FITTED = "fitted to published peaks of training steps on a 40 GB card (make accuracy)"
@@ -81,9 +88,23 @@ _WORKSPACES = {
     "gfx942": 128 * 1024 * 1024,
 }
 
+_THREADS = {  # of one multiprocessor at once, by the CUDA programming guide's table of compute capabilities
+    **dict.fromkeys(("sm_60", "sm_70", "sm_80", "sm_90", "sm_100", "unknown", "gfx942"), 2048),
+    **dict.fromkeys(("sm_86", "sm_89", "sm_120"), 1536),
+    "sm_75": 1024,
+}
+_MULTIPROCESSORS = 132
+"""Of a card of which nothing is known: an H100's. More take larger buffers, so this is seldom too low."""
+
 
 def make_gpu(
-    name: str, total_bytes: int, architecture: str = "unknown", *aliases: str, source: str, measured: bool = True
+    name: str,
+    total_bytes: int,
+    architecture: str = "unknown",
+    *aliases: str,
+    multiprocessors: int = _MULTIPROCESSORS,
+    source: str,
+    measured: bool = True,
 ) -> Gpu:
     """A card with what is known of its architecture."""
     context_mebibytes, context_source, context_measured = _CONTEXTS.get(architecture, _CONTEXTS["unknown"])
@@ -91,6 +112,7 @@ def make_gpu(
         name=name,
         aliases=aliases,
         total_bytes=total_bytes,
+        multiprocessors=multiprocessors,
         architecture=architecture,
         context_bytes=context_mebibytes * _MIB,
         cublas_workspace_bytes=_WORKSPACES[architecture],
@@ -101,62 +123,73 @@ def make_gpu(
     )
 
 
-def _row(name: str, mebibytes: int, architecture: str, source: str, *aliases: str, measured: bool = True) -> Gpu:
-    return make_gpu(name, mebibytes * _MIB, architecture, *aliases, source=source, measured=measured)
+def _row(
+    name: str,
+    mebibytes: int,
+    multiprocessors: int,
+    architecture: str,
+    source: str,
+    *aliases: str,
+    measured: bool = True,
+) -> Gpu:
+    size = mebibytes * _MIB
+    return make_gpu(
+        name, size, architecture, *aliases, multiprocessors=multiprocessors, source=source, measured=measured
+    )
 
 
 _PROPERTIES = "torch.cuda.get_device_properties in a public repository"
 _LOG = "the first line of a training log of Ultralytics, which prints total_memory, with"
 
 GPUS = (
-    _row("P100-16GB", 16269, "sm_60", f"{_LOG} torch 2.11", "P100", "P100-PCIE-16GB"),
-    _row("V100-16GB", 16130, "sm_70", f"{_LOG} torch 1.7; others 16160 MiB", "V100-SXM2-16GB", "V100-PCIE-16GB"),
-    _row("V100-32GB", 32494, "sm_70", f"{_LOG} torch 2.6; others 32501 MiB", "V100-SXM2-32GB", "V100-PCIE-32GB",
+    _row("P100-16GB", 16269, 56, "sm_60", f"{_LOG} torch 2.11", "P100", "P100-PCIE-16GB"),
+    _row("V100-16GB", 16130, 80, "sm_70", f"{_LOG} torch 1.7; others 16160 MiB", "V100-SXM2-16GB", "V100-PCIE-16GB"),
+    _row("V100-32GB", 32494, 80, "sm_70", f"{_LOG} torch 2.6; others 32501 MiB", "V100-SXM2-32GB", "V100-PCIE-32GB",
          "V100S-PCIE-32GB"),
-    _row("T4", 14912, "sm_75", f"{_LOG} torch 2.2; on Colab 15095 to 15110 MiB"),
-    _row("RTX 2080 Ti", 10825, "sm_75", f"{_LOG} torch 2.6; others 11009 to 11020 MiB"),
-    _row("A30", 24089, "sm_80", "23.53 GiB in google/RB-Modulation #5; 24164 MiB in a YOLO log with torch 2.8"),
-    _row("A100-40GB-PCIe", 40326, "sm_80", f"{_PROPERTIES}, torch 1.9", "A100-40GB", "A100-PCIE-40GB"),
-    _row("A100-40GB-SXM", 40441, "sm_80", f"{_LOG} torch 2.11; others 40507 to 40654 MiB", "A100-SXM4-40GB"),
-    _row("A100-80GB-PCIe", 81154, "sm_80", f"{_LOG} torch 2.6"),
-    _row("A100-80GB-SXM", 81038, "sm_80", f"{_LOG} torch 2.3; others 81153 and 81251 MiB", "A100-80GB",
+    _row("T4", 14912, 40, "sm_75", f"{_LOG} torch 2.2; on Colab 15095 to 15110 MiB"),
+    _row("RTX 2080 Ti", 10825, 68, "sm_75", f"{_LOG} torch 2.6; others 11009 to 11020 MiB"),
+    _row("A30", 24089, 56, "sm_80", "23.53 GiB in google/RB-Modulation #5; 24164 MiB in a YOLO log with torch 2.8"),
+    _row("A100-40GB-PCIe", 40326, 108, "sm_80", f"{_PROPERTIES}, torch 1.9", "A100-40GB", "A100-PCIE-40GB"),
+    _row("A100-40GB-SXM", 40441, 108, "sm_80", f"{_LOG} torch 2.11; others 40507 to 40654 MiB", "A100-SXM4-40GB"),
+    _row("A100-80GB-PCIe", 81154, 108, "sm_80", f"{_LOG} torch 2.6"),
+    _row("A100-80GB-SXM", 81038, 108, "sm_80", f"{_LOG} torch 2.3; others 81153 and 81251 MiB", "A100-80GB",
          "A100-SXM4-80GB"),
-    _row("A10", 22512, "sm_86", "21.99 GiB on Lambda in zai-org/CogVLM #236"),
-    _row("A10G", 22587, "sm_86", _PROPERTIES),
-    _row("A40", 45416, "sm_86", f"{_PROPERTIES}; 48688 MiB in a YOLOv5 log, without ECC"),
-    _row("RTX A5000", 24114, "sm_86", f"{_PROPERTIES}; another 24138 MiB"),
-    _row("RTX A6000", 48676, "sm_86", _PROPERTIES),
-    _row("RTX 3060 12GB", 11904, "sm_86", "11.63 GiB in an error message; logs 11910 to 12045 MiB", "RTX 3060"),
-    _row("RTX 3070", 7753, "sm_86", f"{_LOG} torch 2.6; others 7842 and 7973 MiB"),
-    _row("RTX 3080 10GB", 10002, "sm_86", f"{_LOG} torch 2.6; others 10009 MiB", "RTX 3080"),
-    _row("RTX 3090", 24124, "sm_86", f"{_LOG} torch 2.13; others 24139 to 24268 MiB"),
-    _row("RTX 3090 Ti", 24214, "sm_86", f"{_LOG} torch 2.1"),
-    _row("L4", 22563, "sm_89", f"{_LOG} torch 2.11; others 22693 MiB"),
-    _row("L40", 45414, "sm_89", "44.4 GiB, printed by a program on the card"),
-    _row("L40S", 45495, "sm_89", f"{_LOG} torch 2.2; get_device_properties elsewhere 45589 MiB"),
-    _row("RTX 6000 Ada", 48539, "sm_89", f"{_LOG} torch 2.4; with ECC 44.43 GiB in DINGYANB/MTVCrafter #21",
+    _row("A10", 22512, 72, "sm_86", "21.99 GiB on Lambda in zai-org/CogVLM #236"),
+    _row("A10G", 22587, 80, "sm_86", _PROPERTIES),
+    _row("A40", 45416, 84, "sm_86", f"{_PROPERTIES}; 48688 MiB in a YOLOv5 log, without ECC"),
+    _row("RTX A5000", 24114, 64, "sm_86", f"{_PROPERTIES}; another 24138 MiB"),
+    _row("RTX A6000", 48676, 84, "sm_86", _PROPERTIES),
+    _row("RTX 3060 12GB", 11904, 28, "sm_86", "11.63 GiB in an error message; logs 11910 to 12045 MiB", "RTX 3060"),
+    _row("RTX 3070", 7753, 46, "sm_86", f"{_LOG} torch 2.6; others 7842 and 7973 MiB"),
+    _row("RTX 3080 10GB", 10002, 68, "sm_86", f"{_LOG} torch 2.6; others 10009 MiB", "RTX 3080"),
+    _row("RTX 3090", 24124, 82, "sm_86", f"{_LOG} torch 2.13; others 24139 to 24268 MiB"),
+    _row("RTX 3090 Ti", 24214, 84, "sm_86", f"{_LOG} torch 2.1"),
+    _row("L4", 22563, 58, "sm_89", f"{_LOG} torch 2.11; others 22693 MiB"),
+    _row("L40", 45414, 142, "sm_89", "44.4 GiB, printed by a program on the card"),
+    _row("L40S", 45495, 142, "sm_89", f"{_LOG} torch 2.2; get_device_properties elsewhere 45589 MiB"),
+    _row("RTX 6000 Ada", 48539, 142, "sm_89", f"{_LOG} torch 2.4; with ECC 44.43 GiB in DINGYANB/MTVCrafter #21",
          "RTX 6000 Ada Generation"),
-    _row("RTX 4060", 7807, "sm_89", f"{_LOG} torch 2.5"),
-    _row("RTX 4060 Ti 8GB", 7806, "sm_89", f"{_LOG} torch 2.12"),
-    _row("RTX 4060 Ti 16GB", 15938, "sm_89", "15.57 GiB in a report of runs on the card; another 15.60 GiB"),
-    _row("RTX 4070", 11832, "sm_89", "11.56 GiB in an error message; logs 11994 and 12002 MiB"),
-    _row("RTX 4080", 15945, "sm_89", f"cuDeviceTotalMem in a log of hashcat; {_PROPERTIES} 16049 MiB"),
-    _row("RTX 4080 SUPER", 15944, "sm_89", f"{_LOG} torch 2.12"),
-    _row("RTX 4090", 24079, "sm_89", "23.52 GiB in pytorch/torchchat #1341; logs 24081 to 24217 MiB"),
-    _row("H100-80GB-PCIe", 81008, "sm_90", _PROPERTIES, "H100-80GB", "H100 PCIe"),
-    _row("H100-80GB-SXM", 81082, "sm_90", f"{_PROPERTIES}; others 81089 and 81090 MiB", "H100-SXM", "H100-SXM5",
+    _row("RTX 4060", 7807, 24, "sm_89", f"{_LOG} torch 2.5"),
+    _row("RTX 4060 Ti 8GB", 7806, 34, "sm_89", f"{_LOG} torch 2.12"),
+    _row("RTX 4060 Ti 16GB", 15938, 34, "sm_89", "15.57 GiB in a report of runs on the card; another 15.60 GiB"),
+    _row("RTX 4070", 11832, 46, "sm_89", "11.56 GiB in an error message; logs 11994 and 12002 MiB"),
+    _row("RTX 4080", 15945, 76, "sm_89", f"cuDeviceTotalMem in a log of hashcat; {_PROPERTIES} 16049 MiB"),
+    _row("RTX 4080 SUPER", 15944, 80, "sm_89", f"{_LOG} torch 2.12"),
+    _row("RTX 4090", 24079, 128, "sm_89", "23.52 GiB in pytorch/torchchat #1341; logs 24081 to 24217 MiB"),
+    _row("H100-80GB-PCIe", 81008, 114, "sm_90", _PROPERTIES, "H100-80GB", "H100 PCIe"),
+    _row("H100-80GB-SXM", 81082, 132, "sm_90", f"{_PROPERTIES}; others 81089 and 81090 MiB", "H100-SXM", "H100-SXM5",
          "H100 80GB HBM3"),
-    _row("H100-94GB-NVL", 95226, "sm_90", "93.00 GiB in ali-vilab/VACE #56; a log 95320 MiB", "H100 NVL"),
-    _row("H200", 143156, "sm_90", _PROPERTIES, "H200-141GB"),
-    _row("GH200-96GB", 96716, "sm_90", "nominal: 94.5 GiB in an owner's description; nvidia-smi shows 97871 MiB",
+    _row("H100-94GB-NVL", 95226, 132, "sm_90", "93.00 GiB in ali-vilab/VACE #56; a log 95320 MiB", "H100 NVL"),
+    _row("H200", 143156, 132, "sm_90", _PROPERTIES, "H200-141GB"),
+    _row("GH200-96GB", 96716, 132, "sm_90", "nominal: 94.5 GiB in an owner's description; nvidia-smi shows 97871 MiB",
          "GH200", "GH200 480GB", measured=False),
-    _row("B200", 182631, "sm_100", f"{_PROPERTIES}; another 182642 MiB"),
-    _row("RTX 5060 Ti 16GB", 15848, "sm_120", f"{_LOG} torch 2.12"),
-    _row("RTX 5080", 15840, "sm_120", f"{_LOG} the version left out"),
-    _row("RTX 5090", 32102, "sm_120", f"{_LOG} torch 2.12; others 32120 MiB"),
-    _row("RTX PRO 6000 Blackwell", 97250, "sm_120", f"{_PROPERTIES}, on the Server Edition", "RTX PRO 6000",
+    _row("B200", 182631, 148, "sm_100", f"{_PROPERTIES}; another 182642 MiB"),
+    _row("RTX 5060 Ti 16GB", 15848, 36, "sm_120", f"{_LOG} torch 2.12"),
+    _row("RTX 5080", 15840, 84, "sm_120", f"{_LOG} the version left out"),
+    _row("RTX 5090", 32102, 170, "sm_120", f"{_LOG} torch 2.12; others 32120 MiB"),
+    _row("RTX PRO 6000 Blackwell", 97250, 188, "sm_120", f"{_PROPERTIES}, on the Server Edition", "RTX PRO 6000",
          "RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Workstation Edition"),
-    _row("MI300X", 196592, "gfx942",
+    _row("MI300X", 196592, 304, "gfx942",
          f"nominal: {_PROPERTIES}, torch 2.3 for ROCm, which nothing else here was tried on", measured=False),
 )  # fmt: skip
 """Every card that is known by name."""

@@ -7,12 +7,13 @@ peak is made of. Does not cover what a process takes outside the allocator (``ca
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autobatch.prediction.allocator import AllocatorPeak, find_least_capacity, simulate
 from autobatch.prediction.block_pool import MIB_UNITS, UNIT
+from autobatch.prediction.reductions import buffer_bytes
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
 __all__ = ["COPIES", "Estimate"]
@@ -28,26 +29,34 @@ _HANDLES = 2
 
 _TRACED_MICRO_BATCHES = 2
 
+_HANDLE = "cuBLAS workspace"
+
 
 @dataclass(frozen=True)
 class Estimate:
-    """One timeline on cards with one size of cuBLAS workspace; what was asked once is remembered.
+    """One timeline on cards of one kind; what was asked once is remembered.
 
     Where the timeline is interpolated every quantity is: on the line through what the nearest two traced sizes need.
     """
 
     timeline: Timeline
-    workspace_bytes: int  # of one cuBLAS handle
+    workspace_bytes: int = 0  # of one cuBLAS handle
     expandable_segments: bool = False
     # Samples of an optimizer step, each of whose micro-batches leaves what it returns beside its loss ("aux"): a trace
     # holds that of two. 0: no step has more than two.
     target: int = 0
+    resident_threads: int = 0  # that the card runs at once: how many share a sum; 0: sums take no buffers
     _seen: dict[tuple[str, int], int] = field(default_factory=dict)
     _peaks: dict[int, AllocatorPeak] = field(default_factory=dict)
+    _simulated: dict[tuple[Any, ...], AllocatorPeak] = field(default_factory=dict)  # shared by cards
+
+    def on_card(self, workspace_bytes: int, resident_threads: int) -> Estimate:
+        """The same on another card. Many take as much as others do, so what was simulated for one serves them."""
+        return replace(self, workspace_bytes=workspace_bytes, resident_threads=resident_threads, _seen={}, _peaks={})
 
     def changed(self, **changes: Any) -> Estimate:
         """The same with other attributes; nothing that was asked of this one is remembered."""
-        return replace(self, _seen={}, _peaks={}, **changes)
+        return replace(self, _seen={}, _peaks={}, _simulated={}, **changes)
 
     @property
     def largest_traced(self) -> int | None:
@@ -63,10 +72,10 @@ class Estimate:
 
         Of two micro-batches: without what further ones return beside their losses.
         """
-        return self._measure("tensors", n, lambda step: most_alive(step.order, _tensor_sizes(step)))
+        return self._measure("tensors", n, TracedStep.peak)
 
     def allocated(self, n: int) -> int:
-        """Most bytes in tensors and cuBLAS's workspaces at once with ``n`` samples in a micro-batch."""
+        """Most bytes at once in tensors, sums' buffers and cuBLAS's workspaces, with ``n`` samples in a micro-batch."""
         return self._allocated_by_two(n) + self.aux_bytes(n)
 
     def reserved(self, n: int) -> int:
@@ -93,10 +102,9 @@ class Estimate:
 
     def fits_within(self, n: int, limit_bytes: int) -> bool:
         """Whether ``n`` samples reserve no more than that; where tensors alone exceed it, nothing is simulated."""
-        if not self.timeline.interpolated:
-            least = self.tensor_bytes(n) + _HANDLES * self.workspace_bytes + self._untraced_bytes(n)
-            if least > limit_bytes:
-                return False
+        least = 0 if self.timeline.interpolated else self.tensor_bytes(n) + self._untraced_bytes(n)
+        if least > limit_bytes:
+            return False
         return self.reserved(n) <= limit_bytes
 
     def runs_within(self, n: int, limit_bytes: int) -> bool:
@@ -114,11 +122,11 @@ class Estimate:
         """What the peak is made of, to the byte: both together sum to ``reserved(n)``.
 
         Returns:
-            Bytes of tensors by kind of block, and of the workspaces; and what the allocator holds beside all kinds:
-            sizes rounded up, and what other moments of the step need.
+            Bytes of tensors by kind of block, and of buffers and workspaces at that moment; and what the allocator
+            holds beside all kinds: sizes rounded up, and what other moments of the step need.
         """
         kinds = self._sum_alive(n, lambda block: block.kind)
-        kinds["cuBLAS workspace"] = _HANDLES * self.workspace_bytes
+        kinds[_HANDLE] += _unseen_handles(self.timeline.at(n)) * self.workspace_bytes
         kinds["cuDNN workspace"] = self.convolution_bytes(n)
         kinds["aux"] += self.aux_bytes(n)
         kinds += Counter()  # drops what has none
@@ -176,22 +184,39 @@ class Estimate:
 
     def _peak(self, step: TracedStep) -> AllocatorPeak:
         if step.samples not in self._peaks:
-            self._peaks[step.samples] = self._simulate(step)
+            self._peaks[step.samples] = self._simulate_once(step)
         return self._peaks[step.samples]
+
+    def _simulate_once(self, step: TracedStep) -> AllocatorPeak:
+        of_the_card = [size for _, size in self._kernel_blocks(step)]
+        key = (step.samples, self.workspace_bytes, *of_the_card)
+        if key not in self._simulated:
+            self._simulated[key] = self._simulate(step)
+        return self._simulated[key]
 
     def _simulate(self, step: TracedStep, capacity: int | None = None) -> AllocatorPeak:
         order, sizes = self._with_workspaces(step)
         return simulate(order, sizes, capacity=capacity, expandable_segments=self.expandable_segments)
 
     def _with_workspaces(self, step: TracedStep) -> tuple[list[int], list[int]]:
-        first = len(step.sizes) + 1
-        sizes = [*_tensor_sizes(step), *[self.workspace_bytes] * _HANDLES]
-        return [*range(first, first + _HANDLES), *step.order], sizes
+        sizes = step.tensor_sizes()
+        for index, byte_count in self._kernel_blocks(step):
+            sizes[index] = byte_count
+        first, unseen = len(sizes) + 1, _unseen_handles(step)
+        return [*range(first, first + unseen), *step.order], [*sizes, *[self.workspace_bytes] * unseen]
+
+    def _kernel_blocks(self, step: TracedStep) -> Iterator[tuple[int, int]]:
+        """Which blocks are a kernel's own memory, and bytes of each on this card."""
+        for index, block in enumerate(step.blocks):
+            if block.kind == _HANDLE:
+                yield index, self.workspace_bytes
+            elif block.kind == "partial sums":
+                yield index, buffer_bytes(step.sizes[index - 1], step.sizes[index], self.resident_threads)
 
 
-def _tensor_sizes(step: TracedStep) -> list[int]:
-    """Bytes of each block, none where it stands for cuDNN's workspaces."""
-    return [0 if block.kind == "workspace" else size for size, block in zip(step.sizes, step.blocks, strict=True)]
+def _unseen_handles(step: TracedStep) -> int:
+    """Handles of cuBLAS that the traced operators did not take, and others may: they are there from the beginning."""
+    return _HANDLES - sum(block.kind == _HANDLE for block in step.blocks)
 
 
 def _sizes_of(kind: str, step: TracedStep) -> list[int]:

@@ -26,9 +26,10 @@ from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.planner import balance
-from autobatch.prediction.cards import GPUS, Gpu, explain_choice, find_gpu, make_gpu
+from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.local_card import read_card
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.record import Part
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
@@ -114,7 +115,8 @@ def predict(
     with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
         timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
         smallest = ask_smallest() if ask_smallest else None
-    estimate = Estimate(timeline, card.cublas_workspace_bytes, expandable_segments, target_batch)
+    kind = card.cublas_workspace_bytes, card.resident_threads
+    estimate = Estimate(timeline, expandable_segments=expandable_segments, target=target_batch).on_card(*kind)
     sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1)
     sizing, proof = prove_sizing(sizing, workload, layout, circumstances)
     # A division that ends in one sample needs a model that can run it.
@@ -209,8 +211,4 @@ def _make_plan(
 def _find_local() -> Gpu:
     if not torch.cuda.is_available():
         raise InvalidArgument("no CUDA card here: name one as gpu='H100-80GB', or its memory as gpu='24GiB'")
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    architecture = f"sm_{properties.major}{properties.minor}"
-    architecture = architecture if architecture in {gpu.architecture for gpu in GPUS} else "unknown"
-    source = "read from the card of this machine"
-    return make_gpu(properties.name, properties.total_memory, architecture, source=source)
+    return read_card()

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from autobatch.batch.layout import Layout
-from autobatch.prediction.cards import make_gpu
+from autobatch.prediction.cards import Gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.local_card import read_card
 from autobatch.prediction.retrace import check_timeline, prove
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
@@ -49,8 +50,14 @@ def expect_largest(workload: Workload, layout: Layout, limit_bytes: int, sizes: 
         return Expectation()
 
 
+def _find_card(workload: Workload) -> Gpu:
+    """The card of the model; where there is none, one of which nothing is known, whose workspaces are large."""
+    homes = {parameter.device for parameter in workload.parameters() if parameter.device.type == "cuda"}
+    return read_card(homes.pop().index) if homes else make_gpu("any", 0, source="")
+
+
 def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequence[int]) -> Expectation:
-    deadline, circumstances = time.monotonic() + _MOST_SECONDS, Circumstances()
+    deadline, circumstances, card = time.monotonic() + _MOST_SECONDS, Circumstances(), _find_card(workload)
 
     def sizes_judged(estimate: Estimate, known: int = sizes[-1]) -> Sequence[int]:
         return sizes[: bisect_right(sizes, min(known, estimate.largest_traced or known))]
@@ -64,9 +71,8 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
         return run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances), left)
 
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
-    # Of a card of which nothing is known the larger workspaces are taken: an expectation may be too low.
-    workspace_bytes = make_gpu("any", limit_bytes, source="").cublas_workspace_bytes
-    estimate = Estimate(timeline, workspace_bytes, expects_expandable_segments())
+    estimate = Estimate(timeline, expandable_segments=expects_expandable_segments())
+    estimate = estimate.on_card(card.cublas_workspace_bytes, card.resident_threads)
     proof = prove(estimate, lambda estimate: largest_of(sizes_judged(estimate), estimate), check)
     known = sizes_judged(proof.estimate, SIZES[-1] if proof.doubt else sizes[-1])
     largest = largest_of(known, proof.estimate)

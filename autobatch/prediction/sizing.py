@@ -63,10 +63,12 @@ class Sizing:
 
     def cards(self) -> tuple[CardFit, ...]:
         """Every card that is known, with the same margin."""
-        estimates = {self.estimate.workspace_bytes: self.estimate}
-        for workspace in {gpu.cublas_workspace_bytes for gpu in GPUS} - estimates.keys():
-            estimates[workspace] = self.estimate.changed(workspace_bytes=workspace)
-        return tuple(_fit(replace(self, estimate=estimates[gpu.cublas_workspace_bytes], gpu=gpu)) for gpu in GPUS)
+        kinds = {(gpu.cublas_workspace_bytes, gpu.resident_threads) for gpu in GPUS}
+        estimates = {kind: self.estimate.on_card(*kind) for kind in kinds}
+        return tuple(
+            _fit(replace(self, estimate=estimates[gpu.cublas_workspace_bytes, gpu.resident_threads], gpu=gpu))
+            for gpu in GPUS
+        )
 
     @property
     def judged(self) -> int:

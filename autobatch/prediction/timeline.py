@@ -15,8 +15,20 @@ __all__ = ["Block", "Kind", "Phase", "Timeline", "TracedStep", "align", "combine
 
 Phase = Literal["before", "forward", "backward", "optimizer"]
 Kind = Literal[
-    "parameter", "buffer", "gradient", "optimizer state", "activation", "temporary", "workspace", "input", "aux"
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer state",
+    "activation",
+    "temporary",
+    "input",
+    "aux",
+    "workspace",  # bytes that a convolution reads and writes: what cuDNN takes follows from the largest
+    "addends",  # no bytes, but how many numbers each result of a sum adds up; "partial sums" is next
+    "partial sums",  # bytes of a sum's results: the buffer that it takes follows from both (``reductions``)
+    "cuBLAS workspace",  # without bytes: where a thread takes its handle, whose workspace is the card's
 ]
+_NO_TENSORS = frozenset({"workspace", "addends", "partial sums", "cuBLAS workspace"})
 
 
 class Block(Record):
@@ -36,8 +48,12 @@ class TracedStep(Record):
     blocks: tuple[Block, ...]
 
     def peak(self) -> int:
-        """The most bytes alive at once, unrounded."""
-        return most_alive(self.order, self.sizes)
+        """The most bytes of tensors alive at once, unrounded."""
+        return most_alive(self.order, self.tensor_sizes())
+
+    def tensor_sizes(self) -> list[int]:
+        """Bytes of each block that is a tensor, 0 for those that stand for a kernel's own memory."""
+        return [0 if block.kind in _NO_TENSORS else size for size, block in zip(self.sizes, self.blocks, strict=True)]
 
 
 def most_alive(order: Sequence[int], sizes: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ import autobatch
 from autobatch.batch.layout import describe
 from autobatch.planning.next_trial import Question, choose_size, most_trials, next_size
 from autobatch.planning.planner import useful_sizes
+from autobatch.prediction.cards import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.prior import Expectation, expect_largest, expects_expandable_segments
@@ -50,6 +51,12 @@ def workload_of(name):
     model = make_model()
     run = mean_step if name == "linear layers" else step
     return make(), Workload(model, run, None, torch.optim.AdamW(model.parameters()))
+
+
+def on_any_card(timeline):
+    """What is taken for a card of which nothing is known."""
+    card = make_gpu("any", 0, source="")
+    return Estimate(timeline).on_card(card.cublas_workspace_bytes, card.resident_threads)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -161,9 +168,11 @@ def test_whatever_goes_wrong_the_trials_do_not_need_it(monkeypatch, error):
 def test_the_expectation_is_the_largest_that_fits():
     """Of the sizes that were asked for; none where not even the smallest does."""
     batch, workload = workload_of("transformer")
-    estimate = Estimate(run_apart(lambda: trace_timeline(workload, describe(batch))), 4096 * 8 * 1024)
+    estimate = on_any_card(run_apart(lambda: trace_timeline(workload, describe(batch))))
     sizes = useful_sizes(64, 64)
-    assert expect_largest(workload, describe(batch), estimate.reserved(16), sizes) == Expectation(16)
+    limit = estimate.reserved(16)  # what is smaller than a segment takes one, so more samples may take as much
+    largest = max(size for size in sizes if estimate.reserved(size) <= limit)
+    assert expect_largest(workload, describe(batch), limit, sizes) == Expectation(largest)
     assert expect_largest(workload, describe(batch), 1000, sizes) == Expectation()
 
 
@@ -279,11 +288,11 @@ def test_an_expectation_is_put_to_the_test_at_its_own_size():
         Workload(nn.Sequential(nn.Linear(16, 4096), nn.Linear(4096, 16)), _pad_to_128),
         describe(torch.zeros(2, 16)),
     )
-    limit, sizes = 100 * 2**20, useful_sizes(8192, 8192)
+    limit, sizes = 140 * 2**20, useful_sizes(8192, 8192)
     expected = expect_largest(workload, layout, limit, sizes).largest
-    assert 256 < expected < 2048
+    assert 256 < expected < 4096
     traced = run_apart(lambda: trace(workload, layout, expected))
-    assert 0.7 * limit < Estimate(combine([traced]), 4096 * 8 * 1024).reserved(expected) <= limit
+    assert 0.7 * limit < on_any_card(combine([traced])).reserved(expected) <= limit
 
 
 def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_traced():

@@ -4,7 +4,7 @@ Covers what torch's Python code asks of a device, and the user's names for one w
 torch's one free backend slot (PrivateUse1), so it works on every build: fake ``cuda`` tensors abort the process on
 builds without CUDA, and fail in the backward pass on CUDA builds without a GPU (measured with torch 2.13 and 2.11).
 Torch cannot unregister it; afterwards ``torch.accelerator`` names it, though as not available. Does not cover which
-kernels CUDA would choose (``attention``, ``autocast``, ``cudnn``).
+kernels CUDA would choose (``attention``, ``autocast``, ``cudnn``, ``linear``).
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing import attention, autocast, cudnn
+from autobatch.prediction.tracing import attention, autocast, cudnn, linear
 
 __all__ = ["DEVICE", "DEVICE_TYPE", "DeviceNames", "original_errors", "present", "register", "without_waiting"]
 
@@ -129,7 +129,7 @@ def register() -> None:
     acc.register_python_privateuseone_device_guard(guard)
     for operator in _ONE_KERNEL:
         kernels.impl(operator, _never_run, "PrivateUse1")
-    libraries = (attention.register(), autocast.register(DEVICE_TYPE), cudnn.register(DEVICE_TYPE))
+    libraries = (attention.register(), autocast.register(DEVICE_TYPE), cudnn.register(DEVICE_TYPE), linear.register())
     _registered.extend((hooks, guard, kernels, *libraries))
 
 

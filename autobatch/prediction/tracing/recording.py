@@ -23,6 +23,7 @@ from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
 from autobatch.prediction.tracing.cudnn import workspaces_of
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
+from autobatch.prediction.tracing.kernel_memory import attention_buffers, find_sum, uses_cublas
 from autobatch.prediction.tracing.operators import (
     Holders,
     Operators,
@@ -40,6 +41,7 @@ __all__ = ["FakeMode", "Recorder", "make_fake"]
 _aten = torch.ops.aten
 _LIFTS_CONSTANT = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)  # whose values stay known
 _READS = _aten._local_scalar_dense.default
+_LAST_FIRST = (_aten.native_dropout.default,)  # makes its mask before its result (native/cuda/Dropout.cu)
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
 _IS_SPARSE = (
     "the step makes a sparse tensor, as a gradient of nn.Embedding(sparse=True) is: its size depends on values, so its "
@@ -104,6 +106,7 @@ class Recorder(DispatchMode):
         self._labels: list[tuple[Phase, Kind, str]] = []
         self._live: dict[int, _Reference] = {}
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._handles: set[bool] = set()  # of cuBLAS: in the calling thread, in autograd's
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -125,10 +128,8 @@ class Recorder(DispatchMode):
                     check_devices(func, args)
                 return first if func._schema.returns else None
         result = self._operators.run(func, args, kwargs)
-        self.record(result)
-        for byte_count in workspaces_of(func, args, result):
-            self._add_block(byte_count, "workspace")
-            self._events += (len(self.sizes), -len(self.sizes))
+        self.record(result[::-1] if func in _LAST_FIRST else result)
+        self._record_kernel(func, args, result)
         return result
 
     def record(self, result: Any, kind: Kind = "temporary") -> None:
@@ -184,6 +185,33 @@ class Recorder(DispatchMode):
         if self.phase == "optimizer" and tensor.constant is None:  # Adafactor's and ASGD's norms and rates
             return 1.0 if tensor.is_floating_point() else 1
         return _READS(tensor)
+
+    def _record_kernel(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """What the operator's kernel takes beside tensors: for itself, or once and for good."""
+        for byte_count in workspaces_of(func, args, result):
+            self._borrow((byte_count, "workspace"))
+        for moment in attention_buffers(func, args):
+            self._borrow(*((byte_count, "temporary") for byte_count in moment))
+        counts = find_sum(func, args, result)
+        if counts is not None and is_on_device(args[0]):
+            self._borrow((counts[0], "addends"), (counts[1], "partial sums"))
+        if uses_cublas(func) and is_on_device(result):
+            self._take_handle()
+
+    def _borrow(self, *blocks: tuple[int, Kind]) -> None:
+        first = len(self.sizes) + 1
+        for byte_count, kind in blocks:
+            self._add_block(byte_count, kind)
+        numbers = range(first, len(self.sizes) + 1)
+        self._events += (*numbers, *(-number for number in numbers))
+
+    def _take_handle(self) -> None:
+        """Each thread has a handle of cuBLAS: the caller's, and autograd's for the backward pass."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        if is_backward not in self._handles:
+            self._handles.add(is_backward)
+            self._add_block(0, "cuBLAS workspace")
+            self._events.append(len(self.sizes))
 
     def _record_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         size, known = storage.nbytes(), self._find(storage)

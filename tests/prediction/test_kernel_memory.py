@@ -1,0 +1,97 @@
+"""What kernels take beside tensors, and in which order tensors are made, as the recorder notes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autobatch.batch.layout import describe
+from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.estimate import Estimate
+from autobatch.prediction.timeline import combine
+from autobatch.prediction.tracing.trace import trace
+from autobatch.step.workload import Workload
+
+A100 = 221_184
+
+
+def trace_of(model, batch, samples, step=lambda model, batch: model(batch).square().sum()):
+    """The step at this size, traced in a child."""
+    return run_apart(lambda: trace(Workload(model, step, None, None), describe(batch), samples))
+
+
+def blocks_of(traced, kind):
+    """Phase and size of each block of a kind, in their order."""
+    found = zip(traced.blocks, traced.sizes, strict=True)
+    return [(block.phase, size) for block, size in found if block.kind == kind]
+
+
+def test_a_bias_gradient_is_a_sum_over_the_samples():
+    """How many numbers it adds up, and bytes of its results; in each of four micro-batches."""
+    traced = trace_of(nn.Linear(8, 32), torch.randn(2, 8), 1024)
+    assert blocks_of(traced, "addends") == [("backward", 1024)] * 4
+    assert blocks_of(traced, "partial sums") == [("backward", 4 * 32)] * 4
+
+
+def test_a_sum_over_what_lies_densest_is_not_noted():
+    """Its parts are a few KiB."""
+    traced = trace_of(nn.Linear(8, 32, bias=False), torch.randn(2, 8), 1024, lambda m, b: m(b).sum(1).mean())
+    assert blocks_of(traced, "addends") == []
+
+
+def test_each_thread_takes_its_handle_at_its_first_product():
+    """Once: the caller's in the first forward pass, after its result, and autograd's in the first backward pass."""
+    traced = trace_of(nn.Linear(8, 8), torch.randn(2, 8), 4)
+    assert blocks_of(traced, "cuBLAS workspace") == [("forward", 0), ("backward", 0)]
+    before = [block.kind for block in traced.blocks]
+    assert before[:3] == ["parameter", "parameter", "input"]
+    assert traced.blocks[4].kind == "cuBLAS workspace"
+
+
+def test_an_estimate_has_them_on_the_card():
+    """Workspaces are counted once, sums' buffers where they are at the peak, and numbers of addends are no bytes."""
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
+    traced = combine([trace_of(model, torch.randn(2, 2048), 1024)])
+    without, on_card = Estimate(traced), Estimate(traced).on_card(2**23, A100)
+    assert on_card.allocated(1024) > without.allocated(1024) + 2**24
+    kinds, held = on_card.by_kind(1024)
+    assert kinds["cuBLAS workspace"] == 2 * 2**23
+    assert kinds.total() + held == on_card.reserved(1024)
+    assert "addends" not in kinds
+
+
+def test_dropout_makes_its_mask_first():
+    """As ``native/cuda/Dropout.cu`` does: in a full cache the order decides which block is split."""
+    traced = trace_of(nn.Dropout(0.5), torch.randn(2, 512, requires_grad=True), 4)
+    made = [size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.phase == "forward"]
+    assert made[1:3] == [4 * 512, 4 * 4 * 512]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_bias_is_added_in_place(transposed):
+    """Whether a linear layer's input is contiguous or not: its result is made once, beside a copy of such an input."""
+
+    def step(model, batch):
+        return model(batch.transpose(0, 1) if transposed else batch).sum()
+
+    model = nn.Linear(64, 256)
+    traced = trace_of(model, torch.randn(2, 16, 64), 8, step)
+    results = [
+        size for phase, size in blocks_of(traced, "temporary") if phase == "forward" and size == 8 * 16 * 256 * 4
+    ]
+    results += [size for _, size in blocks_of(traced, "activation") if size == 8 * 16 * 256 * 4]
+    assert len(results) == 4
+
+
+def test_attention_in_float32_takes_buffers_in_its_backward_pass():
+    """The product of the result and its gradient, and tiles of the query's gradient."""
+
+    def step(model, batch):
+        query = model(batch).view(-1, 128, 4, 64).transpose(1, 2)
+        return F.scaled_dot_product_attention(query, query, query).transpose(1, 2).reshape(-1, 128, 256).sum()
+
+    traced = trace_of(nn.Linear(256, 256), torch.randn(2, 128, 256), 8, step)
+    tiles = 8 * 4 * 2 * (64 * 64 * 4 + 16)
+    assert [size for phase, size in blocks_of(traced, "temporary") if size == tiles] == [tiles] * 4
