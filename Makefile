@@ -1,6 +1,7 @@
 # The whole life of a checkout. `make test` or `make demo` alone, with only git, make and Python there, do all set-up.
 #
 # PYTHON      makes the environment
+# CUDA_VENV   has torch's CUDA build and the stand-in card of tests/card; `make test-cuda` makes it, 5 GB
 # PYTHON_ENV  runs everything in it; name another interpreter to use what that one has and install nothing, as on a
 #             GPU machine that comes with torch: make test-gpu PYTHON_ENV=python3
 # SEED        of the tests' order and of the examples they draw, to repeat a run: make test SEED=1234
@@ -13,13 +14,14 @@ VENV := .venv
 PYTHON_ENV ?= $(VENV)/bin/python
 INSTALLED := $(if $(filter $(VENV)/bin/python,$(PYTHON_ENV)),$(VENV)/.installed)
 BENCH_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-bench)
+CUDA_VENV ?= .venv-cuda
 DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench accuracy docs test quick test-gpu proof mutants lint check clean
+.PHONY: help install demo bench accuracy docs test quick test-gpu test-cuda proof mutants lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -68,6 +70,23 @@ quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu
 
+# torch's default build, which a configured index of CPU builds must not come before: so pip reads no configuration.
+CUDA_PIP := PIP_CONFIG_FILE=/dev/null $(CUDA_VENV)/bin/python -m pip --isolated install --constraint constraints.txt
+
+$(CUDA_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(CUDA_VENV)/bin/python || "$(PYTHON)" -m venv $(CUDA_VENV)
+	$(CUDA_PIP) torch nvidia-cuda-crt
+	$(CUDA_PIP) --editable . hypothesis numpy pytest pytest-randomly pytest-timeout pytest-xdist
+	$(CUDA_VENV)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None and "this torch has no CUDA")'
+	touch $@
+
+$(CUDA_VENV)/card/libcard.so: $(CUDA_VENV)/.installed $(wildcard tests/card/native/*)
+	bash tests/card/native/build.sh $(CUDA_VENV) $(@D)
+
+# The limit of time for one test is for a machine that is busy with much else; values cost what they cost on a CPU.
+test-cuda: $(CUDA_VENV)/card/libcard.so ## run the tests of CUDA code on a card that computes nothing; needs no GPU
+	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 --timeout 900 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
+
 proof: $(INSTALLED) ## let memory end at every operation of a training step; prints what came of it
 	"$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py
 
@@ -80,8 +99,8 @@ lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m mypy --strict autobatch tests/api/typed_usage.py
 	"$(PYTHON_ENV)" -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
-check: lint docs test ## what CI runs
+check: lint docs test ## what CI runs, before test-cuda
 
-clean: ## remove what tests, linters and builds leave behind; .venv stays
+clean: ## remove what tests, linters and builds leave behind; .venv and .venv-cuda stay
 	rm -rf build dist site *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(CUDA_VENV)/*' -prune -exec rm -rf {} +

@@ -1,7 +1,8 @@
 """What every test starts from and must leave as it was.
 
-Covers the random order's seed, threads, hypothesis's settings, the skip of GPU tests and a check that nothing global is
-left changed. Does not cover models, steps or devices: those are made where they are used.
+Covers the random order's seed, threads, hypothesis's settings, the skip of tests that need a device or the stand-in
+card, and a check that nothing global is left changed. Does not cover models, steps or devices: those are made where
+they are used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 import hypothesis.core
 import numpy as np
 import pytest
+import stand_in
 import torch
 from hypothesis import settings
 from process_state import read_process_state
@@ -51,12 +53,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Skip what needs a CUDA device, or the stand-in card, where there is none."""
+    has_device, has_card = torch.cuda.is_available(), stand_in.is_loaded()
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not has_device:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("card") and not has_card:
+            item.add_marker(pytest.mark.skip(reason="needs the stand-in card: make test-cuda"))
 
 
 @pytest.fixture(scope="module", autouse=True)

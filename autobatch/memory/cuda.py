@@ -1,7 +1,8 @@
 """Measures and limits the memory of a CUDA (or ROCm) card through torch's caching allocator.
 
 Does not cover memory outside of it: the CUDA context, NCCL's buffers and other libraries' memory show only in how
-little the driver has free.
+little the driver has free. Nor processes without torch's cache (``PYTORCH_NO_CUDA_MEMORY_CACHING``): nothing is
+measured or limited there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ import torch
 from autobatch.memory import nvml
 from autobatch.memory.device import Device
 from autobatch.records import DeviceInfo, MemoryUsage
+from autobatch.torch_internals.allocator_settings import caches_memory, uses_expandable_segments
 
 __all__ = ["CudaDevice", "find_fraction"]
+
+_MAPPED_BEYOND = 18 * 2**20
+"""With expandable segments torch compares a request, a multiple of 2 MiB, with the limit, then maps units of 20 MiB."""
 
 
 @dataclass
@@ -30,8 +35,8 @@ class _CardLimits:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def in_force(self) -> int:
-        """The smallest of each thread's innermost limit, in bytes; with no thread in any, what was set before."""
-        return min(dict(self.entered.values()).values(), default=self.before_bytes)
+        """The smallest of each thread's innermost limit and what was set before, in bytes."""
+        return min([self.before_bytes, *dict(self.entered.values()).values()])
 
 
 _LIMITS: dict[int, _CardLimits] = {}
@@ -40,10 +45,9 @@ _LIMITS: dict[int, _CardLimits] = {}
 class CudaDevice(Device):
     """One card, or one MIG slice, behind the ``Device`` protocol."""
 
-    measures = True
-
     def __init__(self, torch_device: torch.device) -> None:
         """Take a card; ``"cuda"`` without an index is the current one."""
+        self.measures = caches_memory()
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self.torch_device = torch.device("cuda", index)
 
@@ -68,30 +72,42 @@ class CudaDevice(Device):
     def available_bytes(self) -> int:
         """What the driver has free plus what our allocator holds, within the limit that is set for this process."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
-        return min(free + torch.cuda.memory_reserved(self.torch_device), self._limit_bytes())
+        limits = self._limits()
+        limit = limits.in_force() if limits.entered else self._limit_bytes()
+        return min(free + torch.cuda.memory_reserved(self.torch_device), limit)
 
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator hold no more than the budget inside the block; a budget of the whole card is no limit.
 
         What its cache holds beyond that is given back first: cached blocks are handed out without a look at the limit.
-        The allocator has one limit for all threads. Where several have entered one the smallest holds, and when the
-        last one leaves, what was set before the first one came is set again.
+        The allocator has one limit for all threads. Where several have entered one the smallest holds, never more than
+        what was set before the first one came; when the last one leaves, that is set again.
         """
-        limits, block = _LIMITS.setdefault(self.torch_device.index, _CardLimits()), object()
+        limits, block = self._limits(), object()
         try:
             with limits.lock:
                 if not limits.entered:
                     limits.before_bytes = self._limit_bytes()
                 limits.entered[block] = threading.get_ident(), budget_bytes
-                self._set_limit(limits.in_force())
+                self._set_limit(self._stay_within(limits.in_force()))
             if torch.cuda.memory_reserved(self.torch_device) > budget_bytes:
                 torch.cuda.empty_cache()
             yield
         finally:
             with limits.lock:
                 if limits.entered.pop(block, None):
-                    self._set_limit(limits.in_force())
+                    in_force = limits.in_force()
+                    self._set_limit(self._stay_within(in_force) if limits.entered else in_force)
+
+    def _limits(self) -> _CardLimits:
+        return _LIMITS.setdefault(self.torch_device.index, _CardLimits())
+
+    def _stay_within(self, bound_bytes: int) -> int:
+        """The limit under which no more than this is reserved."""
+        if bound_bytes >= self.total_bytes or not uses_expandable_segments():
+            return bound_bytes
+        return max(bound_bytes - _MAPPED_BEYOND, 0)
 
     def _limit_bytes(self) -> int:
         # torch divides the bytes by the total to answer, so this gets the very bytes back.

@@ -124,16 +124,22 @@ class Allowance(Record):
 
 def find_allowance(device: Device, budget: Any | None, headroom: Any | None) -> Allowance:
     """The user's budget, or what is available on the device; never more than that."""
-    available = device.available_bytes()
+    available, warnings = device.available_bytes(), list[str]()
     budget_bytes = available if budget is None else parse_bytes("budget", budget)
-    warnings: tuple[str, ...] = ()
     if 0 < available < budget_bytes:
-        warnings = (
-            f"budget={show_value(budget)} is more than is available now: {format_bytes(available)} are the budget",
+        warnings.append(
+            f"budget={show_value(budget)} is more than is available now: {format_bytes(available)} are the budget"
         )
         budget_bytes = available
+    if device.torch_device.type == "cuda" and not device.measures:
+        lost = "" if budget is None else f", and budget={show_value(budget)} is not enforced"
+        warnings.append(
+            f"PYTORCH_NO_CUDA_MEMORY_CACHING is set: memory is not measured, sizes are found by running out{lost}"
+        )
     headroom_bytes = parse_headroom(headroom, budget_bytes)
-    return Allowance(budget_bytes=budget_bytes, headroom_bytes=headroom_bytes if budget_bytes else 0, warnings=warnings)
+    return Allowance(
+        budget_bytes=budget_bytes, headroom_bytes=headroom_bytes if budget_bytes else 0, warnings=tuple(warnings)
+    )
 
 
 def parse_headroom(value: Any, budget_bytes: int) -> int:

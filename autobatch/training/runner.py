@@ -328,6 +328,8 @@ class Runner:
         return StepResult(loss, (), 0, 0, time.perf_counter() - started, skipped=True)
 
     def _change_pace(self, pace: Pace, step: int) -> None:
+        if pace.size > self._pace.size:
+            self._device.reclaim()  # cached segments of the smaller sizes would stay beside those of this one
         if pace.size != self._pace.size:
             self._events.report_pace(step, self._pace.size, pace)
         self._pace = pace

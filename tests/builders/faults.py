@@ -328,7 +328,7 @@ class Training:
     def _make_runner(self) -> autobatch.Runner:
         case = self.case
         return autobatch.Runner(
-            plan_of(case),
+            self._plan(),
             self.model,
             self._step,
             self.optimizer,
@@ -340,6 +340,9 @@ class Training:
             keep=self.kept,
             device=self.device,
         )
+
+    def _plan(self) -> autobatch.Plan:
+        return plan_of(self.case)
 
     def _begin_update(self) -> None:
         self.where = "optimizer"
@@ -488,13 +491,13 @@ RIGHT = {
 class Judge:
     """Says what came of a fault in one case; the undisturbed runs it compares with are made once each."""
 
-    def __init__(self, case: Case, **options: Any) -> None:
-        self.case, self.options = case, options
+    def __init__(self, case: Case, training: type[Training] = Training, **options: Any) -> None:
+        self.case, self.training, self.options = case, training, options
         self._committed: dict[tuple[int, ...], tuple[dict[str, Any], torch.Tensor]] = {}
 
     def outcome(self, fault: AbstractContextManager[Any]) -> str:
         """Run one step with the fault in it; returns an outcome, or what is wrong."""
-        training = Training(self.case, **self.options)
+        training = self.training(self.case, **self.options)
         before = training.state()
         try:
             with fault:
@@ -528,7 +531,7 @@ class Judge:
     def _commit(self, sizes: tuple[int, ...]) -> tuple[dict[str, Any], torch.Tensor]:
         """The run that used these micro-batches from the start."""
         if sizes not in self._committed:
-            training = Training(self.case, **self.options)
+            training = self.training(self.case, **self.options)
             parts = zip(*(tensor.split(list(sizes)) for tensor in training.batch), strict=True)
             result = training.runner.step_over(parts)
             assert (result.micro_batch_sizes, result.retries) == (sizes, 0)

@@ -26,7 +26,6 @@ from workloads import (
 import autobatch
 from autobatch.errors import DoesNotFit
 from autobatch.memory.devices import device_for
-from autobatch.testing import tenant
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -53,32 +52,52 @@ def image_step(model, batch):
     return F.cross_entropy(model(images), labels)
 
 
-def make_images(samples):
+def make_images(samples, dtype=torch.float32):
     """Images in CPU memory: only micro-batches go to the card."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(samples, 3, 64, 64, generator=generator), torch.randint(0, 8, (samples,), generator=generator)
+    images = torch.randn(samples, 3, 64, 64, generator=generator, dtype=dtype)
+    return images, torch.randint(0, 8, (samples,), generator=generator)
 
 
-def tight_fit(budget=400 * MIB, target=512, **options):
+def tight_fit(budget=400 * MIB, target=256, dtype=torch.float32):
     """A plan in a budget in which the target does not fit."""
     torch.manual_seed(0)
-    model = Convolutions().to(CUDA)
+    model = Convolutions().to(CUDA, dtype)
     optimizer = torch.optim.AdamW(model.parameters())
+    empty_the_card()
+    batch = make_images(8, dtype)
+    plan = autobatch.fit(model, target, batch=batch, step=image_step, optimizer=optimizer, budget=budget)
+    return model, optimizer, plan
+
+
+def empty_the_card():
+    """Give back what earlier tests have left on it: a budget includes what the cache holds."""
     gc.collect()
     torch.cuda.empty_cache()
-    plan = autobatch.fit(
-        model, target, batch=make_images(8), step=image_step, optimizer=optimizer, budget=budget, **options
-    )
-    return model, optimizer, plan
+
+
+class Visitor:
+    """``image_step``, in whose next call somebody else takes memory and keeps it.
+
+    Inside the step: one that had come before it would be seen, and the step would begin with smaller micro-batches.
+    """
+
+    def __init__(self, size):
+        self.size, self.is_due, self.held = size, False, None
+
+    def step(self, model, batch):
+        if self.is_due:
+            self.is_due, self.held = False, torch.empty(self.size, dtype=torch.uint8, device=CUDA)
+        return image_step(model, batch)
 
 
 def test_a_plan_keeps_a_real_budget_and_training_keeps_the_plan():
     """The target does not fit, the plan does: no retry in training, and reserved bytes stay inside the budget."""
     model, optimizer, plan = tight_fit()
-    assert 1 < plan.accumulation_steps < 512
+    assert 1 < plan.accumulation_steps < 256
     assert 0 < plan.peak_bytes <= plan.limit_bytes
     runner = autobatch.Runner(plan, model, image_step, optimizer)
-    batch = make_images(512)
+    batch = make_images(256)
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         result = runner.step(batch)
@@ -89,7 +108,7 @@ def test_a_plan_keeps_a_real_budget_and_training_keeps_the_plan():
 def test_the_found_size_is_close_to_the_largest():
     """One accumulation step fewer does not fit the limit, or was measured to run out."""
     _, _, plan = tight_fit()
-    fewer = -(-512 // (plan.accumulation_steps - 1))
+    fewer = -(-256 // (plan.accumulation_steps - 1))
     failed = [trial for trial in plan.trials if trial.outcome != "fits" and trial.micro_batch_size <= fewer]
     assert failed or plan.curve.peak_reserved(fewer) > plan.limit_bytes
 
@@ -98,8 +117,7 @@ def test_memory_and_the_allocators_fraction_are_back_after_fit():
     """After fit the card holds what it held before, and the process's memory fraction is as it was."""
     model = Convolutions().to(CUDA)
     optimizer = torch.optim.AdamW(model.parameters())
-    gc.collect()
-    torch.cuda.empty_cache()
+    empty_the_card()
     torch.zeros(1, device=CUDA) @ torch.zeros(1, device=CUDA)  # workspaces of libraries are made once and stay
     before = torch.cuda.memory_allocated(), torch.cuda.get_per_process_memory_fraction()
     autobatch.fit(model, 128, batch=make_images(8), step=image_step, optimizer=optimizer, budget=400 * MIB)
@@ -133,29 +151,33 @@ def test_the_split_gradient_is_the_full_batch_gradient():
 
 
 def test_a_real_oom_in_training_is_survived_exactly():
-    """Somebody takes most of the budget: the step is retried with less, and its gradient is the full batch's."""
-    model, optimizer, plan = tight_fit(budget=400 * MIB, target=128)
-    batch = make_images(128)
-    runner = autobatch.Runner(plan, model, image_step, optimizer)
+    """Somebody takes most of the budget inside a step: it is retried, and its gradient is the full batch's."""
+    model, optimizer, plan = tight_fit(target=128, dtype=torch.float64)
+    batch, visitor = make_images(128, torch.float64), Visitor(200 * MIB)
+    runner = autobatch.Runner(plan, model, visitor.step, optimizer)
     runner.step(batch)
-    with tenant(200 * MIB, CUDA):
-        result = runner.accumulate(batch)
+    visitor.is_due = True
+    result = runner.accumulate(batch)
+    visitor.held = None
+    empty_the_card()
     assert result.retries >= 1
     assert sum(result.micro_batch_sizes) == 128
     found = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
     expected = full_batch_gradient(model, image_step, tuple(part.to(CUDA) for part in batch))
-    assert relative_error(found, expected) <= 1e-4  # float32, other sizes: cuDNN takes other algorithms
+    assert relative_error(found, expected) <= 1e-12
 
 
 def test_a_card_that_is_too_small_is_named():
     """DoesNotFit says what was needed and what there was; the state is as before."""
     model = Convolutions().to(CUDA)
+    empty_the_card()
     before = bits_of(model)
     with pytest.raises(DoesNotFit, match="1 sample does not fit on"):
         autobatch.fit(model, 64, batch=make_images(2), step=image_step, budget=torch.cuda.memory_reserved() + 2 * MIB)
     assert not differences(bits_of(model), before)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")  # what setting it says
 def test_the_runner_adds_no_synchronisation():
     """Steps are enqueued without waiting for the card: under sync debug mode nothing warns."""
     model = Convolutions().to(CUDA)

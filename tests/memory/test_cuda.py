@@ -133,10 +133,40 @@ def test_the_plain_quotient_would_lose_bytes():
 @pytest.mark.parametrize("budget", [80 * GIB, 80 * GIB + 1, 200 * GIB])
 def test_a_budget_of_the_whole_card_is_no_limit(allocator, budget):
     """Torch takes no fraction above one, and one means no limit."""
-    allocator.allowed = 5 * GIB
-    with CudaDevice(CARD).limit(budget):
+    with CudaDevice(CARD).limit(GIB), CudaDevice(CARD).limit(budget):
         assert allocator.allowed is None
+
+
+@pytest.mark.parametrize("budget", [6 * GIB, 80 * GIB, 200 * GIB])
+def test_a_budget_never_lifts_the_users_own_limit(allocator, budget):
+    """What the user has set for the process holds inside a larger budget too, and is what is available."""
+    allocator.allowed = 5 * GIB
+    device = CudaDevice(CARD)
+    with device.limit(budget), device.limit(budget):
+        assert allocator.allowed == 5 * GIB
+        assert device.available_bytes() == 5 * GIB
     assert allocator.allowed == 5 * GIB
+
+
+def test_expandable_segments_get_a_lower_limit(allocator, monkeypatch):
+    """Torch may map 18 MiB more than the limit there: the limit is so much lower, and the budget is what is said."""
+    monkeypatch.setattr("autobatch.memory.cuda.uses_expandable_segments", lambda: True)
+    device = CudaDevice(CARD)
+    with device.limit(2 * GIB):
+        assert allocator.allowed == 2 * GIB - 18 * MIB
+        assert device.available_bytes() == 2 * GIB
+        with device.limit(10 * MIB):
+            assert allocator.allowed == 0
+        with device.limit(allocator.total):
+            assert allocator.allowed is None
+        assert allocator.allowed == 2 * GIB - 18 * MIB
+    assert allocator.allowed is None
+
+
+def test_nothing_is_measured_without_a_cache(allocator, monkeypatch):
+    """There torch's allocator counts nothing and knows no limit."""
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    assert not CudaDevice(CARD).measures
 
 
 def test_a_limit_is_enforced_and_put_back(allocator):
@@ -172,19 +202,21 @@ def test_a_limit_is_put_back_when_the_cache_cannot_be_emptied(allocator, monkeyp
 )
 @example(total=ODD_TOTAL, user=find_fraction(ODD_BUDGET, ODD_TOTAL), budgets=[GIB])
 def test_nested_limits_hold_inside_and_come_back_to_the_byte(total, user, budgets):
-    """However deep, the innermost budget holds, and the user's own limit survives without losing a byte."""
+    """However deep, the innermost budget holds, or the user's own limit, which survives without losing a byte."""
 
     def descend(device, allocator, rest):
         before = allocator.allowed
         if rest:
             with device.limit(rest[0]):
-                assert allocator.allowed == (None if rest[0] >= total else rest[0])
+                smaller = min(rest[0], total if users is None else users)
+                assert allocator.allowed == (None if smaller >= total else smaller)
                 descend(device, allocator, rest[1:])
         assert allocator.allowed == before
 
     with pytest.MonkeyPatch.context() as patch:
         allocator = put_in_place(patch, FakeAllocator(total))
         allocator.set_per_process_memory_fraction(user, CARD)
+        users = allocator.allowed
         descend(CudaDevice(CARD), allocator, budgets)
 
 

@@ -16,10 +16,7 @@ from autobatch.errors import CannotPredict
 from autobatch.prediction import forking
 from autobatch.prediction.child_process import run_apart
 
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here"),
-    pytest.mark.quick,
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
 
 
 @pytest.fixture(params=["_Fork", "clone"])
