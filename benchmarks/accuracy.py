@@ -2,10 +2,10 @@
 
     make accuracy TABLE=path/to/table.csv [MODELS=100]
 
-Covers the tables of it: errors with constants fitted on one half of the models and scored on the other half, by a hash
-of the model's name; with the constants that ``predict`` ships, on the table's card; by family; and the worst ten. The
-table of peaks is not part of this repository (``peaks``). Does not cover other optimizers and precisions, which it has
-not.
+Covers the tables of it: errors with what lies outside the allocator fitted on one half of the models and scored on the
+other half, by a hash of the model's name; as ``predict`` ships it, on the table's card; by family; and the worst ten.
+The table of peaks is not part of this repository (``peaks``). Does not cover other optimizers and precisions, which it
+has not.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
-import torch
 from machine import describe_machine
 from peaks import Cell, choose, families, read_table, simulate
 from tables import Goal, Table, judge, show_goals, write_part
 
 from autobatch.errors import CannotPredict
 from autobatch.prediction.cards import find_gpu
-from autobatch.prediction.estimate import COPIES
+from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.predict import MARGIN
 
 __all__ = ["SHIPPED", "Constants", "fit_constants", "measure", "score"]
@@ -40,14 +39,14 @@ _MOST_ERROR, _MOST_UNDER, _MOST_SECONDS = 0.03, 0.05, 5.0
 
 @dataclass(frozen=True)
 class Constants:
-    """MiB outside the allocator, and copies of the largest convolution's input and output."""
+    """MiB outside the allocator, and whether what cuDNN takes is counted inside it."""
 
     outside: float
-    copies: float
+    counts_cudnn: bool = True
 
     def predict(self, cell: Cell) -> float:
         """The whole process's peak, in MiB."""
-        return self.outside + cell.reserved + self.copies * cell.convolution
+        return self.outside + (cell.reserved if self.counts_cudnn else cell.plain)
 
     def error(self, cell: Cell) -> float:
         """Relative to the measured peak; negative where too little was predicted."""
@@ -58,7 +57,7 @@ class Constants:
         return (self.predict(cell) - cell.peak) / max(cell.peak - self.outside, 1.0)
 
 
-SHIPPED = Constants(_CARD.context_bytes / 2**20, COPIES)
+SHIPPED = Constants(_CARD.context_bytes / 2**20)
 """What ``predict`` says of the table's card."""
 
 
@@ -67,17 +66,12 @@ def is_held_out(model: str) -> bool:
     return hashlib.sha256(model.encode()).digest()[-1] % 2 == 1
 
 
-def fit_constants(cells: Sequence[Cell], rounds: int = 60) -> Constants:
-    """Least absolute relative error over the cells, by least squares that are weighed anew in each round."""
-    inputs = torch.tensor([[1.0, cell.convolution] for cell in cells], dtype=torch.float64)
-    wanted = torch.tensor([cell.peak - cell.reserved for cell in cells], dtype=torch.float64)
-    peaks = torch.tensor([cell.peak for cell in cells], dtype=torch.float64)
-    weights = 1 / peaks
-    for _ in range(rounds):
-        solution = torch.linalg.lstsq(inputs * weights[:, None], (wanted * weights)[:, None]).solution[:, 0]
-        errors = ((inputs @ solution - wanted) / peaks).abs() + 1e-3
-        weights = 1 / (peaks * errors.sqrt())
-    return Constants(float(solution[0]), float(solution[1]))
+def fit_constants(cells: Sequence[Cell]) -> Constants:
+    """The part outside with the least absolute relative error over the cells: a median, each weighed by its peak."""
+    outside = sorted((cell.peak - cell.reserved, 1 / cell.peak) for cell in cells)
+    half, weighed = sum(weight for _, weight in outside) / 2, accumulate(weight for _, weight in outside)
+    index = next(index for index, weight in enumerate(weighed) if weight >= half)
+    return Constants(outside[index][0])
 
 
 def score(cells: Sequence[Cell], constants: Constants) -> tuple[str, ...]:
@@ -140,7 +134,12 @@ def _reason(cell: Cell, cells: Sequence[Cell]) -> str:
     steps = [(after[1] - before[1]) / (after[0] - before[0]) for before, after in pairwise(own)]
     if len(steps) > 1 and max(steps) > 2 * max(min(steps), 1e-9):
         return "the measured peak is no line in the batch: a workspace that one size takes and another does not"
-    return "grouped convolutions: cuDNN's workspaces for them are not known" if cell.grouped else "not known"
+    return "grouped convolutions" if cell.grouped else "not known"
+
+
+def _how_cudnn_is_known() -> str:
+    is_asked = Workspaces.of_card(_CARD.architecture, _CARD.multiprocessors).asks
+    return "is what the cuDNN of this machine answers" if is_asked else "is said by a rule"
 
 
 def measure(path: Path, models: int) -> tuple[Table, ...]:
@@ -150,7 +149,7 @@ def measure(path: Path, models: int) -> tuple[Table, ...]:
     table, family_of = read_table(path), families()
     for name in choose(table, models, family_of):
         try:
-            found = [*simulate(name, table[name], _CARD.cublas_workspace_bytes, family_of(name))]
+            found = [*simulate(name, table[name], _CARD, family_of(name))]
         except CannotPredict as error:
             failed.append(f"{name}: {error}")
             print(f"{name:48s}  could not be traced", flush=True)
@@ -166,17 +165,18 @@ def tabulate(cells: Sequence[Cell], failed: Sequence[str]) -> tuple[Table, ...]:
         half: [c for c in cells if is_held_out(c.model) == (half == "held out")] for half in ("fitted", "held out")
     }
     own = fit_constants(halves["fitted"])
-    plain = Constants(statistics.median(cell.peak - cell.reserved for cell in halves["fitted"]), 0.0)
+    plain = Constants(statistics.median(cell.peak - cell.plain for cell in halves["fitted"]), counts_cudnn=False)
     rows = [
-        (f"{name}: {c.outside:.0f} MiB outside, {c.copies:.2f} copies", half, *score(part, c))
-        for name, c in (("fitted", own), ("as shipped", SHIPPED), ("without convolutions", plain))
+        (f"{name}: {c.outside:.0f} MiB outside", half, *score(part, c))
+        for name, c in (("fitted", own), ("as shipped", SHIPPED), ("without cuDNN's workspaces", plain))
         for half, part in halves.items()
     ]
     seconds = sorted({cell.model: cell.seconds for cell in cells}.values())
     accuracy = Table(
         "Prediction beside published peaks",
         f"{len(seconds)} timm models of {len({cell.family for cell in cells})} of its files, each at up to 5 batches, "
-        f"on a card of 40 GB; constants are fitted on one half of the models and scored on the other. *Inside*: the "
+        f"on a card of 40 GB; what lies outside the allocator is fitted on one half of the models and scored on the "
+        f"other. What cuDNN takes {_how_cudnn_is_known()}. *Inside*: the "
         f"error relative to the peak without the part outside the allocator. A prediction took "
         f"{statistics.median(seconds):.1f} s in the median and {seconds[-1]:.1f} s at most, in a child process on "
         f"{describe_machine()}. {len(failed)} models could "

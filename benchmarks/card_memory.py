@@ -77,7 +77,7 @@ def _predict(training: Training) -> Estimate:
     workload = Workload(model, training.step, None, training.make_optimizer(model))
     timeline = run_apart(lambda: trace_timeline(workload, describe(training.make_batch(2))))
     estimate = Estimate(timeline, expandable_segments=expects_expandable_segments())
-    return estimate.on_card(card.cublas_workspace_bytes, card.resident_threads)
+    return estimate.on_card(card)
 
 
 def _train(training: Training, size: int) -> tuple[int, int]:

@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import describe
+from autobatch.prediction.cards import Gpu
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.estimate import COPIES, Estimate
+from autobatch.prediction.cudnn.workspaces import Workspaces
+from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
@@ -42,8 +44,8 @@ class Cell:
         family: timm's file of it.
         batch: Samples in the step.
         peak: As measured, of the whole process.
-        reserved: What the allocator takes in the simulation, without what cuDNN takes.
-        convolution: The largest convolution's input and output.
+        reserved: What the allocator takes in the simulation.
+        plain: The same without what cuDNN takes.
         grouped: Whether the model has grouped convolutions that are not depthwise.
         seconds: Of the prediction, a share of the trace included.
     """
@@ -52,7 +54,7 @@ class Cell:
     batch: int
     peak: float
     reserved: float
-    convolution: float
+    plain: float
     grouped: bool
     seconds: float
     family: str = ""
@@ -85,7 +87,7 @@ def choose(table: Mapping[str, dict[int, float]], count: int, family_of: Callabl
     return [name for names in rounds for name in names if name is not None][:count]
 
 
-def simulate(name: str, peaks: Mapping[int, float], workspace_bytes: int, family: str = "") -> Iterator[Cell]:
+def simulate(name: str, peaks: Mapping[int, float], card: Gpu, family: str = "") -> Iterator[Cell]:
     """All measured cells of a model, simulated; a prediction's seconds are those of its trace and one simulation.
 
     Raises:
@@ -93,12 +95,12 @@ def simulate(name: str, peaks: Mapping[int, float], workspace_bytes: int, family
     """
     timeline, grouped, seconds = _trace(name, max(peaks))
     started = time.perf_counter()
-    estimate = Estimate(timeline, workspace_bytes)
-    cells = []
-    for batch, peak in peaks.items():
-        convolution = estimate.convolution_bytes(batch)
-        reserved = estimate.reserved(batch) - convolution
-        cells.append(Cell(name, batch, peak, reserved / _MIB, convolution / COPIES / _MIB, grouped, seconds, family))
+    estimate = Estimate(timeline).on_card(card).settle(lambda _: peaks)
+    plain = estimate.changed(workspaces=Workspaces("sm_60", 0))  # in float32 nothing, there
+    cells = [
+        Cell(name, batch, peak, estimate.reserved(batch) / _MIB, plain.reserved(batch) / _MIB, grouped, seconds, family)
+        for batch, peak in peaks.items()
+    ]
     more = (time.perf_counter() - started) / len(cells)
     yield from (replace(cell, seconds=seconds + more) for cell in cells)
 

@@ -66,9 +66,8 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
         fitting = bisect_left(judged, True, key=lambda size: estimate.reserved(size) > limit_bytes)
         return judged[fitting - 1] if fitting else 0
 
-    def judge(estimate: Estimate) -> tuple[Estimate, int]:
-        settled = estimate.settle(lambda estimate: [largest_of(sizes_judged(estimate), estimate)])
-        return settled, largest_of(sizes_judged(settled), settled)
+    def judge(estimate: Estimate) -> int:
+        return largest_of(sizes_judged(estimate), estimate)
 
     def check(timeline: Timeline, size: int) -> Timeline | None:
         left = deadline - time.monotonic()
@@ -76,7 +75,7 @@ def _expect(workload: Workload, layout: Layout, limit_bytes: int, sizes: Sequenc
 
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
     estimate = Estimate(timeline, expandable_segments=expects_expandable_segments()).on_card(card)
-    proof = prove(estimate, judge, check)
+    proof = prove(estimate, judge, check, settle=lambda estimate: estimate.settle(lambda known: [judge(known)]))
     known = sizes_judged(proof.estimate, SIZES[-1] if proof.doubt else sizes[-1])
     largest = largest_of(known, proof.estimate)
     return Expectation(largest, knows_no_larger=largest == known[-1] < sizes[-1])

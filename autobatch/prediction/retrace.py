@@ -40,19 +40,21 @@ class Proof:
 
 def prove(
     estimate: Estimate,
-    judge: Callable[[Estimate], tuple[Estimate, int]],
+    judge: Callable[[Estimate], int],
     check: Callable[[Timeline, int], Timeline | None],
+    settle: Callable[[Estimate], Estimate] = lambda estimate: estimate,
 ) -> Proof:
     """Trace the size that the estimate leads to; where the trace differs, judge again with it.
 
     Args:
         estimate: Where to begin.
-        judge: Returns the size that an estimate leads to, and the estimate with what it asked of cuDNN for that.
+        judge: Returns the size that an estimate leads to.
         check: Returns ``None`` where the timeline holds at a size, else one with a trace of it (``check_timeline``).
+        settle: Asks cuDNN what an estimate with this timeline has to know (``Estimate.settle``).
     """
     for tries in range(_ROUNDS + 1):
-        estimate, size = judge(estimate)
-        timeline = estimate.timeline
+        estimate = settle(estimate)
+        size, timeline = judge(estimate), estimate.timeline
         if size in ([step.samples for step in timeline.traced] or SIZES):
             return Proof(estimate, size)
         if tries == _ROUNDS:
@@ -74,15 +76,11 @@ def prove_sizing(
     sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
 ) -> tuple[Sizing, Proof]:
     """The same on an estimate that has been put to the test at the size that it leads to."""
-
-    def judge(estimate: Estimate) -> tuple[Estimate, int]:
-        settled = replace(sizing, estimate=estimate).settled()
-        return settled.estimate, settled.largest
-
     proof = prove(
         sizing.estimate,
-        judge,
+        judge=lambda estimate: replace(sizing, estimate=estimate).largest,
         check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
+        settle=lambda estimate: replace(sizing, estimate=estimate).settled().estimate,
     )
     return replace(sizing, estimate=proof.estimate), proof
 

@@ -56,7 +56,7 @@ def workload_of(name):
 def on_any_card(timeline):
     """What is taken for a card of which nothing is known."""
     card = make_gpu("any", 0, source="")
-    return Estimate(timeline).on_card(card.cublas_workspace_bytes, card.resident_threads)
+    return Estimate(timeline).on_card(card)
 
 
 @pytest.mark.parametrize("name", NETS)

@@ -122,7 +122,7 @@ class Operators:
         return result
 
     def _lay_out(self, func: Any, args: tuple[Any, ...], result: Any) -> Any:
-        """A convolution's results as cuDNN lays them out; fake tensors lose channels last where the device is not CUDA."""
+        """A convolution's results as cuDNN lays them out; fake tensors lose channels last on other devices."""
         layout = find_layout(func, args)
         if layout is None:
             return result

@@ -1,4 +1,4 @@
-"""``prediction.tracing.cudnn``: recurrent layers allocate as one call does, and convolutions work on copies."""
+"""Recurrent layers allocate as one call of cuDNN does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes, workspaces_of
+from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes
 from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.step.workload import Workload
 
@@ -157,59 +155,3 @@ def test_both_spaces_grow_with_each_size(cell, counts, directions, drops):
         assert rule(replace(call, hidden=hidden + 1)) > rule(call)
         assert rule(replace(call, layers=layers + 1)) >= rule(call)
         assert rule(replace(call, dtype=torch.float16)) * 2 == rule(call)
-
-
-class Workspaces(TorchDispatchMode):
-    """Notes what each operator would take."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.found[func.overloadpacket.__name__] = workspaces_of(func, args, result)
-        return result
-
-
-def _run(inputs, weight, **options):
-    with Workspaces() as operators:
-        F.conv2d(inputs.requires_grad_(), weight.requires_grad_(), **options).sum().backward()
-    return operators.found
-
-
-def _convolve(size=3, *, groups=1, memory_format=torch.contiguous_format, dtype=torch.float32):
-    inputs = torch.zeros(2, 4, 8, 8, dtype=dtype).to(memory_format=memory_format)
-    return _run(inputs, torch.zeros(8, 4 // groups, size, size, dtype=dtype), groups=groups, padding=size // 2)
-
-
-def test_a_wide_kernel_copies_its_input_and_its_output():
-    """Once forward; backward once for the input's gradient and once for the weight's."""
-    copies = 4 * (2 * 4 * 8 * 8 + 2 * 8 * 8 * 8)
-    found = _convolve()
-    assert found["convolution"] == [copies]
-    assert found["convolution_backward"] == [copies, copies]
-    assert _convolve(dtype=torch.float64)["convolution"] == [2 * copies]
-
-
-@pytest.mark.parametrize(
-    "options", [{"size": 1}, {"groups": 2}, {"memory_format": torch.channels_last}], ids=["1 x 1", "grouped", "last"]
-)
-def test_other_convolutions_copy_nothing(options):
-    """A product of matrices, a kernel of its own, and the layout that is wanted."""
-    found = _convolve(**options)
-    assert found["convolution"] == found["convolution_backward"] == []
-
-
-def test_an_input_that_needs_no_gradient_saves_one():
-    """The first layer's backward pass is of the weight alone."""
-    with Workspaces() as operators:
-        F.conv2d(torch.zeros(2, 4, 8, 8), torch.zeros(8, 4, 3, 3, requires_grad=True)).sum().backward()
-    assert len(operators.found["convolution_backward"]) == 1
-
-
-def test_other_operators_take_nothing():
-    """As far as is known."""
-    with Workspaces() as operators:
-        (torch.zeros(4, 4) @ torch.zeros(4, 4)).softmax(-1)
-    assert set(map(tuple, operators.found.values())) == {()}
