@@ -74,6 +74,7 @@ def examine(environment: Environment) -> list[Finding]:
     """All findings, the worst first."""
     findings = [
         *_check_torch(environment),
+        *_check_cudnn(environment),
         *_check_driver(environment),
         *_check_nvml(environment),
         *_check_settings(environment),
@@ -94,6 +95,16 @@ def _check_torch(found: Environment) -> Iterator[Finding]:
         builds = {"CUDA": found.torch_cuda, "ROCm": found.torch_hip}
         built_for = next((f"{name} {version}" for name, version in builds.items() if version), "the CPU alone")
         yield _fine(f"torch {found.torch}, built for {built_for}")
+
+
+def _check_cudnn(found: Environment) -> Iterator[Finding]:
+    version = tuple(int(part) for part in found.cudnn.split(".")[:2] if part.isdigit())
+    if not version:
+        yield _fine("no cuDNN that predict could ask what convolutions take (torch-autobatch[cudnn]): it follows a rule")
+    elif version < (9, 8):
+        yield _fine(f"cuDNN {found.cudnn} is older than 9.8, so predict follows a rule for what convolutions take")
+    else:
+        yield _fine(f"cuDNN {found.cudnn}, which predict asks what convolutions take")
 
 
 def _check_driver(found: Environment) -> Iterator[Finding]:

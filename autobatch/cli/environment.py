@@ -20,6 +20,7 @@ from autobatch._formatting import format_bytes
 from autobatch.cli.output import Answer
 from autobatch.memory.host_limit import HostMemory, read_host_memory
 from autobatch.memory.nvml import CardReading, query_all, read_cuda_version
+from autobatch.prediction.cudnn.library import find_libraries
 from autobatch.records import Record
 
 __all__ = ["Environment", "configure_devices", "read_environment"]
@@ -42,6 +43,7 @@ class Environment(Record):
     torch: str  # its version, as the others are
     torch_cuda: str  # what it was built for
     torch_hip: str
+    cudnn: str  # of the package that can be asked what convolutions take, with cuBLASLt beside it
     nvml: str  # nvidia-ml-py
     pynvml: str  # the deprecated distribution that takes the same module's name
     cards: tuple[CardReading, ...]
@@ -63,6 +65,7 @@ def read_environment(environment: Mapping[str, str], home: str, ledger_error: st
         torch=_version("torch"),
         torch_cuda=build.get("cuda", ""),
         torch_hip=build.get("hip", ""),
+        cudnn=_read_cudnn(),
         nvml=_version("nvidia-ml-py"),
         pynvml=_version("pynvml"),
         cards=cards,
@@ -89,6 +92,12 @@ def _version(distribution: str) -> str:
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
     return ""
+
+
+def _read_cudnn() -> str:
+    if find_libraries() is None:
+        return ""
+    return next(filter(None, map(_version, ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"))), "9")
 
 
 def _read_torch_build() -> dict[str, str]:

@@ -20,6 +20,7 @@ def found(**changes):
         "torch": "2.13.0+cu130",
         "torch_cuda": "13.0",
         "torch_hip": "",
+        "cudnn": "9.20.0.48",
         "nvml": "13.615.71",
         "pynvml": "",
         "cards": (CARD,),
@@ -46,6 +47,20 @@ def test_where_all_is_well_nothing_is_to_be_done():
     for environment in (found(), on_cpu):
         assert {(finding.level, finding.advice) for finding in examine(environment)} == {("fine", "")}
     assert "torch 2.13.0+cpu, built for the CPU alone" in [finding.what for finding in examine(on_cpu)]
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("9.20.0.48", "cuDNN 9.20.0.48, which predict asks what convolutions take"),
+        ("9.5.1", "cuDNN 9.5.1 is older than 9.8, so predict follows a rule for what convolutions take"),
+        ("", "no cuDNN that predict could ask what convolutions take (torch-autobatch[cudnn]): it follows a rule"),
+    ],
+)
+def test_it_says_whether_cudnn_can_be_asked(version, said):
+    """Training needs nothing of it, so it is fine either way."""
+    [finding] = [finding for finding in examine(found(cudnn=version)) if "cuDNN" in finding.what]
+    assert (finding.level, finding.what, finding.advice) == ("fine", said, "")
 
 
 CONF = "PYTORCH_CUDA_ALLOC_CONF"
