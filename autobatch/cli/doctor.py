@@ -100,7 +100,9 @@ def _check_torch(found: Environment) -> Iterator[Finding]:
 def _check_cudnn(found: Environment) -> Iterator[Finding]:
     version = tuple(int(part) for part in found.cudnn.split(".")[:2] if part.isdigit())
     if not version:
-        yield _fine("no cuDNN that predict could ask what convolutions take (torch-autobatch[cudnn]): it follows a rule")
+        yield _fine(
+            "no cuDNN that predict could ask what convolutions take (torch-autobatch[cudnn]): it follows a rule"
+        )
     elif version < (9, 8):
         yield _fine(f"cuDNN {found.cudnn} is older than 9.8, so predict follows a rule for what convolutions take")
     else:

@@ -8,13 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from autobatch.batch.layout import describe
+from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
-
-A100 = 221_184
 
 
 def trace_of(model, batch, samples, step=lambda model, batch: model(batch).square().sum()):
@@ -54,10 +53,10 @@ def test_an_estimate_has_them_on_the_card():
     """Workspaces are counted once, sums' buffers where they are at the peak, and numbers of addends are no bytes."""
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
     traced = combine([trace_of(model, torch.randn(2, 2048), 1024)])
-    without, on_card = Estimate(traced), Estimate(traced).on_card(2**23, A100)
+    without, on_card = Estimate(traced), Estimate(traced).on_card(find_gpu("A100-40GB"))
     assert on_card.allocated(1024) > without.allocated(1024) + 2**24
     kinds, held = on_card.by_kind(1024)
-    assert kinds["cuBLAS workspace"] == 2 * 2**23
+    assert kinds["cuBLAS workspace"] == 2 * find_gpu("A100-40GB").cublas_workspace_bytes
     assert kinds.total() + held == on_card.reserved(1024)
     assert "addends" not in kinds
 
