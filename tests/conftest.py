@@ -1,7 +1,8 @@
 """What every test starts from and must leave as it was.
 
-Covers the random order's seed, threads, hypothesis's settings, the skip of GPU tests and a check that nothing global is
-left changed. Does not cover models, steps or devices: those are made where they are used.
+Covers the random order's seed, threads, hypothesis's settings, the skips of what this machine or this torch cannot run
+and a check that nothing global is left changed. Does not cover models, steps or devices: those are made where they are
+used.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from hypothesis import settings
 from process_state import read_process_state
 
+from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.memory import cpu
 from autobatch.memory.cpu import LiveStorage
 from autobatch.prediction.child_process import run_apart
@@ -51,12 +53,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device where there is none."""
-    if torch.cuda.is_available():
-        return
+    """Skip what needs a CUDA device, or a newer torch, where there is none."""
+    reasons = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    if read_release(torch.__version__) < OLDEST_TO_PREDICT:
+        reasons["predicts"] = (
+            f"needs torch {format_release(OLDEST_TO_PREDICT)}, which can register a device from Python"
+        )
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for name, reason in reasons.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)
