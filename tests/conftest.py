@@ -1,8 +1,8 @@
 """What every test starts from and must leave as it was.
 
-Covers the random order's seed, threads, hypothesis's settings, the skip of tests that need a device or the stand-in
-card, and a check that nothing global is left changed. Does not cover models, steps or devices: those are made where
-they are used.
+Covers the random order's seed, threads, hypothesis's settings, the skips of what this machine or this torch cannot run,
+and a check that nothing global is left changed. Does not cover models, steps or devices: those are made where they are
+used.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from hypothesis import settings
 from process_state import read_process_state
 
+from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.memory import cpu
 from autobatch.memory.cpu import LiveStorage
 from autobatch.prediction.child_process import run_apart
@@ -53,13 +54,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device, or the stand-in card, where there is none."""
-    has_device, has_card = torch.cuda.is_available(), stand_in.is_loaded()
+    """Skip what needs a CUDA device, the stand-in card, or a newer torch, where there is none."""
+    reasons = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
+    if not stand_in.is_loaded():
+        reasons["card"] = "needs the stand-in card: make test-cuda"
+    if read_release(torch.__version__) < OLDEST_TO_PREDICT:
+        reasons["predicts"] = (
+            f"needs torch {format_release(OLDEST_TO_PREDICT)}, which can register a device from Python"
+        )
     for item in items:
-        if item.get_closest_marker("gpu") and not has_device:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if item.get_closest_marker("card") and not has_card:
-            item.add_marker(pytest.mark.skip(reason="needs the stand-in card: make test-cuda"))
+        for name, reason in reasons.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal
 
 from autobatch._formatting import format_bytes, plural, show_value
+from autobatch._torch_versions import OLDEST, OLDEST_TO_PREDICT, format_release, read_release
 from autobatch.cli.environment import Environment, read_environment
 from autobatch.cli.output import DONE, NO, Answer
 from autobatch.cli.plans import find_fault
@@ -86,12 +87,17 @@ def examine(environment: Environment) -> list[Finding]:
 
 
 def _check_torch(found: Environment) -> Iterator[Finding]:
-    release = tuple(int(part) for part in found.torch.split("+")[0].split(".")[:2] if part.isdigit())
+    release, oldest, predicts = read_release(found.torch), format_release(OLDEST), format_release(OLDEST_TO_PREDICT)
     if not found.torch:
         yield _wrong("torch is not installed", "pip install torch")
-    elif release < (2, 8):
-        yield _wrong(f"torch {found.torch} is older than 2.8", "pip install 'torch>=2.8'")
+    elif release < OLDEST:
+        yield _wrong(f"torch {found.torch} is older than {oldest}", f"pip install 'torch>={oldest}'")
     else:
+        if release < OLDEST_TO_PREDICT:
+            yield _beware(
+                f"torch {found.torch} is older than {predicts}: all but predict() works",
+                f"pip install 'torch>={predicts}'",
+            )
         builds = {"CUDA": found.torch_cuda, "ROCm": found.torch_hip}
         built_for = next((f"{name} {version}" for name, version in builds.items() if version), "the CPU alone")
         yield _fine(f"torch {found.torch}, built for {built_for}")

@@ -128,7 +128,8 @@ def released(workers, pauses):
                 worker.join(AT_MOST_S)
 
 
-PAIRS = [*itertools.product(["fit", "verify", "train"], repeat=2), ("train", "predict"), ("predict", "predict")]
+PAIRS = [*itertools.product(["fit", "verify", "train"], repeat=2)]
+PAIRS += [pytest.param(name, "predict", marks=pytest.mark.predicts) for name in ("train", "predict")]
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, False])

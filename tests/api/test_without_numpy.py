@@ -57,7 +57,7 @@ def make():
 """
 
 COMMANDS = [["doctor"], ["devices"], ["plans"], ["fit", "mine:make"], ["verify", "mine:make"]]
-COMMANDS += [["predict", "mine:make", "--gpu", "L4"]]
+COMMANDS += [pytest.param(["predict", "mine:make", "--gpu", "L4"], marks=pytest.mark.predicts, id="predict")]
 
 
 def run(program, folder):
@@ -83,6 +83,7 @@ def test_torch_itself_warns(tmp_path):
     assert "Failed to initialize NumPy" in found
 
 
+@pytest.mark.predicts
 def test_training_works_and_is_silent(tmp_path):
     """From the first import through fit, Runner, verify and predict."""
     assert "NumPy" not in run(TRAINING, tmp_path)

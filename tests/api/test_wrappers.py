@@ -212,6 +212,7 @@ def train_lightning(by_hand):
     return module
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize(("by_hand", "counted"), [(False, [0]), (True, [0, 1])])
 def test_lightning_counts_no_trial_and_each_step(by_hand, counted):
     """``trainer.global_step`` stands still in ``fit`` and ``predict``; a Runner's step is one."""

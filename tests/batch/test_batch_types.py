@@ -299,6 +299,7 @@ def test_inputs_may_require_a_gradient(earlier: float | None) -> None:
     assert (leaf.grad is None) if earlier is None else torch.equal(leaf.grad, torch.full_like(leaf, earlier))
 
 
+@pytest.mark.predicts
 def test_inputs_that_require_a_gradient_are_predicted() -> None:
     """A prediction runs the same step without values."""
     batch = {"x": sequence(0, 4)[0].requires_grad_()}
@@ -651,6 +652,7 @@ def test_graphs_give_the_gradient_of_the_whole_batch(largest: int) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors_of(batch), tensors_of(before), strict=True))
 
 
+@pytest.mark.predicts
 @pytest.mark.usefixtures("graphs_registered")
 def test_graphs_are_predicted() -> None:
     """The step is traced on graphs without memory, which ``take`` has made of real ones before."""

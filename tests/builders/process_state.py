@@ -54,8 +54,11 @@ def read_process_state():
 def _precisions():
     backends = torch.backends
     yield torch.get_float32_matmul_precision()
-    for switch in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
-        yield switch.fp32_precision
+    if hasattr(backends.cuda.matmul, "fp32_precision"):  # since torch 2.9
+        for switch in (backends.cuda.matmul, backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn):
+            yield switch.fp32_precision
+    else:
+        yield backends.cuda.matmul.allow_tf32
     yield backends.cudnn.allow_tf32
 
 

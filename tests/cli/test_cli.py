@@ -171,6 +171,7 @@ def test_verify_says_which_step_is_exact(ask):
     assert json.loads(ask("verify", "train_it:normalised", "--json")[1])["exact"] is False
 
 
+@pytest.mark.predicts
 @pytest.mark.usefixtures("here")
 def test_predict_answers_for_one_card_several_or_all(ask):
     """With no card here; a plan from it is marked."""
@@ -185,6 +186,7 @@ def test_predict_answers_for_one_card_several_or_all(ask):
     assert {"T4", "B200", "RTX"} <= {word for line in text.splitlines() for word in line.split()}
 
 
+@pytest.mark.predicts
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     "options", [["--gpu", "L4"], ["--gpu", "L4", "T4"], ["--all"], ["--gpu", "L4", "--explain"]], ids=" ".join
@@ -201,6 +203,7 @@ def test_what_would_help_is_printed_where_it_was_asked_for(ask, options):
         assert "What would help" not in ask(*asked)[1]
 
 
+@pytest.mark.predicts
 @pytest.mark.usefixtures("here")
 def test_which_of_several_cards_was_meant_is_printed(ask):
     """With the prediction for the commonest."""
@@ -419,6 +422,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(ask, command):
     assert json.loads(ask("plans", "--json")[1]) == []
 
 
+@pytest.mark.predicts
 @pytest.mark.usefixtures("here")
 def test_the_function_may_follow_the_cards(ask):
     """As it does in the help; --all and --gpu exclude each other."""
@@ -563,6 +567,7 @@ def test_a_name_that_begins_with_a_dot_is_no_module(ask, source):
     assert "is no MODULE:FUNCTION" in error
 
 
+@pytest.mark.predicts
 def test_a_plan_that_cannot_be_written_is_reported_and_leaves_nothing(here, ask):
     """With what it was, and without half a file beside it; a dash is no file's name."""
     assert "name a file" in ask("fit", "train_it:make", "--target", "8", "--save", "-")[2]
@@ -597,6 +602,7 @@ def test_an_answer_that_nobody_can_read_ends_with_2(here, command, stdout, said)
         assert said in done.stderr
 
 
+@pytest.mark.predicts
 @pytest.mark.usefixtures("here")
 def test_what_a_prediction_warns_of_is_printed(ask):
     """As of a plan that was measured; and at the end of its whole story."""

@@ -67,6 +67,12 @@ CONF = "PYTORCH_CUDA_ALLOC_CONF"
 TROUBLES = {
     "no torch": ({"torch": "", "torch_cuda": ""}, "wrong", "torch is not installed", "pip install torch"),
     "old torch": ({"torch": "2.7.1"}, "wrong", "torch 2.7.1 is older than 2.8", "pip install 'torch>=2.8'"),
+    "torch without predict": (
+        {"torch": "2.9.1+cu128", "torch_cuda": "12.8"},
+        "beware",
+        "torch 2.9.1+cu128 is older than 2.10: all but predict() works",
+        "pip install 'torch>=2.10'",
+    ),
     "cpu build": ({"torch_cuda": ""}, "wrong", "1 NVIDIA card here, but torch 2.13.0+cu130", "install the CUDA build"),
     "old driver": (
         {"driver_cuda": (12, 8)},
@@ -152,7 +158,8 @@ def test_each_trouble_is_named_with_what_to_type(name):
     "changes",
     [
         {"driver_cuda": (13, 1)},
-        {"torch_cuda": "12.8", "driver_cuda": (13, 0)},
+        {"torch": "2.10.0+cu128", "torch_cuda": "12.8", "driver_cuda": (13, 0)},
+        {"torch": "3.0.0a0+git1234"},
         {"pynvml": "13.0.1"},
         {"settings": {CONF: "expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]"}},
         {"settings": {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128", CONF: "max_split_size_mb:128"}},

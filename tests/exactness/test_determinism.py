@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from process_state import read_process_state
 from torch import nn
 from torch.nn import functional as F
 
@@ -173,7 +174,7 @@ def test_autocast_of_another_thread_goes_on():
 
 def test_threads_are_deterministic_one_after_the_other():
     """Two that overlap would each put back what the other had set: autocast stayed off for the whole process."""
-    enter, before = torch.autocast.__enter__, torch.backends.mkldnn.matmul.fp32_precision
+    enter, before = torch.autocast.__enter__, read_process_state()["precision"]
     first_is_in, second_is_in = threading.Event(), threading.Event()
     overlapped = []
 
@@ -191,4 +192,4 @@ def test_threads_are_deterministic_one_after_the_other():
     assert overlapped == [False]
     assert second_is_in.is_set()
     assert torch.autocast.__enter__ is enter
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert read_process_state()["precision"] == before

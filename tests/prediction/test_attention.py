@@ -96,12 +96,14 @@ def _trace_gpt(run, dtype=torch.bfloat16):
     return trace(Workload(GPT(length=256, words=100, dropout=0.0).to(dtype), run), describe(tokens(2, 256)), 2)
 
 
+@pytest.mark.predicts
 def test_a_step_that_forces_what_cannot_run_is_refused_by_its_line():
     """Float32 and flash."""
     with pytest.raises(CannotPredict, match=r"nets\.py:\d+: `mixed = .*raise on a card: No available kernel"):
         _trace_gpt(_forcing(SDPBackend.FLASH_ATTENTION), torch.float32)
 
 
+@pytest.mark.predicts
 def test_cudnns_kernel_keeps_as_much_as_flash():
     """The result and one number a query and head; neither keeps a weight for each pair."""
     saved = []
@@ -123,6 +125,7 @@ def _plain(model, batch):
         return step(model, batch)
 
 
+@pytest.mark.predicts
 def test_only_the_plain_formula_keeps_a_weight_for_each_pair():
     """``queries x keys`` floats a head are saved by it and by no other kernel."""
     pairs = 2 * 4 * 256 * 256 * 4

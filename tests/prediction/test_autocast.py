@@ -12,7 +12,7 @@ from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE, present
 from autobatch.prediction.tracing.recording import FakeMode
 
-pytestmark = pytest.mark.apart
+pytestmark = [pytest.mark.apart, pytest.mark.predicts]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from autobatch.step.default_step import default_step
 from autobatch.step.losses import Mean, Sum
 from autobatch.step.workload import Workload
 
-pytestmark = pytest.mark.apart
+pytestmark = [pytest.mark.apart, pytest.mark.predicts]
 
 
 def _trace(run, model=None, batch=None):

@@ -30,6 +30,7 @@ def _on_node(leaf, hidden):
     hidden.grad_fn.register_hook(_raise)
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("place", [_on_tensor, _on_leaf, _on_node])
 def test_an_error_in_the_backward_pass_comes_out_as_it_was_raised(place):
     """Where torch's own guard in Python would have the process aborted."""
@@ -41,6 +42,7 @@ def test_an_error_in_the_backward_pass_comes_out_as_it_was_raised(place):
             hidden.sum().backward()
 
 
+@pytest.mark.predicts
 def test_an_error_while_saved_tensors_are_unpacked_comes_out_too():
     """Recomputation runs there, so an error in it is the user's."""
     with present(), FakeMode():
@@ -51,6 +53,7 @@ def test_an_error_while_saved_tensors_are_unpacked_comes_out_too():
             loss.backward()
 
 
+@pytest.mark.predicts
 def test_the_device_is_gone_after_a_trace():
     """Nobody who asks for an accelerator is given this one, and the generators of other devices can be forked."""
     available = torch.cuda.is_available()
@@ -93,6 +96,7 @@ print(model.weight.grad.device, torch.autograd.is_multithreading_enabled())
 """
 
 
+@pytest.mark.predicts
 def test_backward_passes_before_and_after_do_not_matter():
     """Autograd has no thread for a device that came later; the trace needs none, and puts the switch back."""
     done = subprocess.run([sys.executable, "-c", _BEFORE], check=False, capture_output=True, text=True)
@@ -113,6 +117,7 @@ _WAYS = {
 }
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("way", _WAYS.values(), ids=_WAYS)
 def test_each_way_to_name_cuda_gives_the_fake_card(way):
     """And such a tensor says that it is on one."""
@@ -125,6 +130,7 @@ def test_each_way_to_name_cuda_gives_the_fake_card(way):
             assert not tensor.is_cuda
 
 
+@pytest.mark.predicts
 def test_devices_that_are_not_meant_stay():
     """The host is the host, unless the model is on it."""
     with present(), FakeMode():

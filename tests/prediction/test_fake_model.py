@@ -28,6 +28,7 @@ def _resident(traced, kind):
     return sorted(s for s, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == kind)
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_a_tensor_with_two_names_has_one_fake_tensor():
     """Tied weights, and a buffer that two modules share, are there once."""
@@ -41,6 +42,7 @@ def test_a_tensor_with_two_names_has_one_fake_tensor():
     assert _resident(traced, "buffer") == [7 * 4]
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 @pytest.mark.parametrize(
     ("buffer", "byte_count"),
@@ -60,6 +62,7 @@ def test_a_buffer_takes_what_moving_it_to_the_card_makes(buffer, byte_count):
     assert _resident(_trace(model), "buffer") == [byte_count]
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 @pytest.mark.parametrize(
     "make",
@@ -74,6 +77,7 @@ def test_parametrized_weights_are_made_anew_in_each_step(make):
     assert _resident(traced, "optimizer state") == trained
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_groups_of_parameters_keep_their_options():
     """Momentum where it is, none where it is not; a frozen parameter gets neither gradient nor state."""
@@ -92,6 +96,7 @@ class Marked(torch.Tensor):
     """A subclass that adds nothing."""
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_a_plain_subclass_is_one_block():
     """Memory is what counts."""
@@ -100,6 +105,7 @@ def test_a_plain_subclass_is_one_block():
     assert _resident(_trace(model, lambda m, b: (m(b) * m.extra).mean()), "buffer") == [64]
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_a_subclass_of_several_blocks_is_refused():
     """What its operators allocate is unknown."""

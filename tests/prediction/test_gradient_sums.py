@@ -40,12 +40,14 @@ def _meet_while_held(model, batch):
     return (first + second).mean()
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_a_gradient_that_somebody_holds_is_not_added_to():
     """A hook of the user's that keeps it makes torch allocate the sum: one block more in each micro-batch."""
     assert _backward_blocks(_meet_while_held) == _backward_blocks(_meet) + 4
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_this_torch_tells_who_holds_a_gradient():
     """Else every prediction here would count copies that a card does not have."""
@@ -53,6 +55,7 @@ def test_this_torch_tells_who_holds_a_gradient():
         assert sole_holder() is not None
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 @pytest.mark.parametrize(
     "counts",
@@ -67,6 +70,7 @@ def test_where_holders_cannot_be_told_more_is_predicted(counts, monkeypatch):
     assert _backward_blocks(_meet) == expected + 4
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_other_counts_are_found_by_themselves(monkeypatch):
     """What one holder looks like is seen, not known beforehand."""

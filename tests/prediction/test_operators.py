@@ -11,7 +11,7 @@ from autobatch.prediction.tracing.operators import Operators
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
 
-pytestmark = pytest.mark.apart
+pytestmark = [pytest.mark.apart, pytest.mark.predicts]
 
 
 def _low(model, batch):

@@ -20,6 +20,8 @@ from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import Circumstances, trace
 from autobatch.step.workload import Workload
 
+pytestmark = pytest.mark.predicts
+
 
 def predict(model=None, batch=None, run=step, **options):
     """A prediction that works, but for the options."""

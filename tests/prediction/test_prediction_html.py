@@ -13,6 +13,8 @@ import autobatch
 from autobatch._formatting import format_bytes
 from autobatch.prediction.record import Change
 
+pytestmark = pytest.mark.predicts
+
 HOSTILE = '<script>alert(\'1\')</script>"><b onclick="x">'
 
 

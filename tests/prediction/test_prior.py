@@ -59,6 +59,7 @@ def on_any_card(timeline):
     return Estimate(timeline).on_card(card)
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("name", NETS)
 def test_on_a_card_the_search_begins_at_a_quarter_of_the_prediction(name):
     """And the plan is of a size that ran."""
@@ -113,6 +114,7 @@ def test_with_a_prediction_a_card_takes_three_trials_and_no_oom():
     assert sum(not is_best for _, is_best in searches) <= 10
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("gibibytes", [8, 24, 80])
 @pytest.mark.parametrize("name", NETS)
 def test_each_net_takes_three_trials_and_no_oom(name, gibibytes):
@@ -166,6 +168,7 @@ def test_whatever_goes_wrong_the_trials_do_not_need_it(monkeypatch, error):
     )
 
 
+@pytest.mark.predicts
 def test_the_expectation_is_the_largest_that_fits():
     """Of the sizes that were asked for; none where not even the smallest does."""
     batch, workload = workload_of("transformer")
@@ -206,6 +209,7 @@ def test_on_a_cpu_nothing_is_traced(monkeypatch):
     autobatch.fit(nn.Linear(4, 4), 16, max_micro_batch=4)
 
 
+@pytest.mark.predicts
 def test_where_everything_is_expected_to_fit_at_most_half_is_tried_first():
     """A prediction that is twice too high costs no error out of memory."""
     batch, workload = workload_of("linear layers")
@@ -253,6 +257,7 @@ def test_the_allocator_of_this_process_is_expected(monkeypatch, environment, exp
     assert expects_expandable_segments() == expandable
 
 
+@pytest.mark.predicts
 def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
     """A size that fixed segments would fit, and expandable ones, in pages of 20 MiB, do not."""
     batch, workload = workload_of("linear layers")
@@ -266,6 +271,7 @@ def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
     assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest < 500_000
 
 
+@pytest.mark.predicts
 def test_nothing_is_expected_beyond_what_was_traced():
     """Where all samples are compared with all, memory grows with the square, and a line beyond a trace is too low."""
 
@@ -283,6 +289,7 @@ def _pad_to_128(model, batch):
     return model(nn.functional.pad(batch, (0, 0, 0, -len(batch) % 128))).square().mean()
 
 
+@pytest.mark.predicts
 def test_an_expectation_is_put_to_the_test_at_its_own_size():
     """Padding to 128 looks as if any number of samples fitted."""
     workload, layout = (
@@ -296,6 +303,7 @@ def test_an_expectation_is_put_to_the_test_at_its_own_size():
     assert 0.7 * limit < on_any_card(combine([traced])).reserved(expected) <= limit
 
 
+@pytest.mark.predicts
 def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_traced():
     """Beyond the three sizes nothing is known then."""
 

@@ -13,7 +13,7 @@ from autobatch.errors import CannotPredict
 from autobatch.prediction.tracing.fake_device import DEVICE, present
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 
-pytestmark = pytest.mark.apart
+pytestmark = [pytest.mark.apart, pytest.mark.predicts]
 
 KIB = 1024
 

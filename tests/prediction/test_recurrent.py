@@ -42,6 +42,7 @@ def _sizes(traced, *, phase, kind):
     return [size for size, block in blocks if (block.phase, block.kind) == (phase, kind)]
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ def test_recurrent_layers_are_traced_to_the_byte(kind, options, run):
     assert shapes[-1] == shapes_of(model, torch.zeros(9, STEPS, WIDTH))
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_an_lstm_saves_its_result_and_one_reserve_space():
     """After the forward pass: what it was given, the result, two states and what cuDNN keeps, and nothing a step."""
@@ -84,6 +86,7 @@ def test_an_lstm_saves_its_result_and_one_reserve_space():
     assert len(activations) < 4 * 10
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_gradients_of_all_weights_are_one_block():
     """CuDNN writes them into one buffer, and nothing copies them out of it."""
@@ -94,6 +97,7 @@ def test_gradients_of_all_weights_are_one_block():
     assert _sizes(traced, phase="backward", kind="temporary").count(total) == 2  # of the second one
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_autocast_keeps_all_weights_once_more_in_half():
     """In one buffer, which is saved for the backward pass."""
@@ -104,6 +108,7 @@ def test_autocast_keeps_all_weights_once_more_in_half():
     assert _sizes(plain, phase="forward", kind="activation").count(2 * total) == 0
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_a_projection_makes_results_narrower():
     """Not the cells: those stay as wide as the layer."""
@@ -114,6 +119,7 @@ def test_a_projection_makes_results_narrower():
     assert STEPS * 7 * 4 * 4 in traced.sizes
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 def test_a_layer_in_eval_mode_has_no_backward_pass():
     """As on a card, where torch raises."""
@@ -126,6 +132,7 @@ def test_a_layer_in_eval_mode_has_no_backward_pass():
         trace(Workload(nn.LSTM(WIDTH, HIDDEN), run), _layout(), 2)
 
 
+@pytest.mark.predicts
 @pytest.mark.apart
 @pytest.mark.parametrize(("cell", "saved"), [(nn.GRUCell, 5), (nn.LSTMCell, 4)], ids=["GRU", "LSTM"])
 def test_a_single_cell_is_one_kernel(cell, saved):

@@ -14,6 +14,8 @@ from autobatch._formatting import format_bytes
 from autobatch.prediction.cards import GPUS, find_gpu
 from autobatch.prediction.record import Change, Reach
 
+pytestmark = pytest.mark.predicts
+
 NOMINAL = next(gpu.name for gpu in GPUS if not gpu.measured and gpu.total_bytes > 2**35)
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 BYTES = re.compile(r"(\d+(?:\.\d)?) (bytes|KiB|MiB|GiB)")

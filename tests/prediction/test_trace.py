@@ -24,7 +24,7 @@ from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timel
 from autobatch.step.losses import Mean
 from autobatch.step.workload import Workload
 
-pytestmark = pytest.mark.apart
+pytestmark = [pytest.mark.apart, pytest.mark.predicts]
 
 
 def _sgd(model):

@@ -40,6 +40,7 @@ def tried():
     return changes_of(model, tokens(), step, ADAMW(model.parameters()), target_batch=64, gpu="2GiB")
 
 
+@pytest.mark.predicts
 def test_changes_are_traced_and_sorted(tried):
     """Each in its own words, the one that saves most first; what it saves is less of the same peak."""
     saved = [change.saved_bytes for change in tried.values()]
@@ -51,6 +52,7 @@ def test_changes_are_traced_and_sorted(tried):
     assert all(change.micro_batch_size == 64 for change in tried.values())
 
 
+@pytest.mark.predicts
 def test_what_a_change_costs_besides_is_said(tried):
     """Nothing is said where training stays as it is."""
     assert {change.name: change.effect for change in tried.values()} == {
@@ -95,6 +97,7 @@ def test_without_an_optimizer_none_is_offered():
     assert not [*other_optimizers(None)]
 
 
+@pytest.mark.predicts
 def test_another_optimizer_saves_its_state():
     """Of 128 MiB of parameters: momentum is as much, Adam's state twice that, and in 8 bits a quarter of it."""
     model = wide()
@@ -107,6 +110,7 @@ def test_another_optimizer_saves_its_state():
     assert saved["8-bit AdamW"] == pytest.approx(64 - 2, abs=4)
 
 
+@pytest.mark.predicts
 def test_what_the_step_has_already_changes_nothing():
     """Autocast inside of autocast; and the story says so."""
 
@@ -120,6 +124,7 @@ def test_what_the_step_has_already_changes_nothing():
     assert "no change" in next(line for line in prediction.explain().splitlines() if "autocast" in line)
 
 
+@pytest.mark.predicts
 def test_a_change_that_cannot_be_traced_says_why_and_comes_last():
     """The others are tried all the same."""
 
@@ -135,6 +140,7 @@ def test_a_change_that_cannot_be_traced_says_why_and_comes_last():
     assert not any(change.failed for change in others)
 
 
+@pytest.mark.predicts
 def test_expandable_segments_are_not_offered_to_those_who_have_them():
     """Nor is anything else that is only another setting."""
     changes = changes_of(nn.Linear(2, 2), torch.zeros(4, 2), mean_of, None, expandable_segments=True)
@@ -166,6 +172,7 @@ def bend(model, batch):
     return outputs.mean()
 
 
+@pytest.mark.predicts
 def test_the_size_that_a_change_lets_in_is_traced_as_well():
     """What is predicted of it is what a prediction of the changed step says, not a line from below the bend."""
     with torch.device("meta"):

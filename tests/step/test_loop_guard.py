@@ -279,6 +279,7 @@ def test_a_training_loop_is_refused_by_name_before_anything_has_moved(name, use)
     assert differences(training.bits(), before) == []
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("name", ["the whole loop", "a scaled loss", "its step alone", "a detached loss"])
 def test_a_prediction_refuses_a_training_loop_by_name(name):
     """Nothing is run for a prediction, and the step is refused in the same words."""
@@ -657,7 +658,10 @@ def test_the_wrappers_of_frameworks_are_refused(wrap, is_passed):
 
 
 @pytest.mark.parametrize("way", ["optimizer", "wrapped"])
-@pytest.mark.parametrize("asked", ["fit", "verify", "predict", "runner", "runner with one micro-batch"])
+@pytest.mark.parametrize(
+    "asked",
+    ["fit", "verify", pytest.param("predict", marks=pytest.mark.predicts), "runner", "runner with one micro-batch"],
+)
 def test_zero_grad_in_the_step_is_refused_by_all_alike(asked, way):
     """Also where no gradient stands, or the step runs on other tensors than the optimizer's, as in predict."""
     training, batch = Training(), make_batch(8)

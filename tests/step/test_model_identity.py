@@ -72,7 +72,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("via", ["fit", "file", "prediction"])
+@pytest.mark.parametrize("via", ["fit", "file", pytest.param("prediction", marks=pytest.mark.predicts)])
 def test_another_model_is_warned_of_once_with_what_differs(plan, tmp_path, caplog, name, via):
     """Whether the plan was just made, comes from a file or was predicted; the runner works all the same."""
     make, message = OTHERS[name]

@@ -92,7 +92,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", ["fit", "verify", "runner", pytest.param("predict", marks=pytest.mark.predicts)])
 @pytest.mark.parametrize("write", COUNTED)
 def test_a_write_into_the_batch_is_refused_by_all_alike(asked, write):
     """fit, verify, Runner and predict say the same, and the user's batch is as it was."""
@@ -223,6 +223,7 @@ def test_arrays_that_are_only_read_are_left_alone(asked):
     ASKED[asked](array_step, batch)
 
 
+@pytest.mark.predicts
 def test_what_only_looks_like_a_write_is_accepted():
     """A tensor of its own, a changed container, metadata."""
 
@@ -235,6 +236,7 @@ def test_what_only_looks_like_a_write_is_accepted():
         ask(step, make_batch(8))
 
 
+@pytest.mark.predicts
 def test_predict_lets_a_step_write_into_what_is_copied_to_the_card():
     """A batch in host memory beside a model elsewhere is copied in training, and the copy may be written into."""
     model = small().to("meta")

@@ -296,6 +296,7 @@ def test_a_bound_that_nobody_asked_for_refuses_no_batch(count):
     assert (sum(sizes), min(sizes)) == (count, 3 if count in (3, 9) else 2)
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("model", REFUSING.values(), ids=REFUSING)
 def test_a_prediction_finds_the_smallest_piece_as_fit_does(model):
     """Nine samples on a card with memory for one or two at a time: no division has no piece of one, as ``fit`` says."""

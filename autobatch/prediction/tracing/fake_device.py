@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release
 from autobatch.errors import CannotPredict
 from autobatch.prediction.tracing import attention, autocast, linear, recurrent
 
@@ -102,8 +103,8 @@ def register() -> None:
     acc = getattr(torch._C, "_acc", None)
     if acc is None:
         raise CannotPredict(
-            f"torch {torch.__version__} lets no device be registered from Python: predict with torch 2.13, or run "
-            f"fit() on a GPU"
+            f"torch {torch.__version__} lets no device be registered from Python: predict with torch "
+            f"{format_release(OLDEST_TO_PREDICT)} or newer, or run fit() on a GPU"
         )
 
     class Hooks(acc.PrivateUse1Hooks):  # type: ignore[name-defined, misc]

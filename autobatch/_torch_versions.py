@@ -1,0 +1,28 @@
+"""Says which release of torch is needed for what, from its number alone: nothing here imports torch.
+
+Covers what the metadata, ``autobatch doctor``, the refusal of ``predict`` and the tests go by. Does not cover builds of
+torch (CPU, CUDA, ROCm), nor what another package asks of it.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["OLDEST", "OLDEST_TO_PREDICT", "format_release", "read_release"]
+
+OLDEST = (2, 8)
+"""The oldest in which ``fit``, ``Runner`` and ``verify`` pass their tests; that of the package's metadata."""
+
+OLDEST_TO_PREDICT = (2, 10)
+"""The first that lets a device be registered from Python (``torch._C._acc``): 2.9.1 has no such module."""
+
+
+def read_release(version: str) -> tuple[int, int]:
+    """The first two numbers of a version such as ``2.13.0+cpu``; zeros where it does not begin with two."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def format_release(release: tuple[int, int]) -> str:
+    """As it is written: ``2.10``."""
+    return ".".join(map(str, release))
