@@ -11,7 +11,7 @@ import re
 __all__ = ["OLDEST", "OLDEST_TO_PREDICT", "format_release", "read_release"]
 
 OLDEST = (2, 8)
-"""The oldest in which ``fit``, ``Runner`` and ``verify`` pass their tests; that of the package's metadata."""
+"""The oldest that the metadata allows: ``fit``, ``Runner`` and ``verify`` work in it, ``predict`` does not."""
 
 OLDEST_TO_PREDICT = (2, 10)
 """The first that lets a device be registered from Python (``torch._C._acc``): 2.9.1 has no such module."""

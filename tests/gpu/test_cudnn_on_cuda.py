@@ -13,6 +13,7 @@ from autobatch.prediction.tracing.convolutions import find_calls, find_layout
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.no_values,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
