@@ -26,7 +26,7 @@ __all__ = [
 
 _WIDTH = 98  # and two of indentation
 _NOMINAL = "* its memory is a nominal figure"
-FAMILIES_REASON = "in 3 of 22 families of networks a fifth to a third of the peaks were more than 10 % above"
+FAMILIES_REASON = "in 3 of 22 families of networks a quarter to a third of the peaks were more than 10 % above"
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
 
