@@ -1,4 +1,4 @@
-"""``prediction.tracing.operators``: which sums of gradients are made in place, and what if that cannot be known."""
+"""``prediction.tracing.gradient_sums``: which sums of gradients are made in place, and what if that cannot be known."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import describe
-from autobatch.prediction.tracing import operators
+from autobatch.prediction.tracing import gradient_sums
 from autobatch.prediction.tracing.fake_device import present
-from autobatch.prediction.tracing.operators import is_dense, sole_holder
+from autobatch.prediction.tracing.gradient_sums import is_dense, sole_holder
 from autobatch.prediction.tracing.recording import FakeMode
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
@@ -66,7 +66,7 @@ def test_where_holders_cannot_be_told_more_is_predicted(counts, monkeypatch):
     """On a torch that counts otherwise each sum is a copy: too much is said, and never too little."""
     expected = _backward_blocks(_meet)
     sole_holder.cache_clear()
-    monkeypatch.setattr(operators, "holders_of", counts)
+    monkeypatch.setattr(gradient_sums, "holders_of", counts)
     assert _backward_blocks(_meet) == expected + 4
 
 
@@ -79,7 +79,7 @@ def test_other_counts_are_found_by_themselves(monkeypatch):
     )
     expected = _backward_blocks(_meet)
     sole_holder.cache_clear()
-    monkeypatch.setattr(operators, "sys", shifted)
+    monkeypatch.setattr(gradient_sums, "sys", shifted)
     assert _backward_blocks(_meet) == expected
     assert sole_holder()[2] > 7
 

@@ -15,6 +15,8 @@ from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
 
+pytestmark = pytest.mark.predicts
+
 
 def trace_of(model, batch, samples, step=lambda model, batch: model(batch).square().sum()):
     """The step at this size, traced in a child."""

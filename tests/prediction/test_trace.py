@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 from collections import Counter
 
 import pytest
@@ -19,6 +20,7 @@ from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
 from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import TracedStep
+from autobatch.prediction.tracing import fake_device
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.trace import Circumstances, trace, trace_timeline
 from autobatch.step.losses import Mean
@@ -122,12 +124,14 @@ def test_modules_are_named_in_forward_and_backward():
 
 
 def test_everything_is_freed_but_what_stays():
-    """After the last step only parameters, buffers and optimizer state are alive."""
+    """After the last step only parameters, buffers, optimizer state and the losses that it returned are alive."""
     traced = trace(_workload(ConvNet()), describe(images()), 2)
     alive = set()
     for event in traced.order:
         alive.add(event - 1) if event > 0 else alive.remove(-event - 1)
-    assert {traced.blocks[block].kind for block in alive} == {
+    losses = [block for block in alive if traced.blocks[block].kind == "activation"]
+    assert [traced.sizes[block] for block in losses] == [4, 4]
+    assert {traced.blocks[block].kind for block in alive.difference(losses)} == {
         "parameter",
         "buffer",
         "optimizer state",
@@ -484,6 +488,19 @@ def test_what_looks_like_a_line_at_three_sizes_is_seen_at_a_fourth(multiple, sam
     assert changed.at(samples).peak() != lines.at(samples).peak()
 
 
+def test_what_every_trace_needs_is_there_before_processes_are_made(monkeypatch):
+    """Each of the three would load torch's compiler and register the device for itself, and be gone with it."""
+    seen, begin = [], trace_module.begin_apart
+
+    def observe(function):
+        seen.append((fake_device._registered != [], "torch._dynamo" in sys.modules))
+        return begin(function)
+
+    monkeypatch.setattr(trace_module, "begin_apart", observe)
+    trace_timeline(Workload(nn.Linear(4, 4), lambda model, batch: model(batch).mean()), describe(torch.zeros(2, 4)))
+    assert seen == [(True, True)] * 3
+
+
 def test_a_line_that_holds_at_a_fourth_size_stays_one():
     """Nothing is changed, and nothing is said to be."""
     workload, layout = _workload(ConvNet(), _sgd), describe(images())
@@ -517,6 +534,49 @@ def test_the_trace_of_one_step_is_how_one_of_two_begins():
         assert len(once.order) < 0.7 * len(twice.order)
 
 
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_what_grows_in_a_later_micro_batch_only_is_found(call):
+    """The same bytes as in the first one at two samples, in the second micro-batch or step: its own trace tells."""
+    model = nn.Linear(16, 16)
+    calls = []
+
+    def run(module, batch):
+        calls.append(len(batch))
+        used = batch if len(calls) > call else batch[:2].clone()
+        return module(used.clone()).square().mean()
+
+    workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
+    timeline = trace_timeline(workload, layout)
+    for samples in (2, 5, 40):
+        calls.clear()
+        direct = trace(workload, layout, samples)
+        assert timeline.measure(samples, TracedStep.peak) == direct.peak()
+
+
+def test_memory_that_a_module_drops_is_held_as_the_runner_holds_it():
+    """A buffer that a micro-batch replaces is there until its end: until then the Runner could put it back."""
+
+    class Queue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.register_buffer("queue", torch.zeros(1000, 16))
+
+        def forward(self, inputs):
+            hidden = self.layer(inputs)
+            self.queue = torch.cat([hidden.detach(), self.queue])[:1000].clone()
+            return (hidden @ self.queue.T).square().mean()
+
+    traced = trace(Workload(Queue(), lambda model, batch: model(batch)), describe(torch.zeros(2, 16)), 4)
+    blocks = [*enumerate(traced.blocks)]
+    queue = next(i for i, block in blocks if block.phase == "forward" and traced.sizes[i] == 1000 * 16 * 4)
+    inputs = [i for i, block in blocks if block.kind == "input"]
+    backward = next(i for i, block in blocks if i > inputs[1] and block.phase == "backward")
+    made, freed = (traced.order.index(sign * (queue + 1)) for sign in (1, -1))
+    assert made < traced.order.index(inputs[1] + 1) < traced.order.index(backward + 1) < freed
+    assert freed < traced.order.index(inputs[2] + 1)
+
+
 def test_what_stands_beside_the_loss_is_told_apart():
     """It stays until the last micro-batch has run; what was there before the forward pass is not counted with it."""
     model = nn.Linear(64, 64)
@@ -526,8 +586,11 @@ def test_what_stands_beside_the_loss_is_told_apart():
         return outputs.square().mean(), {"outputs": outputs, "count": torch.zeros(3), "weight": module.weight}
 
     traced = trace(Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 64)), 10)
-    sizes = [size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.kind == "aux"]
-    assert sizes == [10 * 64 * 4] * 4
+    aux = [index for index, block in enumerate(traced.blocks) if block.kind == "aux"]
+    assert [traced.sizes[index] for index in aux] == [10 * 64 * 4] * 4
+    # The result of the first step is there until that of the second takes its place.
+    last_made = traced.order.index(aux[3] + 1)
+    assert all(-(index + 1) not in traced.order[:last_made] for index in aux)
 
 
 def test_a_model_in_eval_mode_is_traced_in_train_mode_and_stays_as_it_is():

@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing import attention, autocast, linear, recurrent
+from autobatch.prediction.tracing import attention, autocast, linear, normalization, recurrent
 
 __all__ = ["DEVICE", "DEVICE_TYPE", "DeviceNames", "original_errors", "present", "register", "without_waiting"]
 
 DEVICE_TYPE = "fakegpu"
 DEVICE = f"{DEVICE_TYPE}:0"
 
-_ONE_KERNEL = ("silu_backward", "mish_backward")
+_ONE_KERNEL = ("silu_backward", "mish_backward", "_fused_rms_norm")
 """Operators that are one kernel on CPU and CUDA and that torch writes out in several for any other device: five
 temporaries of the largest activations, which put the peak reserved of some networks 40 % too high."""
 
@@ -129,12 +129,14 @@ def register() -> None:
     acc.register_python_privateuseone_hook(hooks)
     acc.register_python_privateuseone_device_guard(guard)
     for operator in _ONE_KERNEL:
-        kernels.impl(operator, _never_run, "PrivateUse1")
+        if hasattr(torch.ops.aten, operator):  # older versions of torch do not have each
+            kernels.impl(operator, _never_run, "PrivateUse1")
     libraries = (
         attention.register(),
         autocast.register(DEVICE_TYPE),
         recurrent.register(DEVICE_TYPE),
         linear.register(),
+        normalization.register(),
     )
     _registered.extend((hooks, guard, kernels, *libraries))
 

@@ -17,7 +17,7 @@ __all__ = ["attention_buffers", "find_sum", "uses_cublas"]
 _aten = torch.ops.aten
 _PRODUCTS = frozenset((
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.addmv.default,
-    _aten.mv.default, _aten.dot.default,
+    _aten.mv.default, _aten.dot.default, getattr(getattr(_aten, "_grouped_mm", None), "default", None),
 ))  # fmt: skip
 _SUMS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.linalg_vector_norm.default))
 _NORM = _aten.linalg_vector_norm.default

@@ -24,17 +24,9 @@ from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
 from autobatch.prediction.tracing.convolutions import find_calls
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
+from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
 from autobatch.prediction.tracing.kernel_memory import attention_buffers, find_sum, uses_cublas
-from autobatch.prediction.tracing.operators import (
-    Holders,
-    Operators,
-    check_devices,
-    holders_of,
-    is_dense,
-    is_on_device,
-    only_writes,
-    tensors_in,
-)
+from autobatch.prediction.tracing.operators import Operators, check_devices, is_on_device, only_writes, tensors_in
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
 __all__ = ["FakeMode", "Recorder", "make_fake"]
@@ -182,10 +174,11 @@ class Recorder(DispatchMode):
 
     def _read(self, tensor: torch.Tensor) -> Any:
         """One value: of a real tensor its own; in an optimizer's step any, since no allocation depends on it there."""
-        if not isinstance(tensor, FakeTensor):
+        known = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+        if known is not None:
             with torch._C._DisableTorchDispatch():
-                return _READS(tensor)
-        if self.phase == "optimizer" and tensor.constant is None:  # Adafactor's and ASGD's norms and rates
+                return _READS(known)
+        if self.phase == "optimizer":  # Adafactor's and ASGD's norms and rates
             return 1.0 if tensor.is_floating_point() else 1
         return _READS(tensor)
 
