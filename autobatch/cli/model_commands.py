@@ -69,7 +69,7 @@ def configure_predict(command: argparse.ArgumentParser) -> None:
     cards.add_argument(
         "--gpu", nargs="+", action="extend", metavar="NAME", help="such as L4 or 24GiB; default: the one here"
     )
-    cards.add_argument("--all", action="store_true", help="every card that is known, in one table")
+    cards.add_argument("--all", dest="all_cards", action="store_true", help="every card that is known, in one table")
     command.add_argument(
         "--margin", type=float, metavar="SHARE", help="left free on top of the prediction, such as 0.1"
     )
@@ -131,7 +131,7 @@ def _predict(options: argparse.Namespace) -> Answer:
         *options.gpu, source = options.gpu
     if source is None:
         raise InvalidArgument("say MODULE:FUNCTION, a function of yours that returns the model, such as train:make")
-    cards = options.gpu or ([_ANY_CARD] if options.all else [None])
+    cards = options.gpu or ([_ANY_CARD] if options.all_cards else [None])
     if options.save and len(cards) > 1:
         raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
     arguments = _load(source, predict) | _read_options(options, predict)
@@ -145,7 +145,7 @@ def _predict(options: argparse.Namespace) -> Answer:
         save_plan(plans[0], options.save)
     if options.explain:
         text = "\n\n".join(prediction.explain() for prediction in predictions)
-    elif options.all:
+    elif options.all_cards:
         text = _with_changes(predictions[0].explain_cards(), predictions[0])
     else:
         text = "\n".join(map(_summarise, predictions))

@@ -25,4 +25,5 @@ def read_card(index: int | None = None) -> Gpu:
         architecture if architecture in {gpu.architecture for gpu in GPUS} else "unknown",
         multiprocessors=properties.multi_processor_count,
         source="read from the card of this machine",
+        cuda=torch.version.cuda,
     )

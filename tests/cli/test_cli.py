@@ -183,7 +183,7 @@ def test_predict_answers_for_one_card_several_or_all(ask):
     assert [prediction["gpu"]["name"] for prediction in json.loads(text)] == ["T4", "24.0 GiB card"]
     code, text, _ = ask("predict", "train_it:make", "--target", "4096", "--all")
     assert code == 0
-    assert {"T4", "B200", "RTX"} <= {word for line in text.splitlines() for word in line.split()}
+    assert {"T4", "B200", "RTX", "GB200", "MI355X"} <= {word for line in text.splitlines() for word in line.split()}
 
 
 @pytest.mark.predicts

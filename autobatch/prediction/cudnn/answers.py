@@ -160,5 +160,9 @@ def _open() -> sqlite3.Connection:
 
 
 def _make_tables(database: sqlite3.Connection) -> sqlite3.Connection:
-    database.executescript(_MAKE_TABLES)
+    try:
+        database.executescript(_MAKE_TABLES)
+    except BaseException:
+        database.close()
+        raise
     return database

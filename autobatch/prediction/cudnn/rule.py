@@ -11,7 +11,7 @@ from autobatch.prediction.cudnn.convolution import Convolution
 
 __all__ = ["estimate_workspace"]
 
-_WIDE_POINTS = ("sm_80", "sm_90", "sm_100", "sm_120", "unknown")
+_WIDE_POINTS = ("sm_80", "sm_90", "sm_100", "sm_103", "sm_120", "unknown")
 """Cards on which a kernel of size 1 is run on copies, too."""
 
 _NO_TF32 = ("sm_60", "sm_70", "sm_75")
