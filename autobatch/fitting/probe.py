@@ -24,6 +24,7 @@ from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.prediction.trial_replay import FIRST_SIZE
 from autobatch.records import MemoryUsage, Phase, Trial
 from autobatch.state.optimizer_state import count_state, is_making_state, make_state
 from autobatch.state.rewind_point import StepState
@@ -36,7 +37,6 @@ from autobatch.training.accumulation_state import AccumulationState, Shortage
 
 __all__ = ["Probe"]
 
-_WARM_SIZE = 2  # of the first step, whose batch is a copy: at a trial's own size that needs more than training does
 _LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attribute, without another trial
 
 
@@ -46,7 +46,7 @@ class _Readings:
 
     resident: int = 0  # bytes, as in Trial
     held: int = 0  # bytes, as in Trial
-    state: int = 0  # bytes of the optimizer's state that a resumed run brings, in its first trial
+    after_forward: int = 0  # bytes in tensors after the forward pass of the first step
     backward: MemoryUsage = field(default_factory=MemoryUsage)
     optimizer: MemoryUsage = field(default_factory=MemoryUsage)
     retries_before: int = 0  # how often the allocator had freed its cache before the trial
@@ -86,8 +86,7 @@ class Probe:
         usage = self.device.usage()
         self._now, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
         if not self._is_warm:
-            self._now.state = self._resumed_state_bytes(usage)
-            reason = self._run_first_step(min(size, _WARM_SIZE))
+            reason = self._run_first_step(min(size, FIRST_SIZE))
         if reason is None:
             was_known = self._holds_activations
             reason = self._attempt(self._measure, size)
@@ -112,13 +111,26 @@ class Probe:
         self.device.reclaim()
         return 2
 
+    def measure_forward(self) -> int | None:
+        """Run the first step now; returns the bytes that its forward pass leaves, ``None`` where memory ended."""
+        self.device.watch(self.workload.resident_tensors())
+        self._now = _Readings(resident=self.device.usage().allocated)
+        if self._is_warm or self._run_first_step(FIRST_SIZE) is not None:
+            return None
+        return self._now.after_forward - self._now.resident
+
     def _run_first_step(self, size: int) -> str | None:
         """Run the step before the first trial, which records writes; returns why memory ended."""
+        before = self.device.usage()
+        resumed = self._resumed_state_bytes(before)
         reason = self._attempt(self._warm_up, size, records=True)
         if reason is None and self._is_compiled:  # recorded, it ran eagerly: now it is compiled
             reason = self._attempt(self._warm_up, size)
         if reason is None:
             self._is_warm, self._learnt.records = True, False
+            # As the device counts: a substitute for a device does not count the optimizer's real tensors.
+            made = min(self.workload.state_bytes() - resumed, self.device.usage().allocated - before.allocated)
+            self.state_bytes = resumed + max(made, 0)
         else:
             self.state.reset_optimizer()
             self.device.reclaim()
@@ -164,9 +176,6 @@ class Probe:
     def _measure(self, size: int) -> None:
         batch, now = self._make_batch(size), self._now
         before = self.device.usage()
-        # As the device counts: a substitute for a device does not count the optimizer's real tensors.
-        made = min(self.workload.state_bytes() - now.state, before.allocated - now.resident)
-        self.state_bytes = max(self.state_bytes, now.state + max(made, 0))
         now.resident, now.retries_before = before.allocated, before.alloc_retries
         if self._holds_activations:
             # Those of the step before are still held; a Runner learns that in its first step, and so holds them too.
@@ -196,6 +205,8 @@ class Probe:
             nonlocal passes_left
             self._now.phase = "forward"
             output = self.workload.run(samples)
+            if not self._is_warm:
+                self._now.after_forward = self.device.usage().allocated
             self._now.phase, passes_left = "backward", passes_left - 1
             first, *others = [term.loss for term in output.terms]
             return sum(others, start=first), output.aux

@@ -22,11 +22,12 @@ from autobatch.fitting.probe import Probe
 from autobatch.memory.device import Device
 from autobatch.memory.devices import Allowance
 from autobatch.planning.curve import MemoryCurve, fit_curve
-from autobatch.planning.next_trial import Question, choose_size, next_size, next_smaller_size
+from autobatch.planning.evidence import Question
+from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, least_size, useful_sizes
 from autobatch.planning.reuse import Wanted, find_remembered, why_not_confirmed
-from autobatch.prediction.prior import Expectation, expect_largest
+from autobatch.prediction.prior import Expectation, FirstStep, expect_largest
 from autobatch.records import Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.state.training_state import TrainingState
@@ -155,7 +156,8 @@ class SizeSearch:
         expected = Expectation()
         if self.memory.measures and self.memory.describe().kind == "cuda":
             # There trials, and failing ones most, cost more than a trace; not so on a CPU.
-            expected = expect_largest(self.workload, self.example, self.allowance.limit_bytes, sizes)
+            first = FirstStep(self.memory.usage().allocated, self._probe.measure_forward() if sizes[-1] > 1 else None)
+            expected = expect_largest(self.workload, self.example, self.allowance.limit_bytes, sizes, first)
         question = Question(
             bound=self.wanted.max_micro_batch,
             limit_bytes=self.allowance.limit_bytes,
@@ -164,6 +166,7 @@ class SizeSearch:
             candidates=sizes,
             expected=expected.largest,
             expects_no_more=not expected.knows_no_larger,
+            forecast=expected.forecast,
         )
         for policy in (next_size, next_smaller_size) if self.wanted.objective == "memory" else (next_size,):
             while (size := policy(question, self.trials)) is not None:

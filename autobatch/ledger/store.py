@@ -132,12 +132,12 @@ class Store:
         return plan
 
     def _find_row(self, wanted: str) -> tuple[int, str]:
-        # Not LIKE: an id is the user's input here, and % is not what it says.
+        # Not LIKE: an id is the user's input here, and % is not what it says. By name: Python 3.12.0 warns of ?1.
         query = (
-            "SELECT rowid, id FROM plans WHERE substr(id, 1, length(?1)) = ?1 "
-            "ORDER BY id != ?1, made_at DESC, rowid DESC LIMIT 4"
+            "SELECT rowid, id FROM plans WHERE substr(id, 1, length(:wanted)) = :wanted "
+            "ORDER BY id != :wanted, made_at DESC, rowid DESC LIMIT 4"
         )
-        found = self._connection.execute(query, (wanted,)).fetchall() if wanted else []
+        found = self._connection.execute(query, {"wanted": wanted}).fetchall() if wanted else []
         if found and (len(found) == 1 or found[0][1] == wanted):
             return int(found[0][0]), str(found[0][1])
         if found:

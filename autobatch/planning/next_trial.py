@@ -3,9 +3,10 @@
 Covers the policy alone: sizes and outcomes in, one size out; the same trials always lead to the same size. Does not
 cover running a trial (``fitting.probe``), nor the curve of a plan (``curve``).
 
-The search rests on memory that grows convexly with the size, so that a straight line through two measured sizes never
-lies above what a larger size takes: measure two small sizes, jump to where the line meets the limit, confirm. It does
-not depend on that: ``_affords`` limits the number of trials to three more than a bisection's, whatever happens.
+Where a forecast agrees with what was measured, the search goes where it leads. Else it rests on memory that grows
+convexly with the size, so that a straight line through two measured sizes never lies above what a larger size takes:
+measure two small sizes, jump to where the line meets the limit, confirm. It depends on neither: ``_affords`` limits
+the number of trials to three more than a bisection's, whatever happens.
 """
 
 from __future__ import annotations
@@ -13,51 +14,19 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
-from pydantic import Field, model_validator
-
-from autobatch.planning.curve import Line, growing_allocated, growing_reserved
+from autobatch.planning.curve import Line
+from autobatch.planning.evidence import Evidence, Question, draw_line
+from autobatch.planning.forecast import Expected
 from autobatch.planning.planner import Objective
-from autobatch.records import Record, Trial
+from autobatch.records import Trial
 
-__all__ = ["Question", "choose_size", "draw_line", "fits", "most_trials", "next_size", "next_smaller_size"]
+__all__ = ["choose_size", "most_trials", "next_size", "next_smaller_size"]
 
 _AS_FAST = 0.98  # the share of the best rate that still counts as no slower; timings of one size differ by as much
 _STRAIGHT = 200  # points lie on a line within 1/200 of the limit: one 20 MiB segment of the CUDA allocator on 4 GiB
 _SPARE = 50  # a trial that takes 1/50 more than the limit seldom runs out: the headroom is 1/20 by default
+_ENOUGH = 3  # trials, where a prediction is right and the next candidate may or may not fit
 _SEGMENT = 20 * 2**20  # bytes that the CUDA allocator takes at once for what is smaller than half of that
-
-
-class Question(Record):
-    """What a search is to find: the largest useful size that stays within a limit."""
-
-    bound: int = Field(ge=1)  # no size above this is tried: a rank's share of the target, or what the user allows
-    limit_bytes: int = Field(ge=0)
-    measures: bool = True  # where not, trials carry no bytes, and running out of memory is the only signal
-    smallest_probe: int = Field(default=1, ge=1, le=2)  # where 2, one sample is tried only after 2 has failed
-    candidates: tuple[int, ...] = ()  # the sizes worth answering with, ascending; empty: all up to the bound
-    expected: int = Field(default=0, ge=0)  # the answer of a prediction: where to begin, and with a line where to end
-    expects_no_more: bool = True  # whether the prediction says that the next candidate does not fit
-
-    @model_validator(mode="after")
-    def _check_candidates(self) -> Question:
-        start = [*range(1, min(self.bound, 2) + 1)]  # where every search may have to begin and to end
-        candidates = [*self.candidates]
-        if candidates and self.smallest_probe > 1 and candidates[0] in (2, 3):
-            start = candidates[:1]  # a batch of an odd number of samples cannot be divided into parts of 2
-        if candidates and (candidates != sorted({*candidates, *start}) or candidates[-1] > self.bound):
-            raise ValueError(f"candidates must ascend from {start} to at most {self.bound}, not {candidates}")
-        return self
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The possible answers, ascending."""
-        return self.candidates or range(1, self.bound + 1)
-
-
-def fits(question: Question, trial: Trial) -> bool:
-    """Whether the trial ran, without thrashing and within the limit."""
-    within = max(trial.peak_reserved, trial.peak_allocated) <= question.limit_bytes
-    return trial.outcome == "fits" and (within or not question.measures)
 
 
 def choose_size(question: Question, trials: Sequence[Trial], objective: Objective = "throughput") -> int | None:
@@ -67,7 +36,7 @@ def choose_size(question: Question, trials: Sequence[Trial], objective: Objectiv
     what crawls near the limit has the outcome ``"thrash"``. ``"memory"`` takes the smallest within 2 % of the best
     rate in samples per second; without rates the largest, since nothing says that a smaller one is as fast.
     """
-    rates = dict.fromkeys(_Evidence(question, trials).answers, 0.0)
+    rates = dict.fromkeys(Evidence(question, trials).answers, 0.0)
     for trial in trials:
         if trial.micro_batch_size in rates:
             rates[trial.micro_batch_size] = max(rates[trial.micro_batch_size], trial.samples_per_second)
@@ -80,12 +49,13 @@ def choose_size(question: Question, trials: Sequence[Trial], objective: Objectiv
 def next_size(question: Question, trials: Sequence[Trial]) -> int | None:
     """The next size to try, ``None`` when the largest that fits is found.
 
-    It is found where it is the largest candidate, or the next candidate has failed, or a straight line puts that over
-    the limit: one through at least three sizes (or all that exist below), or through two where a prediction agrees. So
-    it is exact on memory that grows convexly. Each size is asked for at most once, and at most ``most_trials`` of them;
-    on memory that grows linearly at most four, none of which runs out of memory, as long as two samples fit.
+    It is found where it is the largest candidate, or the next candidate has failed, or is predicted over the limit by a
+    forecast that agrees with all trials, or a straight line puts it there: one through at least three sizes (or all
+    that exist below), or through two where a prediction agrees. So it is exact on memory that grows convexly. Each
+    size is asked for at most once, and at most ``most_trials`` of them; on memory that grows linearly at most four,
+    none of which runs out of memory, as long as two samples fit.
     """
-    seen = _Evidence(question, trials)
+    seen = Evidence(question, trials)
     if not seen.open or _is_proven(seen):
         return None
     left = most_trials(question) - len(trials) - 1
@@ -115,52 +85,6 @@ def most_trials(question: Question) -> int:
     return question.bound.bit_length() + (3 if question.measures else 0)
 
 
-class _Evidence:
-    """What is settled and what is open. Failures below a size that fits settle nothing: memory may not be monotone.
-
-    ``answers`` are the candidates that fit, ``lowest`` the largest of them or 0, ``limiting`` the smallest above it
-    that does not fit, ``open`` the candidates between them, and ``peaks`` the bytes that grow with the size, by size.
-    """
-
-    def __init__(self, question: Question, trials: Sequence[Trial]) -> None:
-        self.question, self.trials = question, trials
-        self.failing = {trial.micro_batch_size for trial in trials if not fits(question, trial)}
-        self.fitting = {trial.micro_batch_size for trial in trials} - self.failing
-        sizes = question.sizes
-        self.answers = [size for size in self.fitting if size in sizes]
-        self.lowest = max(self.answers, default=0)
-        self.limiting = min((size for size in self.failing if size > self.lowest), default=None)
-        end = len(sizes) if self.limiting is None else bisect_left(sizes, self.limiting)
-        self.open = sizes[bisect_right(sizes, self.lowest) : end]
-        self.measured = [trial for trial in trials if trial.outcome == "fits" and question.measures]
-        self.peaks = {trial.micro_batch_size: growing_reserved(trial) for trial in self.measured}
-
-    def safe_reach(self, size: int, peak: int) -> int:
-        """The largest size within the limit on the line from what is resident at 0, steeper than linear memory is."""
-        resident = min(trial.resident_bytes for trial in self.measured)
-        return Line(size, peak, size, peak - resident).reach(self.question.limit_bytes)
-
-    def snap(self, size: int, above: int) -> int:
-        """The largest open candidate up to ``size``, so that the trial can be the answer; if none is left, ``size``."""
-        index = bisect_right(self.open, size)
-        return self.open[index - 1] if index and self.open[index - 1] > above else size
-
-
-def draw_line(peaks: dict[int, int], trials: Sequence[Trial]) -> Line:
-    """Through the largest of at least two measured sizes and the largest of at most 7/8 of it.
-
-    Reserved bytes are a staircase, and two close sizes are often on one step: so not through the two largest, and never
-    less steep than the bytes in tensors, which know no steps and which the allocator cannot outrun for long. One
-    sample is another program, so it only serves where there is but one other size.
-    """
-    largest = max(peaks)
-    others = [size for size in peaks if size != largest and (size > 1 or len(peaks) == 2)]
-    other = max((size for size in others if size <= largest * 7 // 8), default=min(others))
-    tensors = {trial.micro_batch_size: growing_allocated(trial) for trial in trials}
-    rise = max(peaks[largest] - peaks[other], tensors[largest] - tensors[other])
-    return Line(largest, peaks[largest], largest - other, rise)
-
-
 def _affords(left: int, open_sizes: Sequence[int], size: int) -> bool:
     """Whether the trials left after this one suffice whichever way it ends.
 
@@ -183,14 +107,18 @@ def _nearest_affordable(left: int, open_sizes: Sequence[int], wish: int) -> int:
     return open_sizes[min(max(bisect_left(open_sizes, wish), first, 0), last, len(open_sizes) - 1)]
 
 
-def _is_proven(seen: _Evidence) -> bool:
+def _is_proven(seen: Evidence) -> bool:
     """Whether the next candidate is known to be too large without its trial: what was measured leads over the limit.
 
     On convex memory two points would do, as the line beyond them is never above the truth. That it is convex here is
-    said by a prediction that agrees, or else by a third point.
+    said by a prediction that agrees, or else by a third point. A forecast of trials near it says both.
     """
     question, peaks = seen.question, seen.peaks
-    if not seen.lowest or len(peaks) < 2:
+    if not seen.lowest:
+        return False
+    if (foreseen := seen.forecast.expect(seen.open[0], seen.held)) is not None:
+        return foreseen.likely > question.limit_bytes or _is_doubtful(seen, foreseen)
+    if len(peaks) < 2:
         return False
     line, following = draw_line(peaks, seen.trials), seen.open[0]
     if line.reach(question.limit_bytes) >= following:
@@ -201,7 +129,12 @@ def _is_proven(seen: _Evidence) -> bool:
     return enough and _is_straight(seen, line, following)
 
 
-def _is_straight(seen: _Evidence, line: Line, following: int) -> bool:
+def _is_doubtful(seen: Evidence, foreseen: Expected) -> bool:
+    """Whether the next candidate may be too large, and a third trial has been spent: it is worth no more than that."""
+    return len(seen.trials) >= _ENOUGH and foreseen.at_most > seen.question.limit_bytes
+
+
+def _is_straight(seen: Evidence, line: Line, following: int) -> bool:
     """Whether no measured size lies so far off the line that it might be wrong of the next candidate."""
     question, peaks = seen.question, seen.peaks
     counted = [size for size in peaks if size > 1 or len(peaks) < 4]  # a single sample is another program
@@ -213,12 +146,16 @@ def _is_straight(seen: _Evidence, line: Line, following: int) -> bool:
     return all(line.passes(size, peaks[size], tolerance) for size in counted)
 
 
-def _wishes(seen: _Evidence) -> Iterator[tuple[int, int]]:
+def _wishes(seen: Evidence) -> Iterator[tuple[int, int]]:
     """The sizes worth trying, best first, each with how many more trials must be left for what it prepares.
 
     Where none can be afforded, the middle of the open sizes is next.
     """
     question = seen.question
+    if (surest := seen.forecast.largest(seen.open, seen.held, question.limit_bytes)) is not None:
+        yield surest, 0
+    elif seen.lowest and seen.forecast.expect(seen.open[0], seen.held) is not None:
+        yield seen.open[0], 0  # within the limit, though not surely: else the search would have ended
     if len(seen.peaks) > 1:
         yield from _wishes_on_line(seen, draw_line(seen.peaks, seen.trials))
     elif seen.peaks:
@@ -231,7 +168,7 @@ def _wishes(seen: _Evidence) -> Iterator[tuple[int, int]]:
         yield few[0], 0  # not 1, which is another program; the less memory, the less it costs to be wrong
 
 
-def _wishes_from_one(seen: _Evidence) -> Iterator[tuple[int, int]]:
+def _wishes_from_one(seen: Evidence) -> Iterator[tuple[int, int]]:
     """A second size, so far above the first as is sure to fit on a line; below it, where nothing above is sure."""
     [(size, peak)] = seen.peaks.items()
     safe, last = seen.safe_reach(size, peak), seen.open[-1]
@@ -245,7 +182,7 @@ def _wishes_from_one(seen: _Evidence) -> Iterator[tuple[int, int]]:
     yield _next_open(seen), 0
 
 
-def _wishes_on_line(seen: _Evidence, line: Line) -> Iterator[tuple[int, int]]:
+def _wishes_on_line(seen: Evidence, line: Line) -> Iterator[tuple[int, int]]:
     """Where the line meets the limit, by way of half of it if that is far; the next candidate if it meets it here."""
     limit, expected, following = seen.question.limit_bytes, seen.question.expected, seen.open[0]
     reach = line.reach(limit)
@@ -272,6 +209,6 @@ def _wishes_on_line(seen: _Evidence, line: Line) -> Iterator[tuple[int, int]]:
         yield aim, 0
 
 
-def _next_open(seen: _Evidence) -> int:
+def _next_open(seen: Evidence) -> int:
     """The smallest open candidate, but not one sample before the smallest probe has failed."""
     return max(seen.open[0], min(seen.question.smallest_probe, seen.open[-1]))

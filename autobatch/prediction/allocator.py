@@ -28,6 +28,7 @@ class AllocatorPeak(Record):
     alloc_retries: int = 0  # how often the caches had to go back to the driver ("num_alloc_retries")
     peak_position: int | None = None  # where in the order `allocated` was first reached
     oom_position: int | None = None  # where in the order no memory was left; None if it ran
+    allocated_at_end: int = 0  # bytes in blocks after the last entry
 
     @property
     def out_of_memory(self) -> bool:
@@ -78,17 +79,23 @@ class CachingAllocator:
 
 
 def simulate(
-    order: Sequence[int], sizes: Sequence[int], *, capacity: int | None = None, expandable_segments: bool = False
+    order: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    capacity: int | None = None,
+    expandable_segments: bool = False,
+    released_at: int = 0,
 ) -> AllocatorPeak:
     """Make the allocations in their order, as ``TracedStep`` has it, and return what they took at most.
 
-    What has no bytes gets no block. The driver gives no more than ``capacity``, where that is not None.
+    What has no bytes gets no block. The driver gives no more than ``capacity``, where that is not None. Before the
+    entry ``released_at`` the caches go back to the driver, and peaks are those from there on.
 
     Raises:
         InvalidArgument: The order frees a block that is not allocated, allocates one that is, or names one without a
             size; or a size is negative.
     """
-    return _run(order, _round(order, sizes), capacity, expandable=expandable_segments)
+    return _run(order, _round(order, sizes), capacity, expandable=expandable_segments, released_at=released_at)
 
 
 def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandable_segments: bool = False) -> int:
@@ -110,13 +117,18 @@ def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandabl
     return runs * _RESOLUTION
 
 
-def _run(order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, expandable: bool) -> AllocatorPeak:
+def _run(
+    order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, expandable: bool, released_at: int = 0
+) -> AllocatorPeak:
     allocator = CachingAllocator(capacity, expandable=expandable)
     allocate, free = allocator.allocate, allocator.free
     held = [0] * len(rounded)
     allocated = peak = 0
     peak_position = oom_position = None
     for position, entry in enumerate(order):
+        if position == released_at:
+            allocator.release_cached()
+            peak, peak_position, allocator.peak_reserved = allocated, None, allocator.reserved
         if entry < 0:
             block = held[-entry - 1]
             if block:
@@ -137,6 +149,7 @@ def _run(order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, 
         alloc_retries=allocator.alloc_retries,
         peak_position=peak_position,
         oom_position=oom_position,
+        allocated_at_end=allocated * UNIT,
     )
 
 

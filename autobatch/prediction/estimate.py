@@ -16,7 +16,9 @@ from autobatch.prediction.block_pool import MIB_UNITS, UNIT
 from autobatch.prediction.cards import Gpu
 from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.cudnn.workspaces import Workspaces
+from autobatch.prediction.estimate_cache import CardCache, Measured, SharedCache
 from autobatch.prediction.reductions import buffer_bytes
+from autobatch.prediction.step_parts import has_parts, without_second_micro_batch
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
 __all__ = ["Estimate"]
@@ -42,14 +44,13 @@ class Estimate:
     timeline: Timeline
     workspace_bytes: int = 0  # of one cuBLAS handle
     expandable_segments: bool = False
-    # Samples of an optimizer step, each of whose micro-batches leaves what it returns beside its loss ("aux"): a trace
-    # holds that of two. 0: no step has more than two.
+    # Samples of an optimizer step. Each of its micro-batches leaves what it returns beside its loss ("aux"), of which a
+    # trace holds that of two; and where all samples are in one micro-batch, there is no second. 0: each step has two.
     target: int = 0
     resident_threads: int = 0  # that the card runs at once: how many share a sum; 0: sums take no buffers
     workspaces: Workspaces = _NO_WORKSPACES  # of cuDNN on the card
-    _seen: dict[tuple[str, int], int] = field(default_factory=dict)
-    _peaks: dict[int, AllocatorPeak] = field(default_factory=dict)
-    _simulated: dict[tuple[Any, ...], AllocatorPeak] = field(default_factory=dict)  # shared by cards
+    _own: CardCache = field(default_factory=CardCache)
+    _shared: SharedCache = field(default_factory=SharedCache)
 
     def on_card(self, gpu: Gpu, workspaces: Workspaces | None = None) -> Estimate:
         """The same on another card. Many take as much as others do, so what was simulated for one serves them.
@@ -63,8 +64,7 @@ class Estimate:
             workspace_bytes=gpu.cublas_workspace_bytes,
             resident_threads=gpu.resident_threads,
             workspaces=workspaces or Workspaces.of_card(gpu.architecture, gpu.multiprocessors),
-            _seen={},
-            _peaks={},
+            _own=CardCache(),
         )
 
     def settle(self, judge: Callable[[Estimate], Iterable[int]]) -> Estimate:
@@ -80,16 +80,27 @@ class Estimate:
             runs = {run for n in judge(estimate) for run in estimate._convolutions_at(n)}
             if estimate.workspaces.has_asked(runs):
                 break
-            estimate = replace(estimate, workspaces=estimate.workspaces.ask(runs), _seen={}, _peaks={})
+            answered = estimate.workspaces.ask(runs)
+            estimate = replace(estimate, workspaces=answered, _own=CardCache())
         return estimate
 
     def _convolutions_at(self, n: int) -> set[Convolution]:
-        steps = self.timeline.traced or (self.timeline.at(n),)
+        steps = self.timeline.traced or (self.step(n),)
         return {run for step in steps for run in step.convolutions.values()}
 
     def changed(self, **changes: Any) -> Estimate:
         """The same with other attributes; nothing that was asked of this one is remembered."""
-        return replace(self, _seen={}, _peaks={}, _simulated={}, **changes)
+        return replace(self, _own=CardCache(), _shared=SharedCache(), **changes)
+
+    def step(self, n: int) -> TracedStep:
+        """The step at ``n`` samples, of one micro-batch where that is the whole target; the latest are remembered."""
+        return self._shared.step(n, self._make_step)
+
+    def _make_step(self, n: int) -> TracedStep:
+        step = self.timeline.at(n)
+        if self.timeline.interpolated or not 0 < self.target <= n or not has_parts(self.timeline):
+            return step
+        return step.model_copy(update={"order": tuple(without_second_micro_batch(step.order, step.blocks))})
 
     @property
     def largest_traced(self) -> int | None:
@@ -105,7 +116,7 @@ class Estimate:
 
         Of two micro-batches: without what further ones return beside their losses.
         """
-        return self._measure("tensors", n, TracedStep.peak)
+        return self._count("tensors", n, TracedStep.peak)
 
     def allocated(self, n: int) -> int:
         """Most bytes at once in tensors, sums' buffers and cuBLAS's workspaces, with ``n`` samples in a micro-batch."""
@@ -125,7 +136,7 @@ class Estimate:
         """In how many bytes ``n`` samples run, the caches going back to the driver where they must."""
 
         def measure(step: TracedStep) -> int:
-            return find_least_capacity(*self._with_workspaces(step), expandable_segments=self.expandable_segments)
+            return find_least_capacity(*self.with_workspaces(step), expandable_segments=self.expandable_segments)
 
         return self._measure("least capacity", n, measure) + self._untraced_bytes(n)
 
@@ -145,7 +156,7 @@ class Estimate:
         capacity = limit_bytes - self._untraced_bytes(n)
         if self._allocated_by_two(n) > capacity:
             return False
-        return not self._simulate(self.timeline.at(n), capacity).out_of_memory
+        return not self._simulate(self.step(n), capacity).out_of_memory
 
     def by_kind(self, n: int) -> tuple[Counter[str], int]:
         """What the peak is made of, to the byte: both together sum to ``reserved(n)``.
@@ -155,7 +166,7 @@ class Estimate:
             holds beside all kinds: sizes rounded up, and what other moments of the step need.
         """
         kinds = self._sum_alive(n, lambda block: block.kind)
-        kinds[_HANDLE] += _unseen_handles(self.timeline.at(n)) * self.workspace_bytes
+        kinds[_HANDLE] += _unseen_handles(self.step(n)) * self.workspace_bytes
         kinds["cuDNN workspace"] += self._loose_bytes(n)
         kinds["aux"] += self.aux_bytes(n)
         kinds += Counter()  # drops what has none
@@ -176,11 +187,12 @@ class Estimate:
 
     def _loose_bytes(self, n: int) -> int:
         """Half of the largest workspace where a rule says them: of one size each they fit each other too well."""
-        if self.workspaces.version or not self._convolutions_at(n):
+        if self.workspaces.version or not self.timeline.has_convolutions:
             return 0
 
         def measure(step: TracedStep) -> int:
-            return max(map(self.workspaces.find, step.convolutions.values()), default=0) // 2
+            workspaces = (size for index, size in self._kernel_blocks(step) if index in step.convolutions)
+            return max(workspaces, default=0) // 2
 
         return self._measure("loose", n, measure)
 
@@ -192,12 +204,12 @@ class Estimate:
         def measure(step: TracedStep) -> int:
             return most_alive(step.order, [*map(round_up, _sizes_of("aux", step))]) // _TRACED_MICRO_BATCHES
 
-        return (-(-self.target // n) - _TRACED_MICRO_BATCHES) * self._measure(name, n, measure)
+        return (-(-self.target // n) - _TRACED_MICRO_BATCHES) * self._count(name, n, measure)
 
     def _sum_alive(self, n: int, key: Callable[[Block], str]) -> Counter[str]:
         """Bytes of the tensors that are alive at the peak, by a key of their blocks."""
         if not self.timeline.interpolated:
-            return +self._alive_in(self.timeline.at(n), key)
+            return +self._alive_in(self.step(n), key)
         sums = {step.samples: self._alive_in(step, key) for step in self.timeline.traced}
 
         def interpolate(name: str) -> int:
@@ -206,7 +218,7 @@ class Estimate:
         return +Counter({name: interpolate(name) for counted in sums.values() for name in counted})
 
     def _alive_in(self, step: TracedStep, key: Callable[[Block], str]) -> Counter[str]:
-        order, sizes = self._with_workspaces(step)
+        order, sizes = self.with_workspaces(step)
         alive: set[int] = set()
         for entry in order[: (self._peak(step).peak_position or 0) + 1]:
             (alive.add if entry > 0 else alive.discard)(abs(entry) - 1)
@@ -217,42 +229,68 @@ class Estimate:
         return sums
 
     def _measure(self, name: str, n: int, quantity: Callable[[TracedStep], int]) -> int:
-        if (name, n) not in self._seen:
-            self._seen[name, n] = self.timeline.measure(n, quantity)
-        return self._seen[name, n]
+        """A quantity that is of this card."""
+        return self._remember(self._own.measured, name, n, quantity)
+
+    def _count(self, name: str, n: int, quantity: Callable[[TracedStep], int]) -> int:
+        """A quantity that is the same on every card."""
+        return self._remember(self._shared.measured, name, n, quantity)
+
+    def _remember(self, known: Measured, name: str, n: int, quantity: Callable[[TracedStep], int]) -> int:
+        if (name, n) not in known:
+            is_exact = not self.timeline.interpolated
+            known[name, n] = quantity(self.step(n)) if is_exact else self.timeline.measure(n, quantity)
+        return known[name, n]
 
     def _peak(self, step: TracedStep) -> AllocatorPeak:
-        if step.samples not in self._peaks:
-            self._peaks[step.samples] = self._simulate_once(step)
-        return self._peaks[step.samples]
+        peaks = self._own.peaks
+        if step.samples not in peaks:
+            peaks[step.samples] = self._simulate_once(step)
+        return peaks[step.samples]
 
     def _simulate_once(self, step: TracedStep) -> AllocatorPeak:
-        of_the_card = [size for _, size in self._kernel_blocks(step)]
+        # In the allocator's units: what is the same in them is the same to it.
+        of_the_card = [-(-size // UNIT) for _, size in self._kernel_blocks(step)]
         key = (step.samples, self.workspace_bytes, *of_the_card)
-        if key not in self._simulated:
-            self._simulated[key] = self._simulate(step)
-        return self._simulated[key]
+        simulated = self._shared.simulated
+        if key not in simulated:
+            simulated[key] = self._simulate(step)
+        return simulated[key]
 
     def _simulate(self, step: TracedStep, capacity: int | None = None) -> AllocatorPeak:
-        order, sizes = self._with_workspaces(step)
+        order, sizes = self.with_workspaces(step)
         return simulate(order, sizes, capacity=capacity, expandable_segments=self.expandable_segments)
 
-    def _with_workspaces(self, step: TracedStep) -> tuple[list[int], list[int]]:
+    def with_workspaces(self, step: TracedStep) -> tuple[list[int], list[int]]:
+        """The step's order and its blocks' bytes on this card, workspaces among them."""
         sizes = step.tensor_sizes()
         for index, byte_count in self._kernel_blocks(step):
             sizes[index] = byte_count
         first, unseen = len(sizes) + 1, _unseen_handles(step)
         return [*range(first, first + unseen), *step.order], [*sizes, *[self.workspace_bytes] * unseen]
 
-    def _kernel_blocks(self, step: TracedStep) -> Iterator[tuple[int, int]]:
+    def _kernel_blocks(self, step: TracedStep) -> list[tuple[int, int]]:
         """Which blocks are a kernel's own memory, and bytes of each on this card."""
-        for index, block in enumerate(step.blocks):
-            if block.kind == _HANDLE:
+        known = self._own.kernels
+        if step.samples not in known:
+            known[step.samples] = [*self._find_kernel_blocks(step)]
+        return known[step.samples]
+
+    def _find_kernel_blocks(self, step: TracedStep) -> Iterator[tuple[int, int]]:
+        # By the object: equal ones are mostly one, and to compare them takes as long as to judge them.
+        workspaces = {id(run): self.workspaces.find(run) for run in _each_once(step.convolutions.values())}
+        for index in step.kernel_blocks:
+            kind = step.blocks[index].kind
+            if kind == _HANDLE:
                 yield index, self.workspace_bytes
-            elif block.kind == "partial sums":
+            elif kind == "partial sums":
                 yield index, buffer_bytes(step.sizes[index - 1], step.sizes[index], self.resident_threads)
-            elif block.kind == "cuDNN workspace":
-                yield index, self.workspaces.find(step.convolutions[index])
+            elif kind == "cuDNN workspace":
+                yield index, workspaces[id(step.convolutions[index])]
+
+
+def _each_once(runs: Iterable[Convolution]) -> Iterable[Convolution]:
+    return {id(run): run for run in runs}.values()
 
 
 def _unseen_handles(step: TracedStep) -> int:

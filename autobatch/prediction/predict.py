@@ -69,6 +69,7 @@ def predict(
     expandable_segments: bool = False,
     scaler: bool = False,
     what_if: bool = False,
+    all_cards: bool = False,
 ) -> Prediction:
     """What one training step would need on a card, and what fits there; nothing is run and no card is needed.
 
@@ -89,6 +90,7 @@ def predict(
         expandable_segments: Whether ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` will be set.
         scaler: Whether the loss will be scaled by a ``GradScaler``.
         what_if: Whether to trace other ways to do the same step too, which takes some times as long.
+        all_cards: Whether ``cards`` has every card that is known, not just the common ones.
 
     Returns:
         The prediction.
@@ -104,9 +106,15 @@ def predict(
     target_batch = check_target(target_batch)
     if isinstance(margin, bool) or not isinstance(margin, numbers.Real) or not 0 <= margin < 1:
         raise InvalidArgument(f"margin={show_value(margin)} must be a fraction from 0 to less than 1, such as 0.1")
-    for name, switch in (("expandable_segments", expandable_segments), ("scaler", scaler), ("what_if", what_if)):
+    switches = {
+        "expandable_segments": expandable_segments,
+        "scaler": scaler,
+        "what_if": what_if,
+        "all_cards": all_cards,
+    }
+    for name, switch in switches.items():
         check_switch(name, switch)
-    card = _find_local() if gpu is None else find_gpu(gpu)
+    card = _find_local() if gpu is None else find_gpu(gpu, torch.version.cuda)
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, target_batch)
     layout, circumstances = example.layout, Circumstances(scaler=scaler)
@@ -116,7 +124,7 @@ def predict(
         timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
         smallest = ask_smallest() if ask_smallest else None
     estimate = Estimate(timeline, expandable_segments=expandable_segments, target=target_batch).on_card(card)
-    sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1)
+    sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1, torch.version.cuda)
     sizing, proof = prove_sizing(sizing, workload, layout, circumstances)
     # A division that ends in one sample needs a model that can run it.
     ends_in_one = sizing.largest > 0 and min(balance(target_batch, sizing.largest)) == 1 < target_batch
@@ -124,14 +132,16 @@ def predict(
         sizing, proof = prove_sizing(replace(sizing, smallest=2), workload, layout, circumstances)
     explained = (run_apart(lambda: explain_loss(workload, layout)),) if workload.step is default_step else ()
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
-    prediction = _predict(workload, layout, sizing, proof, warnings)
+    prediction = _predict(workload, layout, sizing, proof, warnings, all_cards=all_cards)
     changes = try_changes(workload, layout, sizing, circumstances) if what_if else ()
     seconds = time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
     return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})
 
 
-def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...]) -> Prediction:
+def _predict(
+    workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, warnings: tuple[str, ...], *, all_cards: bool
+) -> Prediction:
     estimate, points, judged = sizing.estimate, sizing.points(), sizing.judged
     by_kind, held_bytes = estimate.by_kind(judged)
     breakdown = [*by_kind.most_common(), *([(_HELD, held_bytes)] if held_bytes else [])]
@@ -139,7 +149,7 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, w
         Trial(micro_batch_size=at.size, outcome="fits", peak_allocated=at.allocated, peak_reserved=at.reserved)
         for at in points
     ]
-    curve = fit_curve(trials)
+    curve, per_sample = fit_curve(trials), estimate.changed(target=0)
     untraced = (f"{_NOT_TRACED}: {proof.doubt}",) if proof.doubt else ()
     warnings = (*_warn_of_split(workload, sizing), *warnings, *untraced)
     return Prediction(
@@ -154,11 +164,11 @@ def _predict(workload: Workload, layout: Layout, sizing: Sizing, proof: Proof, w
         peak_bytes=estimate.reserved(judged) + sizing.gpu.context_bytes,
         breakdown=_as_parts(breakdown),
         modules=_as_parts(estimate.by_module(judged).most_common(_MODULES)),
-        per_sample_bytes=estimate.tensor_bytes(judged + 1) - estimate.tensor_bytes(judged),
+        per_sample_bytes=per_sample.tensor_bytes(judged + 1) - per_sample.tensor_bytes(judged),
         context_bytes=sizing.gpu.context_bytes,
         margin=sizing.margin,
         margin_reason=MARGIN_REASON if sizing.margin == MARGIN else f"because margin={sizing.margin:g} was asked for",
-        cards=sizing.cards(),
+        cards=sizing.cards(every=all_cards),
         interpolated=estimate.timeline.interpolated,
         cudnn_version=estimate.workspaces.version,
         has_convolutions=estimate.timeline.has_convolutions,

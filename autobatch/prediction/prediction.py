@@ -29,7 +29,7 @@ class Prediction(PredictionRecord):
         return text.explain_prediction(self)
 
     def explain_cards(self) -> str:
-        """The same step on every card that is known, as a table."""
+        """The same step on the cards of ``cards``, as a table."""
         return text.explain_cards(self)
 
     def _repr_html_(self) -> str:

@@ -117,7 +117,8 @@ class PredictionRecord(Record):
         changes: What else could be done, the most gained first; empty unless asked for.
         margin: The fraction of the predicted peak of the whole process that is left free on top of it.
         margin_reason: Why it is that much.
-        cards: The same step on every card that is known, with the same margin; the asked one among them, if it is.
+        cards: The same step on the common cards and on the asked one, if it is known, or on all that are known, where
+            that was asked for; with the same margin.
         interpolated: Whether the step ran different operators at different sizes, so that all numbers for sizes in
             between are on lines through the nearest two that were traced.
         has_convolutions: Whether any operator is a call of cuDNN that may take a workspace.

@@ -2,8 +2,10 @@
 
 Covers the sizes worth asking for, and the most samples that fit with a margin, without one, and with the allocator
 giving memory back. On each card the answer is a size that fits while the next larger useful one does not, both
-simulated with that card's workspaces. Does not cover the estimate. Imports no torch. With a ResNet-50 (7000 events,
-17 ms a simulation) all cards took 14 simulations for a target of 256, and 58 for one of 4096.
+simulated with that card's workspaces. Does not cover the estimate. Imports no torch.
+
+A prediction lists the common cards, and all that are known only where it is asked to: each number of multiprocessors
+has its own buffers of sums, and so its own simulations.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autobatch.planning.planner import least_size, useful_sizes
-from autobatch.prediction.cards import GPUS, Gpu
+from autobatch.prediction.card_table import COMMON, Gpu, known_cards
 from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.record import CardFit, Point, Reach
@@ -41,6 +43,7 @@ class Sizing:
     target: int  # samples an optimizer step should see
     margin: float  # fraction of the predicted peak of the whole process to leave free on top of it
     smallest: int = 1  # the fewest samples that the model can run; no size leaves a micro-batch of fewer
+    cuda: str | None = None  # that torch was built with
 
     @cached_property
     def largest(self) -> int:
@@ -62,10 +65,12 @@ class Sizing:
             for size in sorted({*_thin(self._sizes), *answers})
         )
 
-    def cards(self) -> tuple[CardFit, ...]:
-        """Every card that is known, with the same margin."""
-        estimates = {_kind_of(gpu): self.estimate.on_card(gpu, self._workspaces_on(gpu)) for gpu in GPUS}
-        return tuple(_fit(replace(self, estimate=estimates[_kind_of(gpu)], gpu=gpu)) for gpu in GPUS)
+    def cards(self, *, every: bool = False) -> tuple[CardFit, ...]:
+        """The common cards and the asked one, or every card that is known, with the same margin."""
+        asked = self.gpu.name
+        gpus = [gpu for gpu in known_cards(self.cuda) if every or gpu.name in COMMON or gpu.name == asked]
+        estimates = {_kind_of(gpu): self.estimate.on_card(gpu, self._workspaces_on(gpu)) for gpu in gpus}
+        return tuple(_fit(replace(self, estimate=estimates[_kind_of(gpu)], gpu=gpu)) for gpu in gpus)
 
     def settled(self) -> Sizing:
         """The same with an estimate for which cuDNN was asked about each size that is an answer."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from textwrap import wrap
 
 from autobatch._formatting import format_bytes, plural
+from autobatch.prediction.card_table import GPUS
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
 from autobatch.report.tables import Bytes, Cell, Section, Table, format_cell
 from autobatch.report.text import describe_division
@@ -49,7 +50,7 @@ def explain_prediction(prediction: PredictionRecord) -> str:
             *_section(f"Its tensors at {size}, by module", _part_lines(_modules(prediction))),
             *_section("Memory by size", _point_lines(prediction)),
             *_section("What would help", _change_lines(prediction)),
-            *_section("On every card that is known", _card_lines(prediction)),
+            *_section(_title_cards(prediction), _card_lines(prediction)),
             *_section("How sure this is", _wrapped(_trust_lines(prediction))),
             *_section("Warnings", _wrapped(f"! {warning}" for warning in prediction.warnings)),
         ]
@@ -57,7 +58,7 @@ def explain_prediction(prediction: PredictionRecord) -> str:
 
 
 def explain_cards(prediction: PredictionRecord) -> str:
-    """Every card that is known, a line each; ends without a newline."""
+    """Every card that was judged, a line each; ends without a newline."""
     header = f"{plural(prediction.target_batch, 'sample')} a step"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
@@ -190,6 +191,14 @@ def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> I
         yield f"{prediction.judged_size} was traced, if nothing else is said; other sizes follow from fewer samples"
 
 
+def _title_cards(prediction: PredictionRecord) -> str:
+    """Those that are left out can be asked for."""
+    every = len(prediction.cards) >= len(GPUS)
+    return (
+        "On every card that is known" if every else f"On common cards (all_cards=True: all {len(GPUS)} that are known)"
+    )
+
+
 def _by_memory(prediction: PredictionRecord) -> list[CardFit]:
     return sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu))
 
@@ -262,7 +271,7 @@ def _table_sections(prediction: PredictionRecord) -> Iterator[Section]:
     yield Section("Memory by size", table=points, planned=chosen)
     yield Section("What would help", table=Table(("saves", "micro-batch", "change"), changes))
     headings = ("card", "memory", "micro-batch", "steps", "peak")
-    yield Section("On every card that is known", table=Table(headings, cards, (_NOMINAL,)))
+    yield Section(_title_cards(prediction), table=Table(headings, cards, (_NOMINAL,)))
 
 
 def _change_cells(change: Change) -> tuple[Cell, ...]:

@@ -147,10 +147,16 @@ class PlainAllocator:
         self.live[block] = (small, start, start + (size if split else length))
         return True
 
-    def run(self, order, sizes):
+    def allocated(self):
+        return sum(end - start for _, start, end in self.live.values())
+
+    def run(self, order, sizes, released_at=0):
         peak = 0
         where = None
         for position, entry in enumerate(order):
+            if position == released_at:
+                self.release()
+                peak, where, self.peak_reserved = self.allocated(), None, self.reserved()
             block = abs(entry) - 1
             if sizes[block] == 0:
                 continue
@@ -158,9 +164,8 @@ class PlainAllocator:
                 del self.live[block]
             elif not self.allocate(block, sizes[block]):
                 return self.summary(peak, where, position)
-            allocated = sum(end - start for _, start, end in self.live.values())
-            if allocated > peak:
-                peak, where = allocated, position
+            if self.allocated() > peak:
+                peak, where = self.allocated(), position
         return self.summary(peak, where, None)
 
     def summary(self, peak, where, oom):
@@ -170,4 +175,5 @@ class PlainAllocator:
             alloc_retries=self.retries,
             peak_position=where,
             oom_position=oom,
+            allocated_at_end=self.allocated(),
         )

@@ -306,6 +306,7 @@ def test_a_disk_that_damages_the_next_file_too_is_not_filled(tmp_path, caplog, m
 
     class Garbled(Store):
         def __enter__(self):
+            self._connection.close()  # no `with` block comes to its end here
             raise sqlite3.DatabaseError("database disk image is malformed")
 
     monkeypatch.setattr(ledger, "Store", Garbled)

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.errors import InvalidArgument
-from autobatch.planning.next_trial import Question, choose_size
+from autobatch.planning.evidence import Question
+from autobatch.planning.next_trial import choose_size
 from autobatch.planning.planner import balance, divide_evenly, useful_sizes
 from autobatch.records import Trial
 

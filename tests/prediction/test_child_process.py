@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from autobatch.errors import CannotPredict
+from autobatch.prediction import child_process, forking
 from autobatch.prediction.child_process import begin_apart, run_apart
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
@@ -74,14 +75,23 @@ def test_the_death_of_the_child_is_an_error_here(end, message):
         run_apart(end)
 
 
-def test_a_child_that_hangs_is_killed():
-    """After the time that it was given; none is left behind."""
+def test_a_child_that_hangs_is_killed(monkeypatch):
+    """After the time that it was given; it is not left behind, whatever other children this process has."""
+    start, children = child_process._start, []
+
+    def note_child(*given):
+        made = start(*given)
+        children.append(made[0])
+        return made
+
+    monkeypatch.setattr(child_process, "_start", note_child)
     started = time.monotonic()
     with pytest.raises(CannotPredict, match="did not come to an end in time"):
         run_apart(lambda: time.sleep(60), most_seconds=0.3)
     assert time.monotonic() - started < 10
+    (child,) = children
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(child, os.WNOHANG)
 
 
 def test_a_large_result_comes_whole():
@@ -148,7 +158,7 @@ def test_an_answer_waits_for_nobody_else_who_holds_the_pipe():
     """A process that the function left behind, or one that another thread forked just then."""
 
     def leave_a_process():
-        child = os.fork()
+        child = forking.fork()
         if child == 0:
             time.sleep(60)
             os._exit(0)
@@ -179,6 +189,7 @@ def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):
     def refuse():
         raise BlockingIOError("no more processes")
 
+    monkeypatch.setattr(forking, "has_cards_threads", lambda: False)  # so that os.fork is what forks
     monkeypatch.setattr(os, "fork", refuse)
     before = len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(CannotPredict, match=r"none could be started .*no more processes"):

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autobatch.prediction.cards import find_gpu
+from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, combine
 
@@ -158,3 +160,35 @@ def test_what_stands_beside_losses_is_counted_of_every_micro_batch(each, expanda
     kinds, held_bytes = ten.by_kind(4)
     assert kinds.total() + held_bytes == ten.reserved(4)
     assert kinds["aux"] == 2 * 4 * each + ten.aux_bytes(4)
+
+
+def _numbers(estimate, n):
+    kinds, held_bytes = estimate.by_kind(n)
+    return estimate.reserved(n), estimate.allocated(n), estimate.tensor_bytes(n), kinds, held_bytes
+
+
+def test_what_is_shared_by_cards_is_what_each_has_alone():
+    """Sums' buffers, convolutions' and cuBLAS's workspaces are those of the card, whichever was asked before."""
+    numbers, sums = (Block(phase="forward", kind=kind) for kind in ("addends", "partial sums"))
+    workspace = Block(phase="forward", kind="cuDNN workspace")
+    run = Convolution("weight gradient", (0, 64, 56, 56), (64, 64, 3, 3), (1, 1), (1, 1), (1, 1))
+    timeline = Timeline(
+        order=(1, 2, 3, 4, -4, -3, -2, 5, -5, -1),
+        fixed=(100 * MIB, 50_000, 40_000, 0, 0),
+        per_sample=(0, 0, 4, 3 * MIB, 0),
+        blocks=(WEIGHT, numbers, sums, ACTIVATION, workspace),
+        convolutions={4: (run, (1, 0, 0, 0))},
+    )
+    shared = Estimate(timeline, target=400)
+    cards = [find_gpu(name) for name in ("L4", "T4", "A100-80GB", "H100-80GB", "V100-16GB")]
+    together = [_numbers(shared.on_card(card), n) for n in (3, 40, 100) for card in cards]
+    alone = [_numbers(Estimate(timeline, target=400).on_card(card), n) for n in (3, 40, 100) for card in cards]
+    assert together == alone
+    assert len({reserved for reserved, *_ in together[-len(cards) :]}) > 2
+
+
+def test_sizes_beyond_those_that_are_remembered_are_as_exact():
+    """A search that asks for many sizes finds at each what it finds there alone."""
+    asked = Estimate(make_timeline(), 8 * MIB)
+    sizes = [*range(1, 80), *range(1, 80, 7)]
+    assert [asked.step(n) for n in sizes] == [make_timeline().at(n) for n in sizes]

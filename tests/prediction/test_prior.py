@@ -17,14 +17,16 @@ from workloads import Plain, make_batch, mean_step
 
 import autobatch
 from autobatch.batch.layout import describe
-from autobatch.planning.next_trial import Question, choose_size, most_trials, next_size
+from autobatch.planning.evidence import Question
+from autobatch.planning.next_trial import choose_size, most_trials, next_size
 from autobatch.planning.planner import useful_sizes
 from autobatch.prediction.cards import make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
-from autobatch.prediction.prior import Expectation, expect_largest, expects_expandable_segments
+from autobatch.prediction.prior import Expectation, FirstStep, _TrialEstimate, expect_largest
 from autobatch.prediction.timeline import combine
 from autobatch.prediction.tracing.trace import trace, trace_timeline
+from autobatch.prediction.trial_replay import TrialReplay
 from autobatch.records import Trial
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice
@@ -67,7 +69,7 @@ def test_on_a_card_the_search_begins_at_a_quarter_of_the_prediction(name):
     timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
     estimate = Estimate(timeline, 4096 * 8 * 1024)
     total = estimate.reserved(100) + 2**20
-    card = FakeCard(lambda n: int(estimate.allocated(0) * 0.5 + 2**18 * n), total)
+    card = FakeCard(lambda n: 2**20 + 2**18 * n, total)
     plan = autobatch.fit(
         workload.model, 256, batch=batch, step=workload.step, optimizer=workload.optimizer, device=card, headroom=0
     )
@@ -174,9 +176,12 @@ def test_the_expectation_is_the_largest_that_fits():
     batch, workload = workload_of("transformer")
     estimate = on_any_card(run_apart(lambda: trace_timeline(workload, describe(batch))))
     sizes = useful_sizes(64, 64)
-    limit = estimate.reserved(16)  # what is smaller than a segment takes one, so more samples may take as much
-    largest = max(size for size in sizes if estimate.reserved(size) <= limit)
-    assert expect_largest(workload, describe(batch), limit, sizes) == Expectation(largest)
+    trial = TrialReplay(estimate)
+    limit = trial.reserved(16)  # what is smaller than a segment takes one, so more samples may take as much
+    largest = max(size for size in sizes if trial.reserved(size) <= limit)
+    expected = expect_largest(workload, describe(batch), limit, sizes)
+    assert (expected.largest, expected.knows_no_larger) == (largest, False)
+    assert all(held == trial.reserved(size) for size, held in expected.forecast.points)
     assert expect_largest(workload, describe(batch), 1000, sizes) == Expectation()
 
 
@@ -229,46 +234,67 @@ def test_whatever_is_expected_at_most_half_of_it_is_tried_first(target, share):
     assert next_size(question, []) <= max(expected // 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("environment", "expandable"),
-    [
-        ({}, False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments : True"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, False),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-            False,
-        ),
-        (
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:False"},
-            True,
-        ),
-    ],
-    ids=str,
-)
-def test_the_allocator_of_this_process_is_expected(monkeypatch, environment, expandable):
-    """As its environment sets it; where two variables do, as torch 2.13 was seen to read them."""
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert expects_expandable_segments() == expandable
-
-
 @pytest.mark.predicts
 def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
     """A size that fixed segments would fit, and expandable ones, in pages of 20 MiB, do not."""
     batch, workload = workload_of("linear layers")
     timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
-    fixed, expandable = (Estimate(timeline, 4096 * 8 * 1024, which).reserved(500_000) for which in (False, True))
+    card = make_gpu("any", 0, source="")
+    estimates = [Estimate(timeline, expandable_segments=which).on_card(card) for which in (False, True)]
+    fixed, expandable = (TrialReplay(estimate).reserved(500_000) for estimate in estimates)
     assert fixed < expandable
     sizes = useful_sizes(10**6, 10**6)
+    # Then what the environment says counts, of which torch keeps a copy otherwise.
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest == 500_000
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest < 500_000
+
+
+@pytest.mark.predicts
+def test_a_first_step_that_holds_what_was_predicted_confirms_it():
+    """To a sixteenth of its tensors; where cuBLAS has its two workspaces already they are not counted twice."""
+    batch, workload = workload_of("transformer")
+    trial = TrialReplay(on_any_card(run_apart(lambda: trace_timeline(workload, describe(batch)))))
+    left, tensors = trial.forward
+    sizes, limit, before = useful_sizes(256, 256), 2**28, trial.resident_bytes + 2**26 + 2 * (left - tensors)
+
+    def expect(forward_bytes):
+        forecast = expect_largest(workload, describe(batch), limit, sizes, FirstStep(before, forward_bytes)).forecast
+        size, held = forecast.points[0]
+        return forecast.is_confirmed, held - trial.reserved(size)
+
+    others = before - trial.resident_bytes
+    assert expect(left) == expect(left + tensors // 20) == (True, others)
+    assert expect(left + tensors // 10) == expect(None) == expect(0) == (False, others)
+    assert expect(tensors) == (True, 2**26)
+
+
+@pytest.mark.predicts
+def test_other_tensors_of_the_process_are_counted():
+    """A batch or a second model that is on the card takes from what trials may hold."""
+    batch, workload = workload_of("transformer")
+    sizes, limit = useful_sizes(256, 256), 2**28
+    alone, beside = (
+        expect_largest(workload, describe(batch), limit, sizes, FirstStep(held)).largest for held in (0, 2**26)
+    )
+    assert beside < alone
+
+
+@pytest.mark.predicts
+def test_one_segment_does_not_decide_over_a_third_of_the_samples():
+    """Training may take as much beyond the limit as headroom leaves, where the next smaller size is far away."""
+    timeline = run_apart(lambda: trace_timeline(workload_of("transformer")[1], describe(tokens())))
+    estimate = on_any_card(timeline)
+    held = estimate.reserved(4096)
+    for limit, sizes, most in (
+        (held - 1, (2048, 4096), 0),
+        (held - held // 30, (2048, 4096), 0),
+        (held - held // 10, (2048, 4096), 2048),
+        (held - 1, (3900, 4096), 3900),
+    ):
+        assert _TrialEstimate(estimate, limit, FirstStep()).find_largest_to_train(sizes, 4096) == most
 
 
 @pytest.mark.predicts
@@ -315,6 +341,7 @@ def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_trac
     sizes = useful_sizes(4096, 4096)
     expected = expect_largest(Workload(nn.Linear(2, 2), run), describe(torch.zeros(2, 2)), 2**40, sizes)
     assert expected == Expectation(max(size for size in sizes if size <= 67), knows_no_larger=True)
+    assert not expected.forecast.points
 
 
 def search_concave_memory(fitting, *, expects_no_more):

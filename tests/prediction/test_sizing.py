@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autobatch.planning.planner import balance, useful_sizes
-from autobatch.prediction.cards import GPUS, make_gpu
+from autobatch.prediction.card_table import COMMON
+from autobatch.prediction.cards import GPUS, find_gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.sizing import Sizing, find_limit
@@ -106,7 +107,7 @@ def test_where_sizes_are_many_the_points_are_spread_by_ratio():
 def test_each_card_is_judged_as_if_it_had_been_asked_for(timeline, target, margin):
     """With its own workspaces, context and total."""
     asked = make_card(2**34)
-    fits = Sizing(Estimate(timeline, asked.cublas_workspace_bytes), asked, target, margin).cards()
+    fits = Sizing(Estimate(timeline, asked.cublas_workspace_bytes), asked, target, margin).cards(every=True)
     assert [fit.gpu for fit in fits] == [gpu.name for gpu in GPUS]
     estimates = {w: Estimate(timeline, w) for w in {gpu.cublas_workspace_bytes for gpu in GPUS}}
     for gpu, fit in zip(GPUS, fits, strict=True):
@@ -115,6 +116,18 @@ def test_each_card_is_judged_as_if_it_had_been_asked_for(timeline, target, margi
         peak = own.estimate.reserved(size) + gpu.context_bytes if size else 0
         steps = len(balance(target, size)) if size else 0
         assert (fit.micro_batch_size, fit.peak_bytes, fit.accumulation_steps) == (size, peak, steps)
+
+
+def test_unasked_the_common_cards_and_the_asked_one_are_judged():
+    """Each as it is among all; a card that has just a size is none of them."""
+    estimate = Estimate(Timeline(order=(1,), fixed=(0,), per_sample=(MIB,), blocks=(BLOCK,)), 8 * MIB)
+    rare = find_gpu("RTX 2060 SUPER")
+    assert rare.name not in COMMON
+    for asked in (find_gpu("L4"), rare, make_card(2**34)):
+        sizing = Sizing(estimate, asked, 100_000, 0.1)
+        listed = [fit for fit in sizing.cards(every=True) if fit.gpu in {*COMMON, asked.name}]
+        assert [*sizing.cards()] == listed
+        assert len(listed) == len(COMMON | {asked.name} & {gpu.name for gpu in GPUS})
 
 
 @pytest.mark.parametrize(("target", "bound"), [(5000, 1024), (1024, 1024), (100, 100)])
@@ -133,9 +146,9 @@ def test_the_largest_target_takes_no_time(target):
     """20 000 useful sizes, of which a few dozen are simulated: on all cards, in seconds of a child that is killed."""
     estimate = Estimate(Timeline(order=(1,), fixed=(0,), per_sample=(MIB,), blocks=(BLOCK,)), 8 * MIB)
     sizing = Sizing(estimate, make_card(2**34), target, 0.1)
-    sizes = run_apart(lambda: [fit.micro_batch_size for fit in sizing.cards()] + [len(sizing.points())], 20.0)
+    sizes = run_apart(lambda: [fit.micro_batch_size for fit in sizing.cards(every=True)] + [len(sizing.points())], 20.0)
     assert len(sizes) == len(GPUS) + 1
-    assert all(size > 5000 for size in sizes[:-1])
+    assert all(size > 2500 for size in sizes[:-1])  # on the smallest card, of 4 GB
 
 
 def test_a_limit_is_what_is_left_of_the_card():

@@ -103,7 +103,7 @@ def test_lines_fit_a_window(any_prediction):
 def test_every_card_has_its_line(any_prediction):
     """With what stands in the record; a nominal total is marked, and the mark is explained."""
     judged = any_prediction.judged_size
-    header, *lines = section(any_prediction, "On every card that is known")
+    header, *lines = section(any_prediction, "On common cards")
     legend, *untraced = [line for line in lines if line.strip().startswith("*") or "was traced" in line]
     lines = [line for line in lines if line not in {legend, *untraced}]
     text = f"  {judged} was traced, if nothing else is said; other sizes follow from fewer samples"
@@ -121,9 +121,18 @@ def test_every_card_has_its_line(any_prediction):
     assert len(shown) == len(any_prediction.cards)
 
 
+def test_where_all_cards_were_asked_for_the_title_says_so(split):
+    """Else it says how to ask for the rest."""
+    story = predict(gpu="1.25GiB", target_batch=4001, all_cards=True).explain()
+    assert "\nOn every card that is known\n" in story
+    assert f"\nOn common cards (all_cards=True: all {len(GPUS)} that are known)\n" in split.explain()
+    for text in (story, split.explain()):
+        assert max(map(len, text.splitlines()[1:])) <= 100
+
+
 def test_the_asked_card_is_marked_where_it_is_in_the_table(whole, split):
     """It is not among others, and a card that has just a size is not in the table."""
-    [line] = [line for line in section(whole, "On every card") if "<- this one" in line]
+    [line] = [line for line in section(whole, "On common cards") if "<- this one" in line]
     assert line.strip().startswith(f"{NOMINAL} *")
     assert "<- this one" not in split.explain()
 

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.timeline import Block, TracedStep, align, combine
 
 pytestmark = pytest.mark.quick
 
 _ACTIVATION = Block(phase="forward", kind="activation", module="body")
 _WEIGHT = Block(phase="before", kind="parameter", module="body")
+_WORKSPACE = Block(phase="forward", kind="cuDNN workspace", module="body")
 
 
 def _traced(samples, fixed, per_sample, blocks=None, order=None):
@@ -34,6 +36,31 @@ def test_two_traces_determine_every_size(coefficients, first, distance, n):
     assert timeline is not None
     assert (timeline.fixed, timeline.per_sample) == (fixed, per_sample)
     assert timeline.at(n).sizes == _traced(n, fixed, per_sample).sizes
+
+
+def test_a_step_at_any_size_is_a_valid_record():
+    """It is made without a check, which its timeline has had; convolutions are those of each block at that size."""
+    runs = [_convolution(samples, channels) for channels in (3, 3, 5) for samples in (2, 4)]
+    first, second = (
+        TracedStep(
+            samples=n,
+            order=(1, 2, 3, -3, -2, -1),
+            sizes=(8, 0, 5 * n),
+            blocks=(_WEIGHT, _WORKSPACE, _WORKSPACE),
+            convolutions={1: runs[index], 2: runs[index + 4]},
+        )
+        for index, n in enumerate((2, 4))
+    )
+    timeline = align(first, second)
+    assert timeline is not None
+    found = timeline.at(7)
+    assert TracedStep.model_validate(found.model_dump()) == found
+    assert found.convolutions == {1: _convolution(7, 3), 2: _convolution(7, 5)}
+    assert (found.kernel_blocks, found.tensor_sizes()) == ([1, 2], [8, 0, 0])
+
+
+def _convolution(samples, channels):
+    return Convolution("forward", (samples, channels, 8, 8), (4, channels, 3, 3), (1, 1), (1, 1), (1, 1))
 
 
 def test_other_orders_do_not_align():
