@@ -2,6 +2,8 @@
 #
 # PYTHON      makes the environment
 # CUDA_VENV   has torch's CUDA build and the stand-in card of tests/card; `make test-cuda` makes it, 5 GB
+# OLDEST_VENV has the oldest Python, torch and other libraries that pyproject.toml names; `make test-oldest` makes it, 7 GB
+# PYTHONS     releases of Python that `make test-pythons` runs the tests with, each in a .venv-3.N of up to 7 GB
 # PYTHON_ENV  runs everything in it; name another interpreter to use what that one has and install nothing, as on a
 #             GPU machine that comes with torch: make test-gpu PYTHON_ENV=python3
 # SEED        of the tests' order and of the examples they draw, to repeat a run: make test SEED=1234
@@ -15,16 +17,18 @@ PYTHON_ENV ?= $(VENV)/bin/python
 INSTALLED := $(if $(filter $(VENV)/bin/python,$(PYTHON_ENV)),$(VENV)/.installed)
 BENCH_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-bench)
 CUDA_VENV ?= .venv-cuda
+OLDEST_VENV ?= .venv-oldest
+PYTHONS ?= 3.10 3.12 3.13
 DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench accuracy docs test quick test-gpu test-cuda proof mutants lint check clean
+.PHONY: help install demo bench accuracy docs test quick test-gpu test-cuda test-oldest test-pythons proof mutants lint check clean
 
 help: ## say what can be made
-	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## make .venv with the tested versions of everything; a second time does nothing
 
@@ -76,7 +80,7 @@ CUDA_PIP := PIP_CONFIG_FILE=/dev/null $(CUDA_VENV)/bin/python -m pip --isolated 
 $(CUDA_VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(CUDA_VENV)/bin/python || "$(PYTHON)" -m venv $(CUDA_VENV)
 	$(CUDA_PIP) torch nvidia-cuda-crt
-	$(CUDA_PIP) --editable . hypothesis numpy pytest pytest-randomly pytest-timeout pytest-xdist
+	$(CUDA_PIP) --editable . hypothesis numpy pytest pytest-randomly pytest-timeout pytest-xdist transformers
 	$(CUDA_VENV)/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None and "this torch has no CUDA")'
 	touch $@
 
@@ -86,6 +90,29 @@ $(CUDA_VENV)/card/libcard.so: $(CUDA_VENV)/.installed $(wildcard tests/card/nati
 # The limit of time for one test is for a machine that is busy with much else; values cost what they cost on a CPU.
 test-cuda: $(CUDA_VENV)/card/libcard.so ## run the tests of CUDA code on a card that computes nothing; needs no GPU
 	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 --timeout 900 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
+
+# What takes long, or a card, is left out: its code is that of the other tests, and `make test` and `make test-cuda` have it.
+MOST_TESTS := -m "not slow" --numprocesses 2 --dist loadfile --ignore tests/gpu --ignore tests/card
+OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
+
+# Where the index has no CPU build of that torch, it comes with CUDA: the tests run beside either.
+$(OLDEST_VENV)/.installed: pyproject.toml constraints-oldest.txt
+	test -x $(OLDEST_VENV)/bin/python || { python=$$(tests/find_python $(OLDEST_PYTHON)) && "$$python" -m venv $(OLDEST_VENV); }
+	$(OLDEST_VENV)/bin/python -m pip install --constraint constraints-oldest.txt torch
+	$(OLDEST_VENV)/bin/python -m pip install --constraint constraints-oldest.txt --editable ".[dev,examples,watch]"
+	touch $@
+
+test-oldest: $(OLDEST_VENV)/.installed ## run all tests but the slow ones and those of cards, on the oldest Python, torch and libraries
+	$(OLDEST_VENV)/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED))
+
+.venv-3.%/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || { python=$$(tests/find_python 3.$*) && "$$python" -m venv $(@D); }
+	$(@D)/bin/python -m pip install --constraint constraints.txt torch
+	$(@D)/bin/python -m pip install --constraint constraints.txt --editable ".[dev,examples,watch]"
+	touch $@
+
+test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested torch: make test-pythons [PYTHONS="3.10 3.12 3.13"]
+	for python in $(PYTHONS); do .venv-$$python/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) || exit; done
 
 proof: $(INSTALLED) ## let memory end at every operation of a training step; prints what came of it
 	"$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py
@@ -99,8 +126,8 @@ lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m mypy --strict autobatch tests/api/typed_usage.py
 	"$(PYTHON_ENV)" -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
-check: lint docs test ## what CI runs, before test-cuda
+check: lint docs test ## what CI runs, before test-cuda and test-oldest
 
-clean: ## remove what tests, linters and builds leave behind; .venv and .venv-cuda stay
+clean: ## remove what tests, linters and builds leave behind; what is installed stays
 	rm -rf build dist site *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(CUDA_VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +

@@ -33,7 +33,10 @@ TORCH_FREE += [
     for name in (
         "allocator",
         "block_pool",
+        "card_table",
         "cards",
+        "contexts",
+        "csv_table",
         "estimate",
         "prediction",
         "sizing",
@@ -100,6 +103,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert set(names) - metadata == here
     assert {
         "autobatch/py.typed",
+        "autobatch/prediction/cards.csv",
+        "autobatch/prediction/contexts.csv",
         "autobatch/report/templates/fragment.html",
         "autobatch/report/templates/style.css",
     } <= here

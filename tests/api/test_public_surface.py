@@ -60,7 +60,7 @@ SIGNATURES = {
     "fit": "model target_batch * batch=None step=None optimizer=None weigh=None device=None budget=None headroom=None "
     "max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True progress=True",
     "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 gpu=None margin=0.1 "
-    "expandable_segments=False scaler=False what_if=False",
+    "expandable_segments=False scaler=False what_if=False all_cards=False",
     "verify": "model batch step=None weigh=None * device=None",
     "Runner": "plan model step optimizer * weigh=None device=None scaler=None max_grad_norm=None scheduler=None "
     "hooks=() keep=() enforce='auto'",
@@ -173,6 +173,7 @@ def test_pages_name_their_arguments_from_the_batch_on() -> None:
         assert {keyword.arg for keyword in call.keywords if keyword.arg} <= set(known), f"{source}: {ast.unparse(call)}"
 
 
+@pytest.mark.predicts
 def test_typed_code_of_a_user_runs(tmp_path: Path) -> None:
     """What mypy has checked is also what happens; and no public name is left out of it, but for the version."""
     program = f"import pathlib, typed_usage; typed_usage.main(pathlib.Path({str(tmp_path)!r}))"

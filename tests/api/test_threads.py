@@ -20,6 +20,7 @@ from torch.utils import _python_dispatch
 import autobatch
 from autobatch.errors import CannotPredict
 from autobatch.memory.cpu import CpuDevice
+from autobatch.prediction import forking
 from autobatch.prediction.child_process import run_apart
 from autobatch.state.process_lock import one_at_a_time
 
@@ -228,6 +229,7 @@ def test_two_traces_leave_the_warning_filters_as_they_were(monkeypatch):
             run_apart(lambda: 3)
 
     before = list(warnings.filters)
+    monkeypatch.setattr(forking, "has_cards_threads", lambda: False)  # so that os.fork is what forks
     monkeypatch.setattr(os, "fork", fork)
     workers = [Worker(trace), Worker(trace)]
     with released(workers, pauses):

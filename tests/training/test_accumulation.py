@@ -587,19 +587,21 @@ def test_a_retry_sees_a_buffer_as_it_was_before_it_grew(length):
     assert relative_error(outcomes[1][1], outcomes[0][1]) <= 1e-12
 
 
-def test_earlier_gradients_come_back_even_where_a_generator_does_not(monkeypatch):
+def test_earlier_gradients_come_back_even_where_a_generator_does_not():
     """One failure in putting back must not keep the rest from it."""
     model = Plain()
     model.head.weight.grad = earlier = torch.ones_like(model.head.weight)
 
-    def step(model, part):
-        monkeypatch.setattr(np.random, "set_state", lambda state: refuse())
-        raise ValueError("the user's own")
-
-    def refuse():
+    def refuse(state):
         raise RuntimeError("no way back")
 
-    with pytest.raises(RuntimeError, match="no way back"):
+    # Undone before the test ends: pytest-randomly sets NumPy's state then too.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no way back"):
+
+        def step(model, part):
+            patch.setattr(np.random, "set_state", refuse)
+            raise ValueError("the user's own")
+
         Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(4, torch.float64))], 4)
     assert model.head.weight.grad is earlier
 
