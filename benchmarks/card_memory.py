@@ -1,6 +1,6 @@
 """Compares what training reserves on this machine's card with what is predicted for it, to the byte.
 
-    python benchmarks/card_memory.py [--output FILE] [--models gpt2 bert] [--sizes 2 32 100]
+    python benchmarks/card_memory.py [--models gpt2 bert] [--sizes 2 32 100]
 
 Covers two optimizer steps of two micro-batches in a plain loop, bfloat16 gradients added up in float32 as the Runner
 does, each size in a cache that was emptied; fixed and expandable segments. No time is measured, so a card that stands
@@ -13,29 +13,26 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+import child
 import torch
 from card_models import TRAININGS, Training
-from tables import Table, write_part
+from tables import Table
 from torch import nn
 
 from autobatch.batch.layout import describe, map_tensors
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.local_card import read_card
-from autobatch.prediction.prior import expects_expandable_segments
 from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.state.gradients import Float32Sums
 from autobatch.step.workload import Workload
+from autobatch.torch_internals.allocator_settings import uses_expandable_segments
 
-__all__ = ["Cell", "measure_cells"]
+__all__ = ["Cell", "measure", "measure_cells"]
 
 _SIZES = (2, 32, 100, 1000)
 _MOST_BYTES = 12 * 2**30
@@ -61,7 +58,7 @@ class Cell(NamedTuple):
 
 def measure_cells(names: Sequence[str], sizes: Sequence[int] = _SIZES) -> Iterator[Cell]:
     """Each model at each size that takes at most 12 GiB, with the segments that this process's environment asks for."""
-    segments = "expandable" if expects_expandable_segments() else "fixed"
+    segments = "expandable" if uses_expandable_segments() else "fixed"
     for name in names:
         training = TRAININGS[name]
         estimate = _predict(training)
@@ -76,7 +73,7 @@ def _predict(training: Training) -> Estimate:
     model, card = training.make_model(), read_card()
     workload = Workload(model, training.step, None, training.make_optimizer(model))
     timeline = run_apart(lambda: trace_timeline(workload, describe(training.make_batch(2))))
-    estimate = Estimate(timeline, expandable_segments=expects_expandable_segments())
+    estimate = Estimate(timeline, expandable_segments=uses_expandable_segments())
     return estimate.on_card(card)
 
 
@@ -125,39 +122,30 @@ def _show(cells: Sequence[Cell]) -> Table:
     return Table("Reserved on a card, beside the prediction", explanation, columns, rows)
 
 
-def _measure_apart(segments: str, arguments: argparse.Namespace) -> list[Cell]:
+def measure(models: Sequence[str] = tuple(TRAININGS), sizes: Sequence[int] = _SIZES) -> Table:
+    """Each model at each size, with fixed and with expandable segments."""
+    return _show([cell for segments in ("fixed", "expandable") for cell in _measure_apart(segments, models, sizes)])
+
+
+def _measure_apart(segments: str, models: Sequence[str], sizes: Sequence[int]) -> list[Cell]:
     """In a process of its own: torch's allocator reads its settings once."""
     settings = {_CONFIGURATION: f"expandable_segments:{segments == 'expandable'}"}
-    command = [
-        sys.executable,
-        __file__,
-        "--cells",
-        "--models",
-        *arguments.models,
-        "--sizes",
-        *map(str, arguments.sizes),
-    ]
-    done = subprocess.run(command, env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
-    lines = [line.split() for line in done.stdout.splitlines()]
-    return [Cell(line[0], int(line[1]), line[2], *map(int, line[3:])) for line in lines]
+    lines = child.read_lines(__file__, "--cells", "--models", *models, "--sizes", *sizes, **settings)
+    cells = [line.split() for line in lines]
+    return [Cell(cell[0], int(cell[1]), cell[2], *map(int, cell[3:])) for cell in cells]
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--models", nargs="+", default=[*TRAININGS], choices=[*TRAININGS])
     parser.add_argument("--sizes", nargs="+", type=int, default=[*_SIZES])
-    parser.add_argument("--output", type=Path)
     parser.add_argument("--cells", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.cells:
         for cell in measure_cells(arguments.models, arguments.sizes):
-            print(*cell, flush=True)
-        return
-    cells = [cell for segments in ("fixed", "expandable") for cell in _measure_apart(segments, arguments)]
-    table = _show(cells)
-    print(table)
-    if arguments.output:
-        write_part(arguments.output, "card", str(table))
+            print(*cell)
+        child.end()
+    print(measure(arguments.models, arguments.sizes))
 
 
 if __name__ == "__main__":

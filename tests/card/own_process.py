@@ -69,9 +69,7 @@ def _answer(path: str, name: str, given: str) -> None:
         result = function(*arguments)
     assert not Mirror.missing, f"no values from {Mirror.missing}"
     print(json.dumps(result), flush=True)  # noqa: T201 - the other end reads it
-    os._exit(
-        0
-    )  # autograd's device threads may want the interpreter while it ends, which aborts: seen on a busy machine
+    os._exit(0)  # autograd's device threads may want the interpreter while it ends, which aborts: benchmarks/child.py
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""Writes the chapter "On CUDA's allocator" of the page of results: the search, what is reserved, workspaces.
+
+    python benchmarks/card.py [--output FILE]
+
+Covers what needs torch's CUDA build and a card, or what stands in for one (tests/card/run). Does not cover time on a
+card: what is timed are cuDNN's answers, on the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+import card_memory
+import card_search
+import card_workspaces
+import torch
+from machine import describe_machine
+from tables import show_goals, write_part
+
+__all__ = ["write_chapter"]
+
+_PAGE = Path(__file__).resolve().with_name("RESULTS.md")
+
+
+def write_chapter() -> str:
+    """All tables, measured now."""
+    tables = [card_search.measure(), card_memory.measure(), card_workspaces.measure()]
+    where = (
+        f"Measured by `python benchmarks/card.py` with torch {torch.__version__}, whose own caching allocator runs "
+        f"here, on {torch.cuda.get_device_name()}; on a machine without a card that is one that stands in for it and "
+        f"computes nothing (`tests/card`). Machine: {describe_machine()}."
+    )
+    lines = [
+        "# On CUDA's allocator",
+        where,
+        show_goals(tables),
+        *(str(table).rstrip() for table in tables),
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=_PAGE)
+    output = parser.parse_args().output
+    with tempfile.TemporaryDirectory() as home:  # no answer of cuDNN's is remembered from earlier
+        os.environ["AUTOBATCH_HOME"] = home
+        write_part(output, "card", write_chapter())
+    print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    _main()
