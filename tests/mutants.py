@@ -883,6 +883,27 @@ MUTANTS = (
         ("tests/prediction/test_prior.py",),
     ),
     Mutant(
+        "a forecast is believed that a trial has refuted",
+        "autobatch/planning/evidence.py",
+        "        is_refuted = self.failing or not question.forecast.agrees(self.held)\n",
+        "        is_refuted = False\n",
+        ("tests/planning/test_forecast.py",),
+    ),
+    Mutant(
+        "a trial that held less than predicted lowers what is feared of the next",
+        "autobatch/planning/forecast.py",
+        "max(likely, then) + more",
+        "likely + more",
+        ("tests/planning/test_forecast.py",),
+    ),
+    Mutant(
+        "a trial's replay keeps the caches of the first step",
+        "autobatch/prediction/trial_replay.py",
+        ", released_at=self._second_step)",
+        ")",
+        ("tests/prediction/test_trial_replay.py",),
+    ),
+    Mutant(
         "Python code runs when a tensor is freed",
         CPU,
         "_StorageReference(storage, self._dead.add)",
@@ -988,8 +1009,8 @@ MUTANTS = (
     Mutant(
         "state of an earlier run is not counted",
         "autobatch/fitting/probe.py",
-        "max(self.state_bytes, now.state + max(made, 0))",
-        "max(self.state_bytes, max(made, 0))",
+        "self.state_bytes = resumed + max(made, 0)",
+        "self.state_bytes = max(made, 0)",
         ("tests/training/test_phases.py",),
     ),
     Mutant(
