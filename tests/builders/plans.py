@@ -39,3 +39,20 @@ def make_plan(target=256, size=43, world_size=1, **changes):
         "version": "0.1.0",
     }
     return Plan(**{**fields, **changes})
+
+
+def make_rank_plans(shares, size=43):
+    """The plans of ranks that share a target so, by rank."""
+    sizes = [balance(share, size) for share in shares]
+    return [
+        make_plan(
+            target=sum(shares),
+            world_size=len(shares),
+            rank=rank,
+            shares=shares,
+            micro_batch_size=max(parts),
+            micro_batch_sizes=parts,
+            accumulation_steps=len(parts),
+        )
+        for rank, parts in enumerate(sizes)
+    ]
