@@ -41,26 +41,30 @@ def make_plan(target=256, size=43, world_size=1, **changes):
     return Plan(**{**fields, **changes})
 
 
-def make_rank_plan(target, size, rank, world_size, **changes):
-    """One rank's plan of an even division, on memory in which every size fits."""
-    from autobatch.planning.shares import share_target
+SMALL = {
+    "budget_bytes": 1000,
+    "headroom_bytes": 0,
+    "peak_bytes": 20,
+    "curve": None,
+    "trials": (),
+    "device": DeviceInfo(kind="cpu", name="CPU", total_bytes=1000),
+}
+"""Of a plan on a substitute for a device on which every size fits."""
 
-    shares = share_target(target, "equal", [1.0] * world_size)
-    sizes = balance(shares[rank], size)
-    return make_plan(
-        target,
-        size,
-        world_size,
-        micro_batch_size=max(sizes),
-        micro_batch_sizes=sizes,
-        accumulation_steps=len(sizes),
-        rank=rank,
-        shares=shares,
-        budget_bytes=1000,
-        headroom_bytes=0,
-        peak_bytes=10 + max(sizes),
-        curve=None,
-        trials=(),
-        device=DeviceInfo(kind="cpu", name="CPU", total_bytes=1000),
-        **changes,
-    )
+
+def make_rank_plans(shares, size=43, **changes):
+    """The plans of ranks that share a target so, by rank."""
+    sizes = [balance(share, size) for share in shares]
+    return [
+        make_plan(
+            target=sum(shares),
+            world_size=len(shares),
+            rank=rank,
+            shares=shares,
+            micro_batch_size=max(parts),
+            micro_batch_sizes=parts,
+            accumulation_steps=len(parts),
+            **changes,
+        )
+        for rank, parts in enumerate(sizes)
+    ]

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from builders.plans import make_rank_plan
+from builders.plans import SMALL, make_rank_plans
 from builders.ranks import run_ranks, values_of
 from splits import CLASS_WEIGHTS
 from torch import nn
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import Plain, full_batch_gradient, make_batch, mean_step, relative_error
 
 import autobatch
+from autobatch.planning.planner import spread
 from autobatch.testing import FakeDevice
 
 DIVISIONS = {
@@ -123,7 +124,7 @@ def step_on_a_rank(name, size):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         start = sum(division[:rank])
         batch = tuple(part[start : start + division[rank]] for part in whole)
-        plan = make_rank_plan(SAMPLES, 3, rank, size, weighed=weigh is not None)
+        plan = make_rank_plans(spread(SAMPLES, size), 3, weighed=weigh is not None, **SMALL)[rank]
         device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
         runner = autobatch.Runner(plan, parallel, step, optimizer, weigh=weigh, device=device)
         if options:  # an ordinary step before, and a forward pass without a backward pass
