@@ -90,8 +90,12 @@ class Channel:
             reason = _first_line(error)
         else:
             return [json.loads(body) for _, body in rows]
-        self._lost = self._explain(reason)
-        raise RankLost(self._lost)
+        raise self.lose(reason)
+
+    def lose(self, reason: str) -> RankLost:
+        """The error of a collective that broke off, here or in the group that trains, with who is gone."""
+        self._lost = self._lost or self._explain(reason)
+        return RankLost(self._lost)
 
     def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
         """Each rank's full length and the bytes of it that are in its slot."""

@@ -54,7 +54,7 @@ class Ranks:
         """Collective the first time that a process group is used."""
         self.model = model
         self.channel: Channel = open_channel(model.process_group, timeout)
-        self.reduction = Reduction(model.process_group)
+        self.reduction = Reduction(model.process_group, self.channel)
 
     @property
     def rank(self) -> int:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
-from autobatch.errors import RankLost
+from autobatch.distributed.channel import Channel
 
 __all__ = ["GradientSlot", "LossSlot", "Reduction", "Slot"]
 
@@ -102,10 +103,12 @@ class Reduction:
 
     Attributes:
         group: The user's own, over which the model is parallel.
+        channel: Knows who is gone where a collective breaks off.
         bucket_bytes: The most bytes of one collective.
     """
 
     group: dist.ProcessGroup | None
+    channel: Channel
     bucket_bytes: int = _BUCKET_BYTES
 
     def __post_init__(self) -> None:
@@ -152,13 +155,11 @@ class Reduction:
 
     def _sum_bucket(self, bucket: torch.Tensor) -> None:
         try:
-            dist.all_reduce(bucket, group=self.group)
+            with _disable_current_modes():  # a budget that raised in here would leave the others waiting
+                dist.all_reduce(bucket, group=self.group)
         except RuntimeError as error:
-            reason = f"{error}".strip().partition("\n")[0]
-            raise RankLost(
-                f"the sum of the gradients over the ranks broke off ({type(error).__name__}: {reason}): the process "
-                f"group cannot be used any more, so start again from a checkpoint; everything is as before the step"
-            ) from error
+            reason = f"the sum of the gradients broke off: {error}".strip().partition("\n")[0]
+            raise self.channel.lose(reason) from error
 
 
 _Part = tuple[Slot, int, int]

@@ -13,13 +13,14 @@ from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.data_parallel import broadcast_buffers_of, undisturbed
 from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import GradientSlot, LossSlot
 from autobatch.distributed.step_agreement import StepAgreement
-from autobatch.errors import InvalidStep, RankLost
+from autobatch.errors import InvalidStep
 
 __all__ = ["SharedStep"]
 
@@ -170,16 +171,13 @@ class SharedStep:
 
     def _broadcast_buffers(self) -> None:
         # Now, and not when the step begins as DistributedDataParallel does: one that is run again would undo it.
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             for buffer in broadcast_buffers_of(self._ranks.model):
                 try:
                     dist.broadcast(buffer, group=self._ranks.model.process_group, group_src=0)
                 except RuntimeError as error:
-                    reason = f"{error}".strip().partition("\n")[0]
-                    raise RankLost(
-                        f"sending the buffers of rank {self._ranks.channel.members[0]} to the others broke off "
-                        f"({reason}): start again from a checkpoint; everything is as before the step"
-                    ) from error
+                    reason = f"sending the buffers broke off: {error}".strip().partition("\n")[0]
+                    raise self._ranks.channel.lose(reason) from error
 
 
 def _digest(gradients: Sequence[torch.Tensor]) -> str:
