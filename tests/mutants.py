@@ -974,8 +974,8 @@ MUTANTS = (
     Mutant(
         "a trial steps a trainer's own optimizer",
         "autobatch/fitting/fit.py",
-        "    optimizer = unwrap_optimizer(optimizer)\n",
-        "",
+        "weigh, unwrap_optimizer(optimizer))",
+        "weigh, optimizer)",
         ("tests/api/test_wrappers.py",),
     ),
     Mutant(

@@ -126,12 +126,13 @@ class Channel:
     def _call_roll(self) -> Sequence[int]:
         """Who does not answer in the store within two seconds; nobody where the store is gone too."""
         try:
-            store = dist.PrefixStore(f"autobatch/{self._exchanges}", dist.distributed_c10d._get_default_store())
-            store.set(f"{self.members[self.rank]}", "here")
+            store = dist.distributed_c10d._get_default_store()
+            roll = f"autobatch/{self._exchanges}/"
+            store.set(f"{roll}{self.members[self.rank]}", "here")
             end = time.monotonic() + _ROLL_CALL_SECONDS
             missing = [rank for rank in range(self.size) if rank != self.rank]
             while missing and time.monotonic() < end:
-                missing = [rank for rank in missing if not store.check([f"{self.members[rank]}"])]
+                missing = [rank for rank in missing if not store.check([f"{roll}{self.members[rank]}"])]
                 time.sleep(0.05)
         except (RuntimeError, AttributeError):
             return ()
@@ -140,7 +141,7 @@ class Channel:
 
 def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Channel:
     """The channel of a process group, made once for each timeout; collective the first time."""
-    own = group or dist.group.WORLD
+    own: Any = group or dist.group.WORLD
     key = f"{own.group_name} {id(own)} {timeout}"
     if key not in _channels:
         _channels[key] = Channel(group, timeout)
@@ -150,8 +151,8 @@ def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = No
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """The process group's own: ``new_group`` takes half an hour, whatever the group that trains has."""
     try:
-        own = group or dist.group.WORLD
-        found: timedelta = own._get_backend(own._device_types[0]).options._timeout  # type: ignore[union-attr]
+        own: Any = group or dist.group.WORLD
+        found: timedelta = own._get_backend(own._device_types[0]).options._timeout
     except (AttributeError, RuntimeError, IndexError):
         return _UNKNOWN_TIMEOUT
     return found

@@ -78,7 +78,9 @@ def _refuse_options(model: DistributedDataParallel) -> None:
             "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast inside step()"
         )
     if getattr(model, "_delay_all_reduce_params", None):
-        raise InvalidArgument("DistributedDataParallel(delay_all_reduce_named_params=...) is not supported: leave it out")
+        raise InvalidArgument(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) is not supported: leave it out"
+        )
     if getattr(model, "_use_python_reducer", False):
         raise InvalidArgument(
             'torch._dynamo.config.optimize_ddp = "python_reducer" is not supported: leave it at its default'

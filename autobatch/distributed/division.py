@@ -46,8 +46,10 @@ class Division:
         self.samples = even[self.rank] if is_known else target - self.size + 1
         self.shares = even if is_known and ranks else ()
 
-    def describe(self, workload: Workload, device: Any, *, objective: str, float32: bool) -> dict[str, Any]:
-        """What this rank tells the others before the search."""
+    def describe(self, workload: Workload, device: Any, *, objective: str, float32: bool) -> list[dict[str, Any]]:
+        """What this rank tells the others before the search; one rank has nobody to tell."""
+        if self._ranks is None:
+            return []
         same = {
             "target_batch=": self.target,
             "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],
@@ -57,7 +59,7 @@ class Division:
             "optimizer=": "None" if workload.optimizer is None else type(workload.optimizer).__name__,
             "the model": describe_parameters(workload.parameters()),
         }
-        return {"same": same, "memory": _name_memory(workload, device)}
+        return [{"same": same, "memory": _name_memory(workload, device)}]
 
     def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Take in what each rank told, by rank.
@@ -65,6 +67,8 @@ class Division:
         Raises:
             InvalidArgument: They were not called alike.
         """
+        if self._ranks is None:
+            return
         refuse_differences([one["same"] for one in said])
         self._tenants = sum(one["memory"] == said[self.rank]["memory"] for one in said)
 
@@ -80,14 +84,16 @@ class Division:
             return budget
         return memory.available_bytes() // self._tenants or None
 
-    def divide(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Divide the target by what each rank has found.
+    def divide(self, said: Sequence[Mapping[str, Any]]) -> int:
+        """Divide the target by what each rank has found; returns this one's samples.
 
         Raises:
             InvalidArgument: It cannot be divided by speed, as no trial was timed.
         """
-        self.shares = share_target(self.target, self._share, [one["rate"] for one in said])
-        self.samples = self.shares[self.rank]
+        if self._ranks is not None:
+            self.shares = share_target(self.target, self._share, [one["rate"] for one in said])
+            self.samples = self.shares[self.rank]
+        return self.samples
 
 
 def _name_memory(workload: Workload, device: Any) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autobatch._formatting import show_value
 from autobatch.distributed.channel import Channel, open_channel
+from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.reduction import Reduction
 from autobatch.distributed.step_agreement import name_error
 from autobatch.errors import InvalidArgument, RankFailed, RankLost
@@ -66,6 +67,15 @@ class Ranks:
         """How many there are."""
         return self.channel.size
 
+    def take_module(self) -> nn.Module:
+        """The module inside, whose passes talk to no other rank.
+
+        Raises:
+            InvalidArgument: Something in it would.
+        """
+        refuse_unsupported(self.model)
+        return module_of(self.model)
+
     @contextmanager
     def all_or_none(self, call: str) -> Iterator[list[Any]]:
         """A block that fails on every rank where it fails on one.
@@ -93,14 +103,14 @@ class Ranks:
         calls = [message.get("call", f"{message.get('action')} {message.get('step')}") for message in heard]
         if len(set(calls)) > 1:
             told = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
-            raise RankFailed(f"the ranks are not at the same place ({told}): make the same calls in the same order on each")
+            raise RankFailed(
+                f"the ranks are not at the same place ({told}): make the same calls in the same order on each"
+            )
         said[:] = [one for message in heard for one in message["said"]]
 
     def _tell(self, call: str, error: BaseException) -> None:
-        try:
+        with suppress(RankLost):  # the error that is on its way says more
             self.channel.exchange({"call": call, "error": name_error(error)})
-        except RankLost:
-            pass  # the error that is on its way says more
 
 
 def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | None:

@@ -72,8 +72,8 @@ class SharedStep:
         if len({one["earlier"] for one in said}) > 1:
             raise meeting.refuse(
                 InvalidStep(
-                    "there are gradients from before the step, and they differ between the ranks, so that the optimizer "
-                    "would move the parameters apart: call optimizer.zero_grad() before runner.step()"
+                    "there are gradients from before the step, and they differ between the ranks, so that the "
+                    "optimizer would move the parameters apart: call optimizer.zero_grad() before runner.step()"
                 )
             )
         named = [one["weights"] for one in said if one["samples"]]
@@ -117,7 +117,9 @@ class SharedStep:
             raise InvalidStep("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
         # Before the others are told that this rank is ready: here memory may end.
         self._ranks.reduction.reserve(trained)
-        results = {dtype: torch.empty((), dtype=dtype, device=trained[0].device) for dtype in (torch.float32, torch.float64)}
+        results = {
+            dtype: torch.empty((), dtype=dtype, device=trained[0].device) for dtype in (torch.float32, torch.float64)
+        }
         slots = [GradientSlot(parameter, sums) for parameter in trained]
         with deferred_interrupts():  # from the others' point of view this rank is in the sum now
             union, total, is_wide = self._get_ready(slots, loss, counted, unit)
@@ -184,6 +186,10 @@ def _digest(gradients: Sequence[torch.Tensor]) -> str:
     """What differs where the gradients do: their numbers' sum, and that of their absolute values, in float64."""
     if not gradients:
         return ""
-    numbers = [gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach() for gradient in gradients]
-    sums = [part for one in numbers for part in (one.sum(dtype=_DOUBLE), torch.linalg.vector_norm(one, 1, dtype=_DOUBLE))]
+    numbers = [
+        gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach() for gradient in gradients
+    ]
+    sums = [
+        part for one in numbers for part in (one.sum(dtype=_DOUBLE), torch.linalg.vector_norm(one, 1, dtype=_DOUBLE))
+    ]
     return hashlib.sha256(bytes(torch.stack(sums).cpu().untyped_storage())).hexdigest()[:16]

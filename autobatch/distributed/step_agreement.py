@@ -8,6 +8,7 @@ there (``shared_step``).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from autobatch.distributed.channel import Channel
@@ -79,10 +80,8 @@ class StepAgreement:
         if self.is_over or isinstance(error, RankLost):
             return
         self.is_over = True
-        try:
+        with suppress(RankLost):  # the error that is on its way says more
             self._exchange(_PLACES[self._met], {"error": name_error(error)})
-        except RankLost:
-            pass  # the error that is on its way says more
 
     def _exchange(self, place: Place, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._channel.exchange({"place": place, "step": self.step, "action": self.action, **said})
@@ -103,5 +102,3 @@ class StepAgreement:
 def name_error(error: BaseException) -> str:
     """The error's type and the first line of what it says."""
     return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_LONGEST_REASON]
-
-

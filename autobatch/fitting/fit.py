@@ -17,11 +17,10 @@ from torch import nn
 from autobatch._arguments import check_choice, check_count, check_micro_batches, check_switch, check_target
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
-from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.division import Division
-from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
+from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout
 from autobatch.errors import InexactSplit
-from autobatch.events import Event, PlanMade, emit
+from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
@@ -121,59 +120,74 @@ def fit(
     started = time.perf_counter()
     ranks = find_ranks(model, read_timeout(timeout))
     with all_or_none(ranks, "fit()") as said:
-        target_batch = check_target(target_batch)
-        check_choice("objective", objective, ("throughput", "memory"))
-        check_choice("check", check, ("warn", "raise", None))
-        for name, switch in (("accumulate_in_float32", accumulate_in_float32), ("reuse", reuse), ("progress", progress)):
-            check_switch(name, switch)
-        bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
-        optimizer = unwrap_optimizer(optimizer)
-        check_micro_batches(target_batch, bound)
-        if ranks is not None:
-            refuse_unsupported(model)
-            model = module_of(model)
-        workload = Workload(model, step or default_step, weigh, optimizer)
+        target_batch, bound = _check_sizes(target_batch, max_micro_batch)
+        _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
+        model = model if ranks is None else ranks.take_module()
+        workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
         division = Division(ranks, target_batch, share)
-        if ranks is not None:
-            said.append(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
-    if ranks is not None:
-        division.hear(said)
+        said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
+    division.hear(said)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
-    # A daemon has no stderr.
-    hooks = (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
+    remembered = ledger if reuse and ranks is None else Ledger(None)
+    wanted = Wanted(
+        target_batch=division.samples,
+        max_micro_batch=min(bound, division.samples),
+        objective=objective,
+        accumulate_in_float32=accumulate_in_float32,
+        limit_bytes=0,
+    )
     with one_at_a_time():
-        with all_or_none(ranks, "fit()"):
-            memory = find_device(workload.parameters(), type(model).__name__, device)
-            memory.watch([*workload.resident_tensors(), *division.reserve(workload)])
-            memory.reclaim()  # an earlier model that was deleted may still take memory of the budget
+        memory = _open_memory(workload, device, division, ranks)
         with collecting_new_objects():
             with _record(workload, memory) as state:
                 with all_or_none(ranks, "fit()") as said:
                     # Only now: the copies of the state are in host memory, and on the CPU that is what is divided.
                     allowance = find_allowance(memory, division.budget(memory, budget), headroom)
-                    wanted = Wanted(
-                        target_batch=division.samples,
-                        max_micro_batch=min(bound, division.samples),
-                        objective=objective,
-                        accumulate_in_float32=accumulate_in_float32,
-                        limit_bytes=allowance.limit_bytes,
+                    found = SizeSearch(
+                        *(workload, memory, allowance, state),
+                        wanted=wanted.model_copy(update={"limit_bytes": allowance.limit_bytes}),
+                        hooks=_progress_hooks(progress=progress),
+                        recall=remembered.recall,
+                        world_size=division.size,
                     )
-                    recall = (ledger if reuse and ranks is None else Ledger(None)).recall
-                    found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall, division.size)
                     found.run(batch)
-                    said.append({"size": found.size, "rate": found.rate})
+                    said.append({"rate": found.rate})
                 with all_or_none(ranks, "fit()"):
-                    if ranks is not None:
-                        division.divide(said)
-                        found.settle(division.samples)
-                    found.finish()
-                    verdict = _check(found) if check is not None and division.samples > 1 else None
-                    warnings = _judge(found, verdict, division.samples, strict=check == "raise")
+                    found.finish(division.divide(said))
+                    verdict, warnings = _check(found, check)
             memory.reclaim()
     plan = _make_plan(found, division, verdict, warnings, time.perf_counter() - started)
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=warnings))
     return plan
+
+
+def _check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:
+    target = check_target(target_batch)
+    bound = check_count("max_micro_batch", target if max_micro_batch is None else max_micro_batch)
+    check_micro_batches(target, bound)
+    return target, bound
+
+
+def _check_choices(objective: Any, check: Any, **switches: Any) -> None:
+    check_choice("objective", objective, ("throughput", "memory"))
+    check_choice("check", check, ("warn", "raise", None))
+    for name, switch in switches.items():
+        check_switch(name, switch)
+
+
+def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ranks | None) -> Device:
+    """The memory of the trials, without what an earlier model that was deleted may still take of it."""
+    with all_or_none(ranks, "fit()"):
+        memory = find_device(workload.parameters(), type(workload.model).__name__, device)
+        memory.watch([*workload.resident_tensors(), *division.reserve(workload)])
+        memory.reclaim()
+    return memory
+
+
+def _progress_hooks(*, progress: bool) -> tuple[Hook, ...]:
+    # A daemon has no stderr.
+    return (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
 
 
 def _record(workload: Workload, memory: Device) -> TrainingState:
@@ -183,8 +197,14 @@ def _record(workload: Workload, memory: Device) -> TrainingState:
     )
 
 
-def _check(found: SizeSearch) -> Verdict:
-    """Check whether the split is exact, after the last trial has restored the modules' train and eval modes."""
+def _check(found: SizeSearch, check: str | None) -> tuple[Verdict | None, tuple[str, ...]]:
+    """The verdict on the split and its warnings, after the last trial has restored the modules' modes."""
+    target = found.wanted.target_batch
+    verdict = _compare(found) if check is not None and target > 1 else None
+    return verdict, _judge(found, verdict, target, strict=check == "raise")
+
+
+def _compare(found: SizeSearch) -> Verdict:
     target, memory = found.wanted.target_batch, found.memory
     sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
     with memory.limit(found.wanted.limit_bytes):

@@ -111,30 +111,21 @@ class SizeSearch:
         if self.workload.step is default_step:
             self.warnings.append(explain_default(model, layout.grow(2)))
 
-    def settle(self, target: int) -> None:
-        """Take so many samples a step, in place of those that sizes were searched for.
-
-        The size into which they are cut has run afterwards.
-
-        Raises:
-            DoesNotFit: It is smaller than one that fits, and does not fit.
-        """
-        self.wanted = self.wanted.model_copy(update={"target_batch": target})
-        self.size = max(balance(target, self.size, min(self.smallest, target)))
-        if self.size not in {trial.micro_batch_size for trial in self.trials}:
-            with torch.enable_grad():
-                self._add(self._try_size(self.size))
-            if self.trials[-1].outcome != "fits":
-                raise DoesNotFit(self._refuse(""))
-
     @property
     def rate(self) -> float:
         """Samples a second at the chosen size; 0 where no trial of it was timed."""
         return max(trial.samples_per_second for trial in self.trials if trial.micro_batch_size == self.size)
 
-    def finish(self) -> None:
-        """Release what the trials needed."""
-        target = self.wanted.target_batch
+    def finish(self, target: int) -> None:
+        """Take so many samples a step, and release what the trials needed.
+
+        Where sizes were searched for another number, the size into which these are cut has run afterwards.
+
+        Raises:
+            DoesNotFit: It is smaller than one that fits, and does not fit.
+        """
+        if target != self.wanted.target_batch:
+            self._settle(target)
         micro_batches, aux_bytes = -(-target // self.size), self._probe.aux_bytes
         if micro_batches > 2 and aux_bytes:
             self.warnings.append(
@@ -143,6 +134,15 @@ class SizeSearch:
             )
         self.state_bytes = self._probe.state_bytes
         del self._probe  # holds a whole batch, which the check must not find on the device
+
+    def _settle(self, target: int) -> None:
+        self.wanted = self.wanted.model_copy(update={"target_batch": target})
+        self.size = max(balance(target, self.size, min(self.smallest, target)))
+        if self.size not in {trial.micro_batch_size for trial in self.trials}:
+            with torch.enable_grad():
+                self._add(self._try_size(self.size))
+            if self.trials[-1].outcome != "fits":
+                raise DoesNotFit(self._refuse(""))
 
     def _prepare(self, batch: Any | None) -> Layout:
         """Find the example batch and put the model into train mode; returns the samples that a trial repeats."""

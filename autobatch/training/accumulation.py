@@ -281,7 +281,11 @@ class Accumulation:
         return None
 
     def _open(
-        self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], earlier: Sequence[torch.Tensor]
+        self,
+        shared: SharedStep,
+        progress: AccumulationState,
+        batches: Sequence[Layout],
+        earlier: Sequence[torch.Tensor],
     ) -> None:
         """Divide by the totals of all ranks from here on."""
         own = progress.denominators

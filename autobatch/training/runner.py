@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,6 @@ from autobatch._arguments import check_choice
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_one_batch
 from autobatch.batch.tree import tensors_of
-from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.ranks import (
     all_or_none,
     describe_parameters,
@@ -129,11 +127,9 @@ class Runner:
         with all_or_none(self._ranks, "Runner()") as said:
             check_plan(plan, weigh)
             if self._ranks is not None:
-                refuse_unsupported(model)
                 check_rank(plan, self._ranks.rank, self._ranks.size)
-                model = module_of(model)
-            optimizer, scaler = unwrap_for_training(optimizer, scaler)
-            scheduler = unwrap_scheduler(scheduler)
+                model = self._ranks.take_module()
+            (optimizer, scaler), scheduler = unwrap_for_training(optimizer, scaler), unwrap_scheduler(scheduler)
             check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
             hooks = check_hooks(hooks)
             check_choice("enforce", enforce, ("auto", "always"))
@@ -142,6 +138,7 @@ class Runner:
             self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
+            self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
             this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
             self._accumulation = Accumulation(
                 self._workload,
@@ -152,16 +149,6 @@ class Runner:
                 smallest=plan.smallest_micro_batch,
                 keep=check_objects(keep),
             )
-            self._update = None
-            if optimizer is not None:
-                self._update = Update(
-                    optimizer=optimizer,
-                    check_memory=self._free_memory.check_update,
-                    advise=lambda: explain_no_retry(this.steps, plan),
-                    scaler=scaler,
-                    max_grad_norm=max_grad_norm,
-                    scheduler=scheduler,
-                )
             self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
             self._layout = Layout(None, 0, plan.batch_lists)
             self._sizes_seen = {sum(plan.micro_batch_sizes)}
@@ -169,12 +156,22 @@ class Runner:
             recorder = None if isinstance(device, Device) else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, hooks, recorder)
             self._events.report_plan(model, optimizer)
-            self._has_reported_gradients = False
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
             self._largest_elements, self._has_larger = 0.0, False
-            self._peak_bytes = 0
+            self._peak_bytes, self._has_reported_gradients = 0, False
             said.append(_describe_binding(plan, self._workload, has_optimizer=optimizer is not None))
         refuse_differences(said)
+
+    def _make_update(self, optimizer: Any, scaler: Any, max_grad_norm: float | None, scheduler: Any) -> Update:
+        this, plan = weakref.proxy(self), self.plan
+        return Update(
+            optimizer=optimizer,
+            check_memory=self._free_memory.check_update,
+            advise=lambda: explain_no_retry(this.steps, plan),
+            scaler=scaler,
+            max_grad_norm=max_grad_norm,
+            scheduler=scheduler,
+        )
 
     @property
     def micro_batch_size(self) -> int:
@@ -243,18 +240,17 @@ class Runner:
         return self._run([batch], update=False)
 
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
-        started, thrashed = time.perf_counter(), False
-        shared = None if self._ranks is None else SharedStep(self._ranks, self.steps, "step" if update else "accumulate")
+        started = time.perf_counter()
+        shared = (
+            None if self._ranks is None else SharedStep(self._ranks, self.steps, "step" if update else "accumulate")
+        )
         try:
             if shared is not None:
                 shared.begin()
-                batches = [batch for batch in batches if not _is_empty(batch)]
             layouts = self._describe(batches)
-            self._free_memory.is_counted = self._is_counted(layouts, update=update)
-            if self._free_memory.is_counted:
-                accumulated, thrashed = self._accumulate_counted(layouts, shared, update=update)
-            else:
-                accumulated = self._accumulate(layouts, shared, update=update)
+            is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
+            accumulate = self._accumulate_counted if is_counted else self._accumulate
+            accumulated, thrashed = accumulate(layouts, shared, update=update)
             if shared is not None:
                 shared.end()
         except BaseException as error:
@@ -298,19 +294,19 @@ class Runner:
         with self._device.limit(self.plan.budget_bytes):
             self._change_pace(self._look_ahead(), self.steps)
             before = self._counted_steps.begin(layouts, self._pace.size, update=update)
-            accumulated = self._accumulate(layouts, shared, update=update)
+            accumulated, _ = self._accumulate(layouts, shared, update=update)
             usage = self._counted_steps.end(is_skipped=accumulated is None or accumulated.loss is None)
         self._peak_bytes = usage.peak_allocated
         return accumulated, usage.alloc_retries > before.alloc_retries
 
     def _accumulate(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
-    ) -> AccumulationState | None:
+    ) -> tuple[AccumulationState | None, bool]:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
         if self._accumulation.smallest > 1:
             refuse_larger_micro_batches(layouts, self.plan, self._accumulation.smallest, self._workload.model)
         try:
-            return self._accumulation.run(layouts, pace_before.size, apply, shared)
+            return self._accumulation.run(layouts, pace_before.size, apply, shared), False
         except BaseException as error:
             self._pace = pace_before  # a step that was undone does not count
             if self._accumulation.smallest > 1 or not refuses_one_sample(error):
@@ -333,7 +329,9 @@ class Runner:
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
-        if not batches and self._ranks is None:
+        if self._ranks is not None:
+            batches = [batch for batch in batches if not _is_empty(batch)]
+        elif not batches:
             raise InvalidBatch("step_over() was given no batches")
         layouts, samples = [], 0
         for batch in batches:

@@ -77,7 +77,9 @@ def _cut_into(runner: autobatch.Runner, sizes: tuple[int, ...]) -> None:
             return cut(ranges, None)
         ((layout, _, _),) = ranges
         stops = accumulate(sizes)
-        return [part for stop, size in zip(stops, sizes, strict=True) for part in cut([(layout, stop - size, stop)], None)]
+        return [
+            part for stop, size in zip(stops, sizes, strict=True) for part in cut([(layout, stop - size, stop)], None)
+        ]
 
     accumulation._cut = cut_into
 

@@ -5,7 +5,6 @@ Covers their results, errors and ends. Does not cover what launchers such as tor
 
 from __future__ import annotations
 
-import datetime
 import multiprocessing
 import os
 import pickle
@@ -13,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,15 @@ class Answer(NamedTuple):
     error: str = ""
     end: str = "well"
     seconds: float = 0.0
+
+
+class _Group(NamedTuple):
+    """What each rank has to know."""
+
+    size: int
+    port: int
+    folder: str
+    timeout_seconds: float
 
 
 def run_ranks(
@@ -52,11 +61,9 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         # In this process, as torchrun has it in its own: it outlives each rank.
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        group = _Group(size, store.port, folder, timeout_seconds)
         processes = [
-            context.Process(
-                target=_run,
-                args=(rank, size, store.port, folder, timeout_seconds, function, arguments, dict(*options[rank : rank + 1])),
-            )
+            context.Process(target=_run, args=(rank, group, function, arguments, dict(*options[rank : rank + 1])))
             for rank in range(size)
         ]
         for process in processes:
@@ -69,7 +76,11 @@ def run_ranks(
 
 def values_of(answers: Sequence[Answer]) -> list[Any]:
     """What each rank returned; an error of any fails the test with its trace."""
-    told = [f"rank {rank}: {answer.end}\n{answer.error}" for rank, answer in enumerate(answers) if answer.error or answer.end != "well"]
+    told = [
+        f"rank {rank}: {answer.end}\n{answer.error}"
+        for rank, answer in enumerate(answers)
+        if answer.error or answer.end != "well"
+    ]
     assert not told, "\n".join(told)
     return [answer.value for answer in answers]
 
@@ -86,22 +97,15 @@ def _answer(process: Any, path: Path) -> Answer:
 
 
 def _run(
-    rank: int,
-    size: int,
-    port: int,
-    folder: str,
-    timeout_seconds: float,
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    options: dict[str, Any],
+    rank: int, group: _Group, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
 ) -> None:
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(group.port),
         "RANK": str(rank),
-        "WORLD_SIZE": str(size),
+        "WORLD_SIZE": str(group.size),
         "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(group.size),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
@@ -111,13 +115,13 @@ def _run(
     torch.set_num_threads(1)
     began = time.monotonic()
     try:
-        torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=group.timeout_seconds))
         began = time.monotonic()
         answer = Answer(function(*arguments, **options), seconds=time.monotonic() - began)
     except BaseException as error:
         name = f"{type(error).__name__}: {error}"
         answer = Answer(error=f"{name}\n{traceback.format_exc()}", seconds=time.monotonic() - began)
-    whole = Path(folder) / f"{rank}.part"
+    whole = Path(group.folder) / f"{rank}.part"
     whole.write_bytes(pickle.dumps(answer))
-    whole.rename(Path(folder) / str(rank))
+    whole.rename(Path(group.folder) / str(rank))
     os._exit(0)  # a group whose peers are gone may wait for them as it is taken down

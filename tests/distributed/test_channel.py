@@ -25,6 +25,7 @@ class Refuse(TorchDispatchMode):
 
 
 def exchange_some():
+    """Messages of different lengths, from each rank."""
     channel = open_channel(None)
     assert open_channel(None) is channel
     heard = [channel.exchange({"rank": dist.get_rank(), "text": "x" * length}) for length in (0, 900, 1100, 70_000)]
@@ -42,6 +43,7 @@ def test_every_rank_hears_all(size):
 
 
 def end_one(which, how):
+    """One rank ends; what the others say, and after how long."""
     channel = Channel(None, timedelta(seconds=3))
     if dist.get_rank() == which:
         os.kill(os.getpid(), how)
@@ -76,6 +78,7 @@ def test_a_rank_that_is_stopped_is_named_after_the_timeout():
 
 
 def exchange_in_a_part():
+    """In a group of two of three ranks."""
     part = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return None
@@ -91,6 +94,7 @@ def test_a_group_of_some_ranks_has_a_channel_of_its_own():
 
 
 def read_timeout():
+    """Seconds."""
     return open_channel(None).timeout.total_seconds()
 
 

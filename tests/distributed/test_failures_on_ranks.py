@@ -214,7 +214,10 @@ def test_ranks_that_are_not_at_the_same_place_say_so():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("earlier gradients", "InvalidStep: there are gradients from before the step, and they differ between the ranks"),
+        (
+            "earlier gradients",
+            "InvalidStep: there are gradients from before the step, and they differ between the ranks",
+        ),
         ("a call of the wrapper", "InvalidStep: step() called the DistributedDataParallel model itself"),
         ("sparse gradients", "InvalidStep: sparse gradients are not summed over ranks"),
     ],

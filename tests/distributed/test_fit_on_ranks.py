@@ -40,6 +40,7 @@ def fit(model, **changes):
 
 
 def describe(plan):
+    """What tests compare."""
     return plan.rank, plan.world_size, plan.shares, plan.micro_batch_sizes, str(plan).partition(";")[0]
 
 
@@ -58,6 +59,7 @@ def with_hook():
 
 
 def fail(model, **changes):
+    """The error of a call."""
     with pytest.raises(AutobatchError) as caught:
         fit(model, **changes)
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -133,23 +135,31 @@ def test_shares_follow_the_speed():
         ("wrong share", "share=[20, 21] makes 41 samples, not target_batch=40: pass [20, 20] for these proportions"),
         (
             "plain",
-            "2 ranks are running and the model is Plain, whose gradients nobody sums over them: pass "
-            "torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()",
+            (
+                "2 ranks are running and the model is Plain, whose gradients nobody sums over them: pass "
+                "torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()"
+            ),
         ),
         (
             "sync",
-            "the layer 1 is SyncBatchNorm, which talks to the other ranks inside the forward pass, so that a rank that "
-            "retries alone would leave them waiting: use GroupNorm, or BatchNorm of each micro-batch",
+            (
+                "the layer 1 is SyncBatchNorm, which talks to the other ranks inside the forward pass, so that a rank "
+                "that retries alone would leave them waiting: use GroupNorm, or BatchNorm of each micro-batch"
+            ),
         ),
         (
             "nested",
-            "the layer 1 is DistributedDataParallel inside the model: wrap the whole model once, in "
-            "DistributedDataParallel",
+            (
+                "the layer 1 is DistributedDataParallel inside the model: wrap the whole model once, in "
+                "DistributedDataParallel"
+            ),
         ),
         (
             "hook",
-            "the model has a DDP communication hook, which would not be called, as gradients are summed after the last "
-            "micro-batch: build DistributedDataParallel without register_comm_hook()",
+            (
+                "the model has a DDP communication hook, which would not be called, as gradients are summed after the "
+                "last micro-batch: build DistributedDataParallel without register_comm_hook()"
+            ),
         ),
     ],
 )

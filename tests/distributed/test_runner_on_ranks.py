@@ -43,7 +43,7 @@ def weigh_classes(batch):
 
 
 def weighted_classes(model, batch):
-    """torch's weighted mean."""
+    """The weighted mean of torch."""
     return F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS.double())
 
 
@@ -54,7 +54,9 @@ def state_mean(model, batch):
 
 def state_sum(model, batch):
     """A sum, and its count."""
-    loss = F.cross_entropy(model(batch[0]), batch[1].masked_fill(batch[1] == 3, -100), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        model(batch[0]), batch[1].masked_fill(batch[1] == 3, -100), ignore_index=-100, reduction="sum"
+    )
     return autobatch.Sum(loss, count_some(batch))
 
 
@@ -139,7 +141,9 @@ def step_on_a_rank(name, size):
         optimizer.zero_grad()
         runner.step(batch)
         moved = {key: (old - new) / 0.1 for (key, new), old in zip(model.named_parameters(), before, strict=True)}
-        gone = {key: torch.zeros_like(p) if expected[key] is None else expected[key] for key, p in model.named_parameters()}
+        gone = {
+            key: torch.zeros_like(p) if expected[key] is None else expected[key] for key, p in model.named_parameters()
+        }
         errors.append((relative_error(moved, gone), 0.0))
     return errors
 
