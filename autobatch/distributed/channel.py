@@ -10,6 +10,7 @@ it at once, as the kernel closes its sockets, where NCCL would wait for its time
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections.abc import Sequence
@@ -102,7 +103,7 @@ class Channel:
         said = bytearray((length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0"))
         heard = [torch.empty(slot, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(heard, torch.frombuffer(said, dtype=torch.uint8), group=self._group)
-        rows = [bytes(row.untyped_storage()) for row in heard]
+        rows = [ctypes.string_at(row.data_ptr(), slot) for row in heard]  # bytes(storage) takes 3 ms for each
         lengths = [int.from_bytes(row[:_HEAD], "big") for row in rows]
         return [(length, row[_HEAD : _HEAD + length]) for length, row in zip(lengths, rows, strict=True)]
 

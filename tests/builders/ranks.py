@@ -69,8 +69,8 @@ def run_ranks(
         for process in processes:
             process.start()
         end = time.monotonic() + limit_seconds
-        for process in processes:
-            process.join(max(0.1, end - time.monotonic()))
+        while time.monotonic() < end and not all(map(_has_come_to_an_end, processes)):
+            time.sleep(0.05)
         return [_answer(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
 
 
@@ -83,6 +83,14 @@ def values_of(answers: Sequence[Answer]) -> list[Any]:
     ]
     assert not told, "\n".join(told)
     return [answer.value for answer in answers]
+
+
+def _has_come_to_an_end(process: Any) -> bool:
+    """Whether it has ended, or was stopped, from which it does not wake by itself."""
+    if not process.is_alive():
+        return True
+    stat = Path(f"/proc/{process.pid}/stat")
+    return stat.exists() and stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
 
 
 def _answer(process: Any, path: Path) -> Answer:

@@ -41,6 +41,7 @@ def fit(model, **changes):
 
 def describe(plan):
     """What tests compare."""
+    assert plan.micro_batch_size in {trial.micro_batch_size for trial in plan.trials if trial.outcome == "fits"}
     return plan.rank, plan.world_size, plan.shares, plan.micro_batch_sizes, str(plan).partition(";")[0]
 
 
