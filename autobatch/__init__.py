@@ -16,6 +16,7 @@ from autobatch.torch_internals import import_torch
 
 if TYPE_CHECKING:
     from autobatch import batches, hooks, testing
+    from autobatch.distributed.share_sampler import ShareSampler
     from autobatch.errors import (
         AutobatchError,
         CannotPredict,
@@ -56,6 +57,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Runner",
+    "ShareSampler",
     "StepResult",
     "Sum",
     "Trial",
@@ -81,6 +83,7 @@ _MODULES = {
     "Plan": "autobatch.plan",
     "Prediction": "autobatch.prediction.prediction",
     "Runner": "autobatch.training.runner",
+    "ShareSampler": "autobatch.distributed.share_sampler",
     "StepResult": "autobatch.result",
     "Sum": "autobatch.step.losses",
     "Trial": "autobatch.records",

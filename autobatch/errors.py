@@ -12,6 +12,8 @@ __all__ = [
     "InvalidBatch",
     "InvalidStep",
     "NeedsBatch",
+    "RankFailed",
+    "RankLost",
 ]
 
 
@@ -49,3 +51,11 @@ class InvalidBatch(AutobatchError, ValueError):
 
 class InvalidStep(AutobatchError, TypeError):
     """A step returned something whose gradient is not defined: not a scalar, or without a graph."""
+
+
+class RankFailed(AutobatchError):
+    """Another rank could not do its part, so that nothing was done on any; everything is as before."""
+
+
+class RankLost(AutobatchError):
+    """Another rank is gone or did not answer in time: the process group cannot be used any more."""

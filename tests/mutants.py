@@ -49,6 +49,12 @@ BATCH = "autobatch/batch/"
 CPU = "autobatch/memory/cpu.py"
 DISPATCH = "autobatch/torch_internals/dispatch_mode.py"
 
+DISTRIBUTED = "autobatch/distributed/"
+RANK_TESTS = ("tests/distributed/test_runner_on_ranks.py",)
+RANK_FAILURE_TESTS = ("tests/distributed/test_failures_on_ranks.py",)
+RANK_FIT_TESTS = ("tests/distributed/test_fit_on_ranks.py",)
+RANK_WRAPPER_TESTS = ("tests/distributed/test_wrapper_on_ranks.py",)
+
 ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
 RUNNER_TESTS = ("tests/training/test_runner.py",)
 FAULT_TESTS = ("tests/training/test_faults.py",)
@@ -974,8 +980,8 @@ MUTANTS = (
     Mutant(
         "a trial steps a trainer's own optimizer",
         "autobatch/fitting/fit.py",
-        "    optimizer = unwrap_optimizer(optimizer)\n",
-        "",
+        "weigh, unwrap_optimizer(optimizer))",
+        "weigh, optimizer)",
         ("tests/api/test_wrappers.py",),
     ),
     Mutant(
@@ -1075,6 +1081,83 @@ MUTANTS = (
         "                parts.callback(item.put, taken)\n",
         "                item.put(taken)\n",
         ("tests/state/test_state_corners.py",),
+    ),
+    Mutant(
+        "ranks: each divides by its own total",
+        DISTRIBUTED + "shared_step.py",
+        "math.fsum(one[name] for one in named) for name",
+        "float(weights.get(name, 1.0)) for name",
+        RANK_TESTS,
+    ),
+    Mutant(
+        "ranks: a stated count is that of each rank",
+        DISTRIBUTED + "shared_step.py",
+        "1.0 if unit is None else unit / total)",
+        "1.0)",
+        RANK_TESTS,
+    ),
+    Mutant(
+        "ranks: a rank without a gradient leaves what was in the bucket",
+        DISTRIBUTED + "reduction.py",
+        "            bucket[begin:end].zero_()\n",
+        "            pass\n",
+        RANK_TESTS,
+    ),
+    Mutant(
+        "ranks: gradients are summed in the order of their shape",
+        DISTRIBUTED + "reduction.py",
+        "    return value.as_strided((value.numel(),), (1,), value.storage_offset())\n",
+        "    return value.reshape(-1)\n",
+        RANK_TESTS,
+    ),
+    Mutant(
+        "ranks: the reducer of the wrapper stays armed",
+        DISTRIBUTED + "data_parallel.py",
+        "    _reset(model)\n    handle",
+        "    handle",
+        RANK_WRAPPER_TESTS,
+    ),
+    Mutant(
+        "ranks: the wrapper remembers what the step used",
+        DISTRIBUTED + "data_parallel.py",
+        "        handle.remove()\n        _reset(model)",
+        "        handle.remove()\n        pass",
+        RANK_WRAPPER_TESTS,
+    ),
+    Mutant(
+        "ranks: buffers stay each rank's own",
+        DISTRIBUTED + "shared_step.py",
+        "            self._broadcast_buffers()\n",
+        "",
+        RANK_WRAPPER_TESTS,
+    ),
+    Mutant(
+        "ranks: trials have no bucket beside them",
+        DISTRIBUTED + "division.py",
+        "        return self._ranks.reduction.reserve([p for p in workload.parameters() if p.requires_grad])\n",
+        "        return []\n",
+        RANK_WRAPPER_TESTS,
+    ),
+    Mutant(
+        "ranks: gradients from before may differ",
+        DISTRIBUTED + "shared_step.py",
+        "earlier=_digest(earlier))",
+        'earlier="")',
+        RANK_FAILURE_TESTS,
+    ),
+    Mutant(
+        "ranks: an interrupt comes in the middle of the sum",
+        DISTRIBUTED + "interrupts.py",
+        "    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))\n",
+        "",
+        ("tests/distributed/test_interrupts.py",),
+    ),
+    Mutant(
+        "ranks: a size that only others ran is promised",
+        SEARCH,
+        "        if self.size not in {trial.micro_batch_size for trial in self.trials}:\n",
+        "        if False:\n",
+        RANK_FIT_TESTS,
     ),
 )
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
+from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.compare_split import SplitComparison
 from autobatch.exactness.partitions import divide_at_full_size, wholes_of
 from autobatch.memory.device import Device
@@ -67,6 +68,7 @@ def verify(
         InvalidBatch: The batch cannot be counted, or ``weigh`` does not count.
         InvalidStep: What the step returns is no loss. Whatever the step itself raises comes out unchanged.
     """
+    model = module_of(model)
     workload = Workload(model, step or default_step, weigh)
     memory = find_device(workload.parameters(), type(model).__name__, device)
     layout = find_example(model, batch, _MOST_AT_ONCE).layout

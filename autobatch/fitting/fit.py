@@ -17,9 +17,10 @@ from torch import nn
 from autobatch._arguments import check_choice, check_count, check_micro_batches, check_switch, check_target
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
-from autobatch.distributed import refuse_many_ranks
+from autobatch.distributed.division import Division
+from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout
 from autobatch.errors import InexactSplit
-from autobatch.events import Event, PlanMade, emit
+from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
@@ -29,6 +30,7 @@ from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.reuse import Wanted
+from autobatch.planning.shares import Share
 from autobatch.records import Verdict
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
@@ -57,6 +59,8 @@ def fit(
     check: Literal["warn", "raise"] | None = "warn",
     reuse: bool = True,
     progress: bool = True,
+    share: Share = "equal",
+    timeout: float | None = None,
 ) -> Plan:
     """Find how to split a target batch so that one optimizer step fits the device.
 
@@ -64,6 +68,9 @@ def fit(
     step, inside the budget. Sizes are tried in train mode; exactness is checked with each module in the mode, train or
     eval, in which you left it, as ``verify`` does. Afterwards everything is bit for bit as before: parameters, buffers,
     ``.grad``, optimizer state, random generators, train/eval flags, hooks, and the device's memory.
+
+    With several ranks every one of them calls this with its own ``DistributedDataParallel`` model. Each finds its own
+    size on its own device, and gets its own plan.
 
     Args:
         model: The model, on its device.
@@ -93,6 +100,9 @@ def fit(
         reuse: Whether a plan that an earlier run found for the same step may be confirmed by one trial at its size,
             instead of a search. What was tried is logged, and so is why a plan did not serve.
         progress: One line a trial on stderr, when that is a terminal.
+        share: How several ranks divide the target: ``"equal"``, to one sample; ``"speed"``, by the rates measured in
+            the trials, so that all end at about the same time; or a number of samples for each rank.
+        timeout: With several ranks, how many seconds one waits for the others; default: the process group's own.
 
     Returns:
         The plan. Its size has run.
@@ -104,46 +114,80 @@ def fit(
         InexactSplit: ``check="raise"`` and the split would change the gradient, or that could not be checked.
         InvalidArgument: An argument cannot mean anything.
         InvalidBatch: The batch cannot be counted.
+        RankFailed: Another rank has raised one of these.
+        RankLost: Another rank is gone or did not answer.
     """
     started = time.perf_counter()
-    refuse_many_ranks()
-    target_batch = check_target(target_batch)
-    check_choice("objective", objective, ("throughput", "memory"))
-    check_choice("check", check, ("warn", "raise", None))
-    for name, switch in (("accumulate_in_float32", accumulate_in_float32), ("reuse", reuse), ("progress", progress)):
-        check_switch(name, switch)
-    bound = check_count("max_micro_batch", target_batch if max_micro_batch is None else max_micro_batch)
-    optimizer = unwrap_optimizer(optimizer)
-    check_micro_batches(target_batch, bound)
-    workload = Workload(model, step or default_step, weigh, optimizer)
+    ranks = find_ranks(model, read_timeout(timeout))
+    with all_or_none(ranks, "fit()") as said:
+        target_batch, bound = _check_sizes(target_batch, max_micro_batch)
+        _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
+        model = model if ranks is None else ranks.take_module()
+        workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
+        division = Division(ranks, target_batch, share)
+        said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
+    division.hear(said)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
-    # A daemon has no stderr.
-    hooks = (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
+    remembered = ledger if reuse and ranks is None else Ledger(None)
+    wanted = Wanted(
+        target_batch=division.samples,
+        max_micro_batch=min(bound, division.samples),
+        objective=objective,
+        accumulate_in_float32=accumulate_in_float32,
+        limit_bytes=0,
+    )
     with one_at_a_time():
-        memory = find_device(workload.parameters(), type(model).__name__, device)
-        memory.watch(workload.resident_tensors())
-        memory.reclaim()  # an earlier model that was deleted may still take memory of the budget
+        memory = _open_memory(workload, device, division, ranks)
         with collecting_new_objects():
             with _record(workload, memory) as state:
-                # Only now: the copies of the state are in host memory, and on the CPU that is the memory to be divided.
-                allowance = find_allowance(memory, budget, headroom)
-                wanted = Wanted(
-                    target_batch=target_batch,
-                    max_micro_batch=min(bound, target_batch),
-                    objective=objective,
-                    accumulate_in_float32=accumulate_in_float32,
-                    limit_bytes=allowance.limit_bytes,
-                )
-                recall = (ledger if reuse else Ledger(None)).recall
-                found = SizeSearch(workload, memory, allowance, state, wanted, hooks, recall)
-                found.run(batch)
-                verdict = _check(found) if check is not None and target_batch > 1 else None
+                with all_or_none(ranks, "fit()") as said:
+                    # Only now: the copies of the state are in host memory, and on the CPU that is what is divided.
+                    allowance = find_allowance(memory, division.budget(memory, budget), headroom)
+                    found = SizeSearch(
+                        *(workload, memory, allowance, state),
+                        wanted=wanted.model_copy(update={"limit_bytes": allowance.limit_bytes}),
+                        hooks=_progress_hooks(progress=progress),
+                        recall=remembered.recall,
+                        world_size=division.size,
+                    )
+                    found.run(batch)
+                    said.append({"rate": found.rate})
+                with all_or_none(ranks, "fit()"):
+                    found.finish(division.divide(said))
+                    verdict, warnings = _check(found, check)
             memory.reclaim()
-    warnings = _judge(found, verdict, target_batch, strict=check == "raise")
-    plan = _make_plan(found, verdict, warnings, time.perf_counter() - started)
+    plan = _make_plan(found, division, verdict, warnings, time.perf_counter() - started)
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=warnings))
     return plan
+
+
+def _check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:
+    target = check_target(target_batch)
+    bound = check_count("max_micro_batch", target if max_micro_batch is None else max_micro_batch)
+    check_micro_batches(target, bound)
+    return target, bound
+
+
+def _check_choices(objective: Any, check: Any, **switches: Any) -> None:
+    check_choice("objective", objective, ("throughput", "memory"))
+    check_choice("check", check, ("warn", "raise", None))
+    for name, switch in switches.items():
+        check_switch(name, switch)
+
+
+def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ranks | None) -> Device:
+    """The memory of the trials, without what an earlier model that was deleted may still take of it."""
+    with all_or_none(ranks, "fit()"):
+        memory = find_device(workload.parameters(), type(workload.model).__name__, device)
+        memory.watch([*workload.resident_tensors(), *division.reserve(workload)])
+        memory.reclaim()
+    return memory
+
+
+def _progress_hooks(*, progress: bool) -> tuple[Hook, ...]:
+    # A daemon has no stderr.
+    return (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
 
 
 def _record(workload: Workload, memory: Device) -> TrainingState:
@@ -153,8 +197,14 @@ def _record(workload: Workload, memory: Device) -> TrainingState:
     )
 
 
-def _check(found: SizeSearch) -> Verdict:
-    """Check whether the split is exact, after the last trial has restored the modules' train and eval modes."""
+def _check(found: SizeSearch, check: str | None) -> tuple[Verdict | None, tuple[str, ...]]:
+    """The verdict on the split and its warnings, after the last trial has restored the modules' modes."""
+    target = found.wanted.target_batch
+    verdict = _compare(found) if check is not None and target > 1 else None
+    return verdict, _judge(found, verdict, target, strict=check == "raise")
+
+
+def _compare(found: SizeSearch) -> Verdict:
     target, memory = found.wanted.target_batch, found.memory
     sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
     with memory.limit(found.wanted.limit_bytes):
@@ -183,13 +233,17 @@ def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: b
     return (*known, str(verdict)) if verdict.unchecked else known
 
 
-def _make_plan(found: SizeSearch, verdict: Verdict | None, warnings: tuple[str, ...], seconds: float) -> Plan:
+def _make_plan(
+    found: SizeSearch, division: Division, verdict: Verdict | None, warnings: tuple[str, ...], seconds: float
+) -> Plan:
     wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
     check_micro_batches(wanted.target_batch, found.size)
     sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
     return Plan(
-        target_batch=wanted.target_batch,
-        world_size=1,
+        target_batch=division.target,
+        world_size=division.size,
+        rank=division.rank,
+        shares=division.shares,
         micro_batch_size=max(sizes),
         micro_batch_sizes=sizes,
         accumulation_steps=len(sizes),

@@ -54,6 +54,7 @@ class SizeSearch:
     wanted: Wanted
     hooks: tuple[Hook, ...]
     recall: Callable[[str], Sequence[PlanRecord]]  # plans of a fingerprint from earlier runs, the newest first
+    world_size: int = 1
     example: Layout = field(init=False)  # the samples of the trials, as they were given or found
     fingerprint: str = ""
     trials: list[Trial] = field(default_factory=list)
@@ -92,7 +93,7 @@ class SizeSearch:
         return max(self.size, min(curve.largest(self.wanted.limit_bytes), failing - 1, self.wanted.target_batch))
 
     def run(self, batch: Any | None) -> None:
-        """Try sizes on this batch, or on one that the model describes; raises as ``fit`` says."""
+        """Try sizes on this batch, or on one that the model describes; raises as ``fit`` says. ``finish`` follows."""
         model, target = self.workload.model, self.wanted.target_batch
         layout = self._prepare(batch)
         with torch.enable_grad():
@@ -109,6 +110,22 @@ class SizeSearch:
                     self.confirmed = self.confirmed if self.size == 2 else None
         if self.workload.step is default_step:
             self.warnings.append(explain_default(model, layout.grow(2)))
+
+    @property
+    def rate(self) -> float:
+        """Samples a second at the chosen size; 0 where no trial of it was timed."""
+        return max(trial.samples_per_second for trial in self.trials if trial.micro_batch_size == self.size)
+
+    def finish(self, target: int) -> None:
+        """Take so many samples a step, and release what the trials needed.
+
+        Where sizes were searched for another number, the size into which these are cut has run afterwards.
+
+        Raises:
+            DoesNotFit: It is smaller than one that fits, and does not fit.
+        """
+        if target != self.wanted.target_batch:
+            self._settle(target)
         micro_batches, aux_bytes = -(-target // self.size), self._probe.aux_bytes
         if micro_batches > 2 and aux_bytes:
             self.warnings.append(
@@ -117,6 +134,15 @@ class SizeSearch:
             )
         self.state_bytes = self._probe.state_bytes
         del self._probe  # holds a whole batch, which the check must not find on the device
+
+    def _settle(self, target: int) -> None:
+        self.wanted = self.wanted.model_copy(update={"target_batch": target})
+        self.size = max(balance(target, self.size, min(self.smallest, target)))
+        if self.size not in {trial.micro_batch_size for trial in self.trials}:
+            with torch.enable_grad():
+                self._add(self._try_size(self.size))
+            if self.trials[-1].outcome != "fits":
+                raise DoesNotFit(self._refuse(""))
 
     def _prepare(self, batch: Any | None) -> Layout:
         """Find the example batch and put the model into train mode; returns the samples that a trial repeats."""
@@ -133,7 +159,7 @@ class SizeSearch:
         self.workload.weights_of(self.example.batch, self.example.count)
         options = self.allowance.limit_bytes, self.state, self.wanted.accumulate_in_float32, target
         self._probe = Probe(self.workload, layout, self.memory, *options)
-        self.fingerprint = fingerprint(self.workload, layout, self.memory.describe(), world_size=1)
+        self.fingerprint = fingerprint(self.workload, layout, self.memory.describe(), self.world_size)
         return layout
 
     def _confirm(self) -> None:

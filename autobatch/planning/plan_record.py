@@ -33,6 +33,9 @@ class PlanRecord(Record):
     Attributes:
         target_batch: Samples an optimizer step sees over all ranks.
         world_size: Ranks that share it.
+        rank: Which of them this plan is for, counted from 0.
+        shares: Samples of an optimizer step on each rank; empty where one rank has all, or where a plan for several
+            does not say.
         micro_batch_size: The most samples in one forward and backward.
         micro_batch_sizes: What this rank runs, in order; sums to its share of the target.
         smallest_micro_batch: The fewest samples that the model can run: 2 where one alone raises an error (BatchNorm).
@@ -100,6 +103,8 @@ class PlanRecord(Record):
     confirms: Text = ""
     smallest_micro_batch: Samples = 1
     identity: ModelIdentity | None = None
+    rank: Count = 0
+    shares: Annotated[tuple[Samples, ...], LISTED] = ()
 
     def __hash__(self) -> int:
         """Of a few fields; ``batch_lists`` is a dict, which has none."""
@@ -116,13 +121,29 @@ class PlanRecord(Record):
         return sum(trial.outcome == "oom" for trial in self.trials)
 
     @model_validator(mode="after")
+    def _refuse_wrong_shares(self) -> PlanRecord:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank={self.rank}, but world_size={self.world_size}, and ranks are counted from 0")
+        if self.shares and len(self.shares) != self.world_size:
+            raise ValueError(f"shares are of {len(self.shares)} ranks, but world_size={self.world_size}")
+        if self.shares and sum(self.shares) != self.target_batch:
+            raise ValueError(f"shares sum to {sum(self.shares)}, but target_batch={self.target_batch}")
+        possible = self._possible_shares()
+        if sum(self.micro_batch_sizes) not in possible:
+            expected, total = " or ".join(map(str, sorted(possible))), sum(self.micro_batch_sizes)
+            raise ValueError(f"micro_batch_sizes sum to {total}, but a rank's share of the target is {expected}")
+        return self
+
+    def _possible_shares(self) -> set[int]:
+        """What this rank's samples may be; where shares are not listed, those of any rank of an even division."""
+        if self.shares:
+            return {self.shares[self.rank]}
+        share = self.target_batch // self.world_size
+        return {share, share + (self.target_batch % self.world_size > 0)}  # the first ranks have one more
+
+    @model_validator(mode="after")
     def _refuse_contradictions(self) -> PlanRecord:
         sizes = self.micro_batch_sizes
-        share = self.target_batch // self.world_size
-        shares = {share, share + (self.target_batch % self.world_size > 0)}  # any rank's: the first ones have one more
-        if sum(sizes) not in shares:
-            expected = " or ".join(map(str, sorted(shares)))
-            raise ValueError(f"micro_batch_sizes sum to {sum(sizes)}, but a rank's share of the target is {expected}")
         if self.micro_batch_size != max(sizes, default=0):
             raise ValueError(f"micro_batch_size={self.micro_batch_size} is not the largest of micro_batch_sizes")
         if self.max_micro_batch is not None and self.max_micro_batch < self.micro_batch_size:

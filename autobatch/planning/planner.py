@@ -19,6 +19,7 @@ __all__ = [
     "divide_evenly",
     "eager_ladder",
     "least_size",
+    "spread",
     "useful_sizes",
 ]
 
@@ -43,12 +44,17 @@ def balance(total: int, largest: int, smallest: int = 1) -> tuple[int, ...]:
             raise InvalidArgument(f"{total} samples cannot be divided")
         return ()
     steps = -(-total // largest)
-    size, larger = divmod(total, steps)
-    if size < smallest:
+    if total // steps < smallest:
         raise InvalidArgument(
             f"{total} samples cannot be divided into parts of at least {smallest} and at most {largest}"
         )
-    return (size + 1,) * larger + (size,) * (steps - larger)
+    return spread(total, steps)
+
+
+def spread(total: int, parts: int) -> tuple[int, ...]:
+    """So many parts that sum to ``total``, as equal as can be, larger first: ``spread(5, 4)`` is ``(2, 1, 1, 1)``."""
+    size, larger = divmod(total, parts)
+    return (size + 1,) * larger + (size,) * (parts - larger)
 
 
 @lru_cache(maxsize=256)

@@ -27,12 +27,14 @@ def summarise_plan(plan: PlanRecord) -> str:
 
 
 def describe_division(plan: PlanRecord) -> str:
-    """``256 = 6 x 43 (two of 42)``."""
-    share = sum(plan.micro_batch_sizes)
+    """``256 = 6 x 43 (two of 42)``, or ``rank 1 of 4: 64 of 256 = 2 x 32``."""
+    share: int | str = sum(plan.micro_batch_sizes)
     sizes = Counter(plan.micro_batch_sizes)
     smaller = [f"{spell(count)} of {size}" for size, count in sizes.items() if size != plan.micro_batch_size]
     ragged = f" ({', '.join(smaller)})" if smaller else ""
     ranks = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks, {plan.target_batch} in all"
+    if plan.shares:
+        share, ranks = f"rank {plan.rank} of {plan.world_size}: {share} of {plan.target_batch}", ""
     return f"{share} = {plan.accumulation_steps} x {plan.micro_batch_size}{ragged}{ranks}"
 
 

@@ -173,6 +173,11 @@ class Float32Sums:
         for total in self._sums.values():
             total.mul_(factor)
 
+    def take(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The sums by parameter, for somebody else to write."""
+        self.writes = 0
+        return self._sums
+
     @torch.no_grad()
     def write(self) -> None:
         """Each sum becomes its parameter's ``.grad``, rounded once; one after the other, so that both need not fit."""

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from autobatch.batch.layout import Layout
+from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -30,7 +32,7 @@ from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batch_mutation import WatchedBatch, refuse_write
-from autobatch.training.loss_denominators import DividedLoss
+from autobatch.training.loss_denominators import Denominators, DividedLoss
 from autobatch.training.micro_batches import MicroBatch, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.training.transaction import Transaction
 
@@ -92,7 +94,11 @@ class Accumulation:
         )
 
     def run(
-        self, batches: Sequence[Layout], largest: int, update: UpdateFunction | None = None
+        self,
+        batches: Sequence[Layout],
+        largest: int,
+        update: UpdateFunction | None = None,
+        shared: SharedStep | None = None,
     ) -> AccumulationState | None:
         """Accumulate the gradient of the mean over all samples of ``batches`` into ``.grad``.
 
@@ -103,6 +109,7 @@ class Accumulation:
                 what cannot be undone. An error before that call undoes everything; after it nothing is restored, and
                 ``.grad`` is ``None`` at the end. Without ``update`` the gradients are the result, in the tensors that
                 held earlier ones.
+            shared: The step of this rank beside the others, where there are several.
 
         Returns:
             The loss and the committed sizes. Earlier gradients are added, as ``backward`` would.
@@ -118,10 +125,12 @@ class Accumulation:
         start = self._try_twice(_COPYING, self._state.begin)
         parameters = self._find_parameters(start.modules)
         with Transaction(self._state, start, self.workload, parameters, self._sums) as transaction:
-            self.had_gradients = transaction.aside.are_there
+            self.had_gradients, earlier = transaction.aside.are_there, transaction.stamps.present
             if self.had_gradients:
                 transaction.set_aside()
             progress = self._begin(batches, largest)
+            if shared is not None:
+                self._open(shared, progress, batches, earlier)
             while (reason := self._run_micro_batches(progress, transaction)) is not None:
                 # Only now, after the ``except`` block, are the frames of the failed attempt gone.
                 progress.fail()
@@ -130,7 +139,8 @@ class Accumulation:
                 self.device.reclaim()
                 self._divide_anew(progress, reason)
             transaction.end_micro_batches()
-            reason = None if progress.loss is None else self._complete(progress, transaction, update)
+            is_empty = progress.loss is None and shared is None
+            reason = None if is_empty else self._complete(progress, transaction, update, shared)
         if reason is None:
             return None if progress.loss is None else progress
         self.device.reclaim()
@@ -152,6 +162,8 @@ class Accumulation:
     def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
         """Run the micro-batches that are not finished; returns why memory ended, with no reference to the error."""
         state, stamps, todo = self._state, transaction.stamps, progress.todo
+        if not todo:  # a rank without samples
+            return None
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
         is_watched = state.is_looked_over or self.device.micro_batch(todo[0].size) is not None
         if self.in_float32 and len(todo) > 1:
@@ -238,26 +250,57 @@ class Accumulation:
             coalesce_gradients(stamps.parameters)
 
     def _complete(
-        self, progress: AccumulationState, transaction: Transaction, update: UpdateFunction | None
+        self,
+        progress: AccumulationState,
+        transaction: Transaction,
+        update: UpdateFunction | None,
+        shared: SharedStep | None,
     ) -> str | None:
         """Make ``.grad`` the whole gradient, then update; returns why memory ended before the update."""
         aside, handled = transaction.aside, sys.exc_info()[1]
+        begin = aside.settle if update is None else transaction.begin_update
         try:
-            if progress.unit is not None:
+            if shared is not None:
+                if not self._combine(shared, progress):
+                    return None
+                begin = partial(shared.begin_update, begin)
+            elif progress.unit is not None:
                 self._correct(progress.correct())
             if self._sums.writes:
                 self._sums.write()
             if aside.are_there:
                 aside.add()
             if update is None:
-                aside.settle()
+                begin()
             else:
-                update(transaction.begin_update)
+                update(begin)
         except Exception as error:
             if aside.is_final or isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 raise
             return describe_error(error, handled=handled)
         return None
+
+    def _open(
+        self,
+        shared: SharedStep,
+        progress: AccumulationState,
+        batches: Sequence[Layout],
+        earlier: Sequence[torch.Tensor],
+    ) -> None:
+        """Divide by the totals of all ranks from here on."""
+        own = progress.denominators
+        if not own.are_exact:  # a sum that does not depend on how this rank's samples are cut, or cut anew
+            own = Denominators.of(self._cut([(layout, 0, layout.count) for layout in batches], None), weighed=True)
+        shared.open(own.weights, own.samples, earlier)
+        progress.share(shared.weights, shared.samples)
+
+    def _combine(self, shared: SharedStep, progress: AccumulationState) -> bool:
+        """Make loss and ``.grad`` those of all ranks; False where no sample of any counts."""
+        parameters = self.workload.parameters()  # a forward pass may have made some
+        sums = self._sums.take()
+        progress.loss = shared.combine(parameters, sums, progress.loss, counted=progress.counted, unit=progress.unit)
+        progress.unit = None
+        return progress.loss is not None
 
     def _correct(self, factor: float) -> None:
         """Multiply the gradients once the true total is known; float32 sums before they are rounded."""

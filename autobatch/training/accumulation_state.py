@@ -6,8 +6,8 @@ Does not cover gradients, which are in ``.grad``, nor undoing (``transaction``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import filterfalse
 from operator import attrgetter
 from typing import Any
@@ -89,6 +89,11 @@ class AccumulationState:
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
         self.denominators = Denominators.of(micro_batches, weighed=weighed)
+        self._is_shared = False
+
+    def share(self, weights: Mapping[str, float], samples: int) -> None:
+        """Divide by these totals, which are those of all ranks, however often this one's part is cut anew."""
+        self.denominators, self._is_shared = replace(self.denominators, weights=weights, samples=samples), True
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -139,7 +144,7 @@ class AccumulationState:
         step has to equal one that used these micro-batches from the start.
         """
         self.todo = deque(micro_batches)
-        if not self.done:
+        if not self.done and not self._is_shared:
             self.denominators = Denominators.of(micro_batches, weighed=self._weighed)
 
     def correct(self) -> float:

@@ -18,7 +18,15 @@ from torch import nn
 from autobatch._arguments import check_choice
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_one_batch
-from autobatch.distributed import refuse_many_ranks
+from autobatch.batch.tree import tensors_of
+from autobatch.distributed.ranks import (
+    all_or_none,
+    describe_parameters,
+    find_ranks,
+    read_timeout,
+    refuse_differences,
+)
+from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
 from autobatch.ledger.ledger import Ledger
@@ -42,6 +50,7 @@ from autobatch.training.free_memory import FreeMemory
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.step_errors import (
     check_plan,
+    check_rank,
     explain_no_retry,
     explain_shortage,
     refuse_larger_micro_batches,
@@ -78,6 +87,7 @@ class Runner:
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
         enforce: Literal["auto", "always"] = "auto",
+        timeout: float | None = None,
     ) -> None:
         """Bind a plan to a model.
 
@@ -104,53 +114,64 @@ class Runner:
                 that takes more than those of its sizes did may then pass the budget without an error; the next counted
                 one meets it and is retried with less. On CUDA torch's allocator enforces the budget in each step,
                 whatever this says.
+            timeout: With several ranks, how many seconds one waits for the others before it raises RankLost; default:
+                the process group's own timeout. A rank whose step takes longer than another's is waited for, so it has
+                to be longer than any step.
 
         Raises:
             InvalidArgument: An argument cannot mean anything.
+            RankFailed: It did not do on another rank, or the ranks are at different calls.
+            RankLost: Another rank is gone or did not answer.
         """
-        refuse_many_ranks()
-        check_plan(plan, weigh)
-        optimizer, scaler = unwrap_for_training(optimizer, scaler)
-        scheduler = unwrap_scheduler(scheduler)
-        check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
-        hooks = check_hooks(hooks)
-        check_choice("enforce", enforce, ("auto", "always"))
-        self.plan = plan
-        self.steps = 0
-        self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
-        self._device = find_device(self._workload.parameters(), type(model).__name__, device)
-        self._free_memory = FreeMemory(plan, self._workload, self._device)
-        this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
-        self._accumulation = Accumulation(
-            self._workload,
-            self._device,
-            lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
-            None if scaler is None else _begin_scaling(scaler, self._device.torch_device),
-            in_float32=plan.accumulate_in_float32,
-            smallest=plan.smallest_micro_batch,
-            keep=check_objects(keep),
-        )
-        self._update = None
-        if optimizer is not None:
-            self._update = Update(
-                optimizer=optimizer,
-                check_memory=self._free_memory.check_update,
-                advise=lambda: explain_no_retry(this.steps, plan),
-                scaler=scaler,
-                max_grad_norm=max_grad_norm,
-                scheduler=scheduler,
+        self._ranks = find_ranks(model, read_timeout(timeout))
+        with all_or_none(self._ranks, "Runner()") as said:
+            check_plan(plan, weigh)
+            if self._ranks is not None:
+                check_rank(plan, self._ranks.rank, self._ranks.size)
+                model = self._ranks.take_module()
+            (optimizer, scaler), scheduler = unwrap_for_training(optimizer, scaler), unwrap_scheduler(scheduler)
+            check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
+            hooks = check_hooks(hooks)
+            check_choice("enforce", enforce, ("auto", "always"))
+            self.plan = plan
+            self.steps = 0
+            self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
+            self._device = find_device(self._workload.parameters(), type(model).__name__, device)
+            self._free_memory = FreeMemory(plan, self._workload, self._device)
+            self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
+            this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
+            self._accumulation = Accumulation(
+                self._workload,
+                self._device,
+                lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
+                None if scaler is None else _begin_scaling(scaler, self._device.torch_device),
+                in_float32=plan.accumulate_in_float32,
+                smallest=plan.smallest_micro_batch,
+                keep=check_objects(keep),
             )
-        self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
-        self._layout = Layout(None, 0, plan.batch_lists)
-        self._sizes_seen = {sum(plan.micro_batch_sizes)}
-        # Steps on a substitute for a device are not recorded.
-        recorder = None if isinstance(device, Device) else RunRecorder(plan, Ledger.open())
-        self._events = StepEvents(plan, hooks, recorder)
-        self._events.report_plan(model, optimizer)
-        self._has_reported_gradients = False
-        self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-        self._largest_elements, self._has_larger = 0.0, False
-        self._peak_bytes = 0
+            self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
+            self._layout = Layout(None, 0, plan.batch_lists)
+            self._sizes_seen = {sum(plan.micro_batch_sizes)}
+            # Steps on a substitute for a device are not recorded.
+            recorder = None if isinstance(device, Device) else RunRecorder(plan, Ledger.open())
+            self._events = StepEvents(plan, hooks, recorder)
+            self._events.report_plan(model, optimizer)
+            self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
+            self._largest_elements, self._has_larger = 0.0, False
+            self._peak_bytes, self._has_reported_gradients = 0, False
+            said.append(_describe_binding(plan, self._workload, has_optimizer=optimizer is not None))
+        refuse_differences(said)
+
+    def _make_update(self, optimizer: Any, scaler: Any, max_grad_norm: float | None, scheduler: Any) -> Update:
+        this, plan = weakref.proxy(self), self.plan
+        return Update(
+            optimizer=optimizer,
+            check_memory=self._free_memory.check_update,
+            advise=lambda: explain_no_retry(this.steps, plan),
+            scaler=scaler,
+            max_grad_norm=max_grad_norm,
+            scheduler=scheduler,
+        )
 
     @property
     def micro_batch_size(self) -> int:
@@ -164,6 +185,7 @@ class Runner:
 
         Args:
             batch: This rank's share of the target batch, on any device; only micro-batches go to the model's device.
+                With several ranks one may have no samples: ``None``, or tensors without rows.
 
         Returns:
             The loss, the committed sizes and the numbers of this step. Gradients are ``None`` afterwards.
@@ -218,17 +240,27 @@ class Runner:
         return self._run([batch], update=False)
 
     def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
-        started, thrashed = time.perf_counter(), False
+        started = time.perf_counter()
+        shared = (
+            None if self._ranks is None else SharedStep(self._ranks, self.steps, "step" if update else "accumulate")
+        )
         try:
+            if shared is not None:
+                shared.begin()
             layouts = self._describe(batches)
-            self._free_memory.is_counted = self._is_counted(layouts, update=update)
-            if self._free_memory.is_counted:
-                accumulated, thrashed = self._accumulate_counted(layouts, update=update)
-            else:
-                accumulated = self._accumulate(layouts, update=update)
+            is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
+            accumulate = self._accumulate_counted if is_counted else self._accumulate
+            accumulated, thrashed = accumulate(layouts, shared, update=update)
+            if shared is not None:
+                shared.end()
         except BaseException as error:
+            if shared is not None:
+                shared.fail(error)
             self._events.report_failed(self.steps, error)
             raise
+        finally:
+            if shared is not None:
+                shared.close()
         if accumulated is None or accumulated.loss is None:
             return self._skip(layouts, started)
         result = StepResult(
@@ -245,30 +277,36 @@ class Runner:
         # Counted before anything is reported: an interrupt there must not make it a failed step.
         step, self.steps = self.steps, self.steps + 1
         self._events.report_finished(step, result)
-        pace = self._pace.after_step(max(result.micro_batch_sizes), thrashed=thrashed)
+        pace = self._pace.after_step(max(result.micro_batch_sizes, default=0), thrashed=thrashed)
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
 
-    def _accumulate_counted(self, layouts: Sequence[Layout], *, update: bool) -> tuple[AccumulationState | None, bool]:
+    def _accumulate_counted(
+        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
+    ) -> tuple[AccumulationState | None, bool]:
         """Accumulate inside the budget; returns also whether the allocator had to give memory back."""
         self._device.watch(self._workload.resident_tensors())
+        if self._ranks is not None:
+            self._device.watch(self._ranks.reduction.buckets())
         for layout in layouts:
             self._device.watch(layout.tensors())
         with self._device.limit(self.plan.budget_bytes):
             self._change_pace(self._look_ahead(), self.steps)
             before = self._counted_steps.begin(layouts, self._pace.size, update=update)
-            accumulated = self._accumulate(layouts, update=update)
+            accumulated, _ = self._accumulate(layouts, shared, update=update)
             usage = self._counted_steps.end(is_skipped=accumulated is None or accumulated.loss is None)
         self._peak_bytes = usage.peak_allocated
         return accumulated, usage.alloc_retries > before.alloc_retries
 
-    def _accumulate(self, layouts: Sequence[Layout], *, update: bool) -> AccumulationState | None:
+    def _accumulate(
+        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
+    ) -> tuple[AccumulationState | None, bool]:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
         if self._accumulation.smallest > 1:
             refuse_larger_micro_batches(layouts, self.plan, self._accumulation.smallest, self._workload.model)
         try:
-            return self._accumulation.run(layouts, pace_before.size, apply)
+            return self._accumulation.run(layouts, pace_before.size, apply, shared), False
         except BaseException as error:
             self._pace = pace_before  # a step that was undone does not count
             if self._accumulation.smallest > 1 or not refuses_one_sample(error):
@@ -276,7 +314,7 @@ class Runner:
         # A plan without trials does not know it. Everything is as before the step: it can be run again.
         self._accumulation.smallest = 2
         self._pace = _set_pace(self.plan, self._workload, smallest=2)
-        return self._accumulate(layouts, update=update)
+        return self._accumulate(layouts, shared, update=update)
 
     def _look_ahead(self) -> Pace:
         """The pace for this step: smaller only if too little is free even after all caches are given back."""
@@ -291,7 +329,9 @@ class Runner:
 
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
-        if not batches:
+        if self._ranks is not None:
+            batches = [batch for batch in batches if not _is_empty(batch)]
+        elif not batches:
             raise InvalidBatch("step_over() was given no batches")
         layouts, samples = [], 0
         for batch in batches:
@@ -350,6 +390,23 @@ def _begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> Callab
     if scaler.is_enabled():
         scaler.scale(torch.zeros((), device=device))
     return scaler.scale
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether a rank has no samples: ``None``, or tensors without rows."""
+    tensors = [] if batch is None else [*tensors_of(batch)]
+    return batch is None or (bool(tensors) and all(tensor.ndim and not len(tensor) for tensor in tensors))
+
+
+def _describe_binding(plan: Plan, workload: Workload, *, has_optimizer: bool) -> dict[str, Any]:
+    """What must be the same on each rank."""
+    return {
+        "plan.target_batch": plan.target_batch,
+        "plan.accumulate_in_float32": plan.accumulate_in_float32,
+        "optimizer=": "given" if has_optimizer else "None",
+        "weigh=": "None" if workload.weigh is None else "given",
+        "the model": describe_parameters(workload.parameters()),
+    }
 
 
 def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:

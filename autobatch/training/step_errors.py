@@ -19,7 +19,7 @@ from autobatch.report.advice import PHASES
 from autobatch.step.batch_norm import explain_smallest
 from autobatch.training.accumulation_state import Shortage
 
-__all__ = ["check_plan", "explain_no_retry", "explain_shortage", "refuse_larger_micro_batches"]
+__all__ = ["check_plan", "check_rank", "explain_no_retry", "explain_shortage", "refuse_larger_micro_batches"]
 
 
 def check_plan(plan: Any, weigh: Any) -> None:
@@ -32,6 +32,18 @@ def check_plan(plan: Any, weigh: Any) -> None:
         raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
     if plan.weighed and weigh is None:
         raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")
+
+
+def check_rank(plan: Plan, rank: int, size: int) -> None:
+    """Refuse a plan of another number of ranks, or another rank's.
+
+    Raises:
+        InvalidArgument: Each rank has to run its own part of a plan for all.
+    """
+    if plan.world_size != size:
+        raise InvalidArgument(f"the plan is for {plan.world_size} ranks, and {size} are running: run fit() again")
+    if plan.rank != rank:
+        raise InvalidArgument(f"the plan is that of rank {plan.rank}, and this is rank {rank}: pass each rank its own")
 
 
 def refuse_larger_micro_batches(layouts: Sequence[Layout], plan: Plan, smallest: int, model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from calls import fit, make_runner
+from plans import make_plan
 from torch import nn
 from workloads import Plain, make_batch, mean_step
 
@@ -80,6 +81,16 @@ def register_and_fit(batch=None, **functions):
     return fit(batch=batch or Rows(make_batch(4)[0]), step=lambda m, b: m(b.rows).square().mean())
 
 
+def share(dataset=range(64), **options):
+    """A sampler that works, but for the changes."""
+    return autobatch.ShareSampler(make_plan(16, 8), dataset, **options)
+
+
+def share_state():
+    """What one that has begun nothing would go on with."""
+    return {"epoch": 0, "batch": 0, "seed": 0, "shuffle": True, "samples": 64, "target_batch": 16}
+
+
 def make_plan_runner(**options):
     """A runner with a scheduler, scaler or the like."""
     return make_runner(**options)
@@ -87,6 +98,7 @@ def make_plan_runner(**options):
 
 SWITCHES = ["no", "False", 0, 1, None, 5, np.True_, torch.tensor(True)]
 NO_COUNTS = [0, -1, 1.5, True, "4", None, HUGE, LONGER_THAN_PYTHON_WRITES, [1], Unprintable(), torch.ones(2), int]
+NO_WHOLES = NO_COUNTS[1:]  # counted from 0
 NO_BATCHES = [5, True, "abc", b"abc", [], {}, (), iter([1]), (n for n in [make_batch(4)]), {1, 2}, range(3), object()]
 NO_BATCHES += [collections.deque([make_batch(4)]), torch.zeros(()), 1.5, Rows, torch.utils.data.Dataset]
 NO_DEVICES = ["cuda:99", "nonsense", 5, None, object(), testing.FakeDevice, "meta", torch.device("meta")]
@@ -155,6 +167,32 @@ CALLS = {
         f"scheduler={show_value(v)}": lambda v=v: make_runner(scheduler=v)
         for v in (STEP_LR, True, "cosine", object(), 5, WantsEpoch(), WantsEpoch)
     },
+    **{
+        f"ShareSampler(dataset={name_type(v)})": lambda v=v: share(v)
+        for v in (None, 5, HUGE, {"x": 1}, iter([1]), [], torch.ones(()), Unprintable(), torch.utils.data.Dataset)
+    },
+    **{
+        f"ShareSampler({name}={show_value(v)})": lambda name=name, v=v: share(**{name: v})
+        for name in ("shuffle", "drop_last")
+        for v in SWITCHES
+    },
+    **{f"ShareSampler(seed={show_value(v)})": lambda v=v: share(seed=v) for v in NO_WHOLES},
+    **{f"ShareSampler.set_epoch({show_value(v)})": lambda v=v: share().set_epoch(v) for v in NO_WHOLES},
+    **{f"ShareSampler.state_dict({show_value(v)})": lambda v=v: share().state_dict(v) for v in NO_WHOLES},
+    **{
+        f"ShareSampler.load_state_dict({show_value(v)})": lambda v=v: share().load_state_dict(v)
+        for v in (
+            None,
+            5,
+            [],
+            {},
+            "x",
+            {"epoch": HUGE},
+            {**share_state(), "seed": HUGE},
+            {**share_state(), "batch": HUGE},
+        )
+    },
+    "ShareSampler(plan=5)": lambda: autobatch.ShareSampler(5, range(16)),
     "fit(optimizer=class)": lambda: fit(optimizer=SGD),
     "Runner(optimizer=class)": lambda: autobatch.Runner(fit(), Plain(), mean_step, SGD),
     "fit(optimizer=WantsClosure)": lambda: (m := Plain(), fit(model=m, optimizer=WantsClosure(m.parameters()))),
@@ -287,6 +325,7 @@ def edit(path, change):
         ("verdict.exact", 1),
         ("seconds", True),
         *((name, True) for name in ("target_batch", "world_size", "accumulation_steps", "smallest_micro_batch")),
+        *(("rank", False), ("shares", [16.0]), ("shares", "16")),
         *((name, True) for name in ("max_micro_batch", "budget_bytes", "state_bytes", "trials.0.micro_batch_size")),
         *((name, "16") for name in ("target_batch", "budget_bytes", "trials.0.peak_allocated", "device.total_bytes")),
         *((name, 16.0) for name in ("target_batch", "peak_bytes", "identity.tensors")),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import autobatch
 from autobatch.events import Event, Retried, StepFinished
@@ -120,6 +121,23 @@ def use_result(result: autobatch.StepResult) -> None:
     assert not result.skipped
 
 
+def use_sampler(plan: autobatch.Plan, batch: Batch) -> None:
+    """An epoch from its second target batch on."""
+    dataset = TensorDataset(*(torch.cat([rows] * 3) for rows in batch))
+    state: dict[str, int | bool] = autobatch.ShareSampler(plan, dataset, seed=1).state_dict(1)
+    sampler = autobatch.ShareSampler(plan, dataset, shuffle=True, seed=1, drop_last=True)
+    sampler.load_state_dict(state)
+    sampler.set_epoch(sampler.epoch)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    done: list[int] = [index for index, _ in enumerate(loader, start=sampler.first_batch)]
+    indices: list[int] = next(iter(sampler))
+    ranks: tuple[int, tuple[int, ...]] = plan.rank, plan.shares
+    assert done == [1, 2]
+    assert len(sampler) == 3
+    assert len(indices) == plan.target_batch
+    assert ranks == (0, ())
+
+
 def use_errors(run: Callable[[], object]) -> autobatch.AutobatchError | None:
     """Each error is a class of its own, below one base."""
     try:
@@ -155,12 +173,13 @@ def main(folder: Path) -> None:
         budget="2000B",
         headroom=0.05,
         max_micro_batch=24,
-        objective="memory",
+        objective="throughput",  # the other one is chosen by time, which other programs change
         check="raise",
         reuse=False,
         progress=False,
     )
     use_plan(plan, folder)
+    use_sampler(plan, batch)
     counter = Counter()
     runner = autobatch.Runner(
         plan,

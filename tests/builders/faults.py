@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import CannotRetry, DoesNotFit
+from autobatch.errors import CannotRetry, DoesNotFit, RankFailed
 from autobatch.events import Retried
 from autobatch.testing import FakeDevice, oom_at
 
@@ -504,7 +504,7 @@ class Judge:
                 result = training.runner.step(training.batch)
         except CannotRetry:
             return "told"
-        except DoesNotFit:
+        except (DoesNotFit, RankFailed):
             return self._judge_undone(training, before, "undone")
         except (torch.OutOfMemoryError, KeyboardInterrupt, ValueError):  # BatchNorm refuses one sample
             return self._judge_undone(training, before, "raised")

@@ -39,3 +39,32 @@ def make_plan(target=256, size=43, world_size=1, **changes):
         "version": "0.1.0",
     }
     return Plan(**{**fields, **changes})
+
+
+SMALL = {
+    "budget_bytes": 1000,
+    "headroom_bytes": 0,
+    "peak_bytes": 20,
+    "curve": None,
+    "trials": (),
+    "device": DeviceInfo(kind="cpu", name="CPU", total_bytes=1000),
+}
+"""Of a plan on a substitute for a device on which every size fits."""
+
+
+def make_rank_plans(shares, size=43, **changes):
+    """The plans of ranks that share a target so, by rank."""
+    sizes = [balance(share, size) for share in shares]
+    return [
+        make_plan(
+            target=sum(shares),
+            world_size=len(shares),
+            rank=rank,
+            shares=shares,
+            micro_batch_size=max(parts),
+            micro_batch_sizes=parts,
+            accumulation_steps=len(parts),
+            **changes,
+        )
+        for rank, parts in enumerate(sizes)
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
@@ -9,7 +10,7 @@ import stat
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import GIB, L4, make_plan, make_trial
+from plans import GIB, L4, make_plan, make_rank_plans, make_trial
 from pydantic import ValidationError
 
 import autobatch
@@ -136,6 +137,14 @@ NONSENSE = [
     ("headroom_bytes", {"headroom_bytes": 22 * GIB}),
     ("budget_bytes", {"budget_bytes": -5, "headroom_bytes": -6}),
     ("peak_bytes", {"peak_bytes": -1}),
+    ("rank", {"rank": 1}),
+    ("rank", {"rank": -1}),
+    ("rank", {"rank": 2, "world_size": 2, "shares": (256, 256), "target_batch": 512}),
+    ("shares", {"shares": (128, 128)}),
+    ("shares", {"shares": (256, 100), "world_size": 2}),
+    ("shares", {"shares": (256, 0), "world_size": 2}),
+    ("micro_batch_sizes", {"shares": (255, 1), "world_size": 2}),
+    ("micro_batch_sizes", {"shares": (256, 255), "world_size": 2, "target_batch": 511, "rank": 1}),
 ]
 
 
@@ -155,6 +164,24 @@ def test_a_plan_is_for_the_share_of_any_rank(sizes):
     """Eleven samples on two ranks are six on one and five on the other."""
     fields = {"micro_batch_sizes": sizes, "accumulation_steps": 2, "micro_batch_size": 3}
     assert sum(make_plan(target_batch=11, world_size=2, **fields).micro_batch_sizes) == sum(sizes)
+
+
+@pytest.mark.parametrize("shares", [(64,), (11, 5), (6, 5, 5), (1, 2, 3, 94)])
+def test_a_plan_with_shares_is_for_its_own_rank(shares, tmp_path):
+    """Each rank's micro-batches sum to its own share, and the shares survive a file."""
+    for rank, plan in enumerate(make_rank_plans(shares)):
+        plan.save(tmp_path / "plan.json")
+        assert Plan.load(tmp_path / "plan.json") == plan
+        assert (plan.rank, plan.shares, sum(plan.micro_batch_sizes)) == (rank, shares, shares[rank])
+
+
+def test_a_plan_from_before_there_were_shares_is_read(tmp_path):
+    """A file without ``rank`` and ``shares`` is a plan of one rank, as it was."""
+    plan, path = make_plan(), tmp_path / "plan.json"
+    content = json.loads(plan.model_dump_json())
+    assert (content.pop("rank"), content.pop("shares")) == (0, [])
+    path.write_text(json.dumps(content))
+    assert Plan.load(path) == plan
 
 
 @pytest.mark.parametrize("content", [b"\x80\x02}q\x00.", b"PK\x03\x04\xff\xfe", "{}".encode("utf-16")])

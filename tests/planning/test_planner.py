@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autobatch.errors import InvalidArgument
 from autobatch.planning.evidence import Question
 from autobatch.planning.next_trial import choose_size
-from autobatch.planning.planner import balance, divide_evenly, useful_sizes
+from autobatch.planning.planner import balance, divide_evenly, spread, useful_sizes
 from autobatch.records import Trial
 
 pytestmark = pytest.mark.quick
@@ -59,6 +59,16 @@ def test_any_number_of_steps_is_a_division(total, parts):
     """Asked for the least size of so many steps, a division has at most these, level, larger first."""
     level = balance(total, -(-total // parts))
     assert len(level) <= parts
+    assert sum(level) == total
+    assert level[0] - level[-1] <= 1
+    assert list(level) == sorted(level, reverse=True)
+
+
+@given(st.integers(0, 20_000), st.integers(1, 500))
+def test_spread_has_exactly_so_many_level_parts(total, parts):
+    """Unlike ``balance``, which takes fewer where that gives no larger part: ``spread(5, 4)`` has four."""
+    level = spread(total, parts)
+    assert len(level) == parts
     assert sum(level) == total
     assert level[0] - level[-1] <= 1
     assert list(level) == sorted(level, reverse=True)

@@ -1,0 +1,168 @@
+"""A small channel beside the process group that trains: every rank says a few hundred bytes, and hears all others.
+
+Covers the group on the host, one exchange, and naming who is gone or did not answer. Does not cover what is said
+(``step_agreement``), nor gradients (``gradient_sums``), which go through the user's own process group.
+
+The group is gloo's, since it lives on the host: an exchange waits for no device, and a peer whose process is gone ends
+it at once, as the kernel closes its sockets, where NCCL would wait for its timeout.
+"""
+# ruff: noqa: SLF001 - torch has no public name for a group's timeout, nor for its store
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autobatch.distributed.processes import Process, describe_state, find_process
+from autobatch.errors import RankLost
+
+__all__ = ["Channel", "open_channel"]
+
+_SLOT = 1024
+"""Bytes of each rank in one exchange; what is longer takes a second one."""
+
+_HEAD = 8
+_ROLL_CALL_SECONDS = 2.0
+_UNKNOWN_TIMEOUT = timedelta(minutes=30)
+"""torch's own default (``default_pg_timeout`` in torch/distributed/constants.py), where a group's cannot be read."""
+
+_channels: dict[str, Channel] = {}
+
+
+class Channel:
+    """Exchanges among the ranks of a process group, one at a time.
+
+    Attributes:
+        rank: Of this process, within the group.
+        size: Ranks of the group.
+        members: Their ranks in the default process group, which is how messages name them.
+        timeout: How long an exchange waits for the others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
+        """Make the group on the host. Collective: every rank of ``group`` makes its own at the same point.
+
+        Raises:
+            RankLost: A rank did not come.
+        """
+        self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.rank, self.size = dist.get_rank(group), len(self.members)
+        self.timeout = timeout or _timeout_of(group)
+        self._lost, self._exchanges = "", 0
+        self._processes: list[Process] = []
+        is_part = self.size < dist.get_world_size()
+        try:
+            self._group = dist.new_group(
+                self.members if is_part else None,
+                backend="gloo",
+                timeout=self.timeout,
+                use_local_synchronization=is_part,
+                group_desc="autobatch",
+            )
+        except RuntimeError as error:
+            raise RankLost(f"the {self.size} ranks did not meet ({_first_line(error)})") from error
+        self._processes = [Process(*said) for said in self.exchange(find_process())]
+
+    def exchange(self, message: Any) -> list[Any]:
+        """Say something that JSON can hold; returns what each rank said, by rank.
+
+        Raises:
+            RankLost: A rank is gone, or did not come within the timeout. Every later exchange raises it again.
+        """
+        if self._lost:
+            raise RankLost(self._lost)
+        self._exchanges += 1
+        content = json.dumps(message).encode()
+        try:
+            with _disable_current_modes():  # a budget counts the step's tensors, not these
+                rows = self._gather(content[: _SLOT - _HEAD], len(content), _SLOT)
+                longest = max(length for length, _ in rows)
+                if longest > _SLOT - _HEAD:
+                    rows = self._gather(content, len(content), longest + _HEAD)
+        except RuntimeError as error:  # gloo has no type of its own for a peer that is gone
+            reason = _first_line(error)
+        else:
+            return [json.loads(body) for _, body in rows]
+        raise self.lose(reason)
+
+    def lose(self, reason: str) -> RankLost:
+        """The error of a collective that broke off, here or in the group that trains, with who is gone."""
+        self._lost = self._lost or self._explain(reason)
+        return RankLost(self._lost)
+
+    def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
+        """Each rank's full length and the bytes of it that are in its slot."""
+        said = bytearray((length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0"))
+        heard = [torch.empty(slot, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(heard, torch.frombuffer(said, dtype=torch.uint8), group=self._group)
+        rows = [ctypes.string_at(row.data_ptr(), slot) for row in heard]  # bytes(storage) takes 3 ms for each
+        lengths = [int.from_bytes(row[:_HEAD], "big") for row in rows]
+        return [(length, row[_HEAD : _HEAD + length]) for length, row in zip(lengths, rows, strict=True)]
+
+    def _explain(self, reason: str) -> str:
+        missing = self._call_roll()
+        states = [describe_state(self._processes[rank]) if self._processes else "" for rank in range(self.size)]
+        ended = [rank for rank in range(self.size) if states[rank] == "has ended"]
+        lost = ended or missing
+        if not lost:
+            return f"a rank of {self.size} is gone or did not answer within {_in_words(self.timeout)} ({reason})"
+        told = "; ".join(self._describe(rank, states[rank]) for rank in lost)
+        return f"{told} ({reason})"
+
+    def _describe(self, rank: int, state: str) -> str:
+        name = f"rank {self.members[rank]} of {self.size}"
+        if state == "has ended":
+            return f"{name} is gone: its process {self._processes[rank].pid} has ended"
+        known = f", and its process {self._processes[rank].pid} {state}" if state else ""
+        return f"{name} did not answer{known}"
+
+    def _call_roll(self) -> Sequence[int]:
+        """Who does not answer in the store within two seconds; nobody where the store is gone too."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            roll = f"autobatch/{self._exchanges}/"
+            store.set(f"{roll}{self.members[self.rank]}", "here")
+            end = time.monotonic() + _ROLL_CALL_SECONDS
+            missing = [rank for rank in range(self.size) if rank != self.rank]
+            while missing and time.monotonic() < end:
+                missing = [rank for rank in missing if not store.check([f"{roll}{self.members[rank]}"])]
+                time.sleep(0.05)
+        except (RuntimeError, AttributeError):
+            return ()
+        return missing
+
+
+def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Channel:
+    """The channel of a process group, made once for each timeout; collective the first time."""
+    own: Any = group or dist.group.WORLD
+    key = f"{own.group_name} {id(own)} {timeout}"
+    if key not in _channels:
+        _channels[key] = Channel(group, timeout)
+    return _channels[key]
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """The process group's own: ``new_group`` takes half an hour, whatever the group that trains has."""
+    try:
+        own: Any = group or dist.group.WORLD
+        found: timedelta = own._get_backend(own._device_types[0]).options._timeout
+    except (AttributeError, RuntimeError, IndexError):
+        return _UNKNOWN_TIMEOUT
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{error}".strip().partition("\n")[0]
+
+
+def _in_words(time_limit: timedelta) -> str:
+    seconds = time_limit.total_seconds()
+    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"

@@ -1,0 +1,122 @@
+"""What ``DistributedDataParallel`` does by itself, and how it is kept from doing it while the Runner trains.
+
+Covers the module inside it, what of it cannot be supported, and steps in which it sums and broadcasts nothing. Does not
+cover the sum of the gradients (``reduction``).
+"""
+# ruff: noqa: SLF001 - torch has no public name for what a DistributedDataParallel was made with
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from autobatch.errors import InvalidArgument, InvalidStep
+
+__all__ = ["broadcast_buffers_of", "module_of", "refuse_unsupported", "undisturbed"]
+
+_CALLED = (
+    "step() called the DistributedDataParallel model itself, which would talk to the other ranks in the middle of a "
+    "micro-batch: call the model that step() is given"
+)
+
+
+def module_of(model: nn.Module) -> nn.Module:
+    """The module inside: its forward pass broadcasts nothing, and its backward pass sums nothing."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Refuse what talks to other ranks inside a forward or backward pass, where a rank may retry alone.
+
+    Args:
+        model: As the user gave it: in ``DistributedDataParallel``, or not wrapped.
+
+    Raises:
+        InvalidArgument: One line that says what to use instead.
+    """
+    inner = module_of(model)
+    for name, module in inner.named_modules():
+        _refuse_module(name, module)
+    for name, parameter in inner.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise InvalidArgument(
+                f"the parameter {name} is sharded (DTensor), which is not supported yet: use DistributedDataParallel"
+            )
+    if isinstance(model, DistributedDataParallel):
+        _refuse_options(model)
+
+
+def _refuse_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.SyncBatchNorm):
+        raise InvalidArgument(
+            f"the layer {name or 'model'} is SyncBatchNorm, which talks to the other ranks inside the forward pass, so "
+            f"that a rank that retries alone would leave them waiting: use GroupNorm, or BatchNorm of each micro-batch"
+        )
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        raise InvalidArgument(
+            f"the layer {name or 'model'} is {type(module).__name__} inside the model: wrap the whole model once, in "
+            f"DistributedDataParallel"
+        )
+    if type(module).__name__ == "FullyShardedDataParallel":
+        raise InvalidArgument("FullyShardedDataParallel is not supported: use DistributedDataParallel")
+
+
+def _refuse_options(model: DistributedDataParallel) -> None:
+    hook = getattr(model, "_comm_hooks", None) or model._get_ddp_logging_data().get("comm_hook")
+    if hook:
+        raise InvalidArgument(
+            "the model has a DDP communication hook, which would not be called, as gradients are summed after the last "
+            "micro-batch: build DistributedDataParallel without register_comm_hook()"
+        )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise InvalidArgument(
+            "DistributedDataParallel(mixed_precision=...) is not supported: use torch.autocast inside step()"
+        )
+    if getattr(model, "_delay_all_reduce_params", None):
+        raise InvalidArgument(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) is not supported: leave it out"
+        )
+    if getattr(model, "_use_python_reducer", False):
+        raise InvalidArgument(
+            'torch._dynamo.config.optimize_ddp = "python_reducer" is not supported: leave it at its default'
+        )
+
+
+def broadcast_buffers_of(model: DistributedDataParallel) -> list[torch.Tensor]:
+    """The buffers that are rank 0's on every rank; none with ``broadcast_buffers=False``."""
+    if not model.broadcast_buffers:
+        return []
+    ignored = model.parameters_to_ignore
+    return [buffer for name, buffer in model.module.named_buffers() if name not in ignored]
+
+
+@contextmanager
+def undisturbed(model: DistributedDataParallel) -> Iterator[None]:
+    """A block in which it neither sums nor broadcasts anything, and a call of it is an error.
+
+    Raises:
+        InvalidStep: From the call.
+    """
+    # A forward pass without a backward pass, such as an evaluation, leaves the reducer waiting: its hooks would begin
+    # to sum inside the first micro-batch. Only this resets it (torch/csrc/distributed/c10d/reducer.cpp).
+    _reset(model)
+    handle = model.register_forward_pre_hook(_refuse_call)
+    try:
+        with model.no_sync():
+            yield
+    finally:
+        handle.remove()
+        _reset(model)  # find_unused_parameters remembers what was used while nothing was summed
+
+
+def _reset(model: DistributedDataParallel) -> None:
+    model._update_process_group(model.process_group)
+
+
+def _refuse_call(*_: Any) -> None:
+    raise InvalidStep(_CALLED)

@@ -1,0 +1,106 @@
+"""Divides the target batch and shared memory among the ranks that fit a plan together.
+
+Covers what they tell each other before and after each has searched for its own size. Does not cover the arithmetic of
+shares (``planning.shares``), nor the search.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
+from autobatch.memory.device import Device
+from autobatch.planning.shares import Share, share_target
+from autobatch.step.workload import Workload
+
+__all__ = ["Division"]
+
+
+class Division:
+    """How the samples of a target batch are divided; one rank has all.
+
+    Attributes:
+        target: Samples of an optimizer step over all ranks.
+        rank: This one.
+        size: How many there are.
+        samples: What this rank searches a size for; from ``divide`` on, its share.
+        shares: Each rank's, once they are known; empty for one rank.
+    """
+
+    def __init__(self, ranks: Ranks | None, target: int, share: Share) -> None:
+        """Find this rank's share, or with ``share="speed"`` the most that it could be.
+
+        Raises:
+            InvalidArgument: ``share`` does not divide this target among these ranks.
+        """
+        self._ranks, self._share, self.target = ranks, share, target
+        self.rank, self.size = (ranks.rank, ranks.size) if ranks else (0, 1)
+        self._tenants = 1
+        even = share_target(target, share, [1.0] * self.size)
+        is_known = not isinstance(share, str) or share == "equal"
+        self.samples = even[self.rank] if is_known else target - self.size + 1
+        self.shares = even if is_known and ranks else ()
+
+    def describe(self, workload: Workload, device: Any, *, objective: str, float32: bool) -> list[dict[str, Any]]:
+        """What this rank tells the others before the search; one rank has nobody to tell."""
+        if self._ranks is None:
+            return []
+        same = {
+            "target_batch=": self.target,
+            "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],
+            "objective=": objective,
+            "accumulate_in_float32=": float32,
+            "weigh=": "None" if workload.weigh is None else "given",
+            "optimizer=": "None" if workload.optimizer is None else type(workload.optimizer).__name__,
+            "the model": describe_parameters(workload.parameters()),
+        }
+        return [{"same": same, "memory": _name_memory(workload, device)}]
+
+    def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Take in what each rank told, by rank.
+
+        Raises:
+            InvalidArgument: They were not called alike.
+        """
+        if self._ranks is None:
+            return
+        refuse_differences([one["same"] for one in said])
+        self._tenants = sum(one["memory"] == said[self.rank]["memory"] for one in said)
+
+    def reserve(self, workload: Workload) -> list[torch.Tensor]:
+        """The buckets in which gradients are summed: they lie beside each step of training, so beside each trial."""
+        if self._ranks is None:
+            return []
+        return self._ranks.reduction.reserve([p for p in workload.parameters() if p.requires_grad])
+
+    def budget(self, memory: Device, budget: Any | None) -> Any | None:
+        """The user's own; else, where ranks share one memory, this rank's part of it."""
+        if budget is not None or self._tenants == 1:
+            return budget
+        return memory.available_bytes() // self._tenants or None
+
+    def divide(self, said: Sequence[Mapping[str, Any]]) -> int:
+        """Divide the target by what each rank has found; returns this one's samples.
+
+        Raises:
+            InvalidArgument: It cannot be divided by speed, as no trial was timed.
+        """
+        if self._ranks is not None:
+            self.shares = share_target(self.target, self._share, [one["rate"] for one in said])
+            self.samples = self.shares[self.rank]
+        return self.samples
+
+
+def _name_memory(workload: Workload, device: Any) -> str:
+    """Which memory this is: ranks that name the same one share it."""
+    if isinstance(device, Device):
+        return f"substitute of process {os.getpid()}"
+    home = next((parameter.device for parameter in workload.parameters()), torch.device("cpu"))
+    if home.type != "cuda":
+        return f"{socket.gethostname()} {home.type}"
+    return f"{socket.gethostname()} {torch.cuda.get_device_properties(home).uuid}"

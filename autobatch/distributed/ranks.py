@@ -1,0 +1,171 @@
+"""The ranks over which a model is parallel, as ``fit`` and ``Runner`` see them.
+
+Covers which ranks these are, what must be the same on all of them, and blocks that every rank does or none. Does not
+cover training steps (``shared_step``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autobatch._formatting import show_value
+from autobatch.distributed.channel import Channel, open_channel
+from autobatch.distributed.data_parallel import module_of, refuse_unsupported
+from autobatch.distributed.reduction import Reduction
+from autobatch.distributed.step_agreement import name_error
+from autobatch.errors import InvalidArgument, RankFailed, RankLost
+
+__all__ = [
+    "Ranks",
+    "all_or_none",
+    "describe_parameters",
+    "find_ranks",
+    "read_timeout",
+    "refuse_differences",
+    "world_size",
+]
+
+
+def world_size() -> int:
+    """Ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class Ranks:
+    """This rank among the others.
+
+    Attributes:
+        model: Wrapped, as the user gave it.
+        channel: Where they talk.
+        reduction: Where their gradients are summed.
+    """
+
+    def __init__(self, model: DistributedDataParallel, timeout: timedelta | None = None) -> None:
+        """Collective the first time that a process group is used."""
+        self.model = model
+        self.channel: Channel = open_channel(model.process_group, timeout)
+        self.reduction = Reduction(model.process_group, self.channel)
+
+    @property
+    def rank(self) -> int:
+        """This process's, within the group of the model."""
+        return self.channel.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return self.channel.size
+
+    def take_module(self) -> nn.Module:
+        """The module inside, whose passes talk to no other rank.
+
+        Raises:
+            InvalidArgument: Something in it would.
+        """
+        refuse_unsupported(self.model)
+        return module_of(self.model)
+
+    @contextmanager
+    def all_or_none(self, call: str) -> Iterator[list[Any]]:
+        """A block that fails on every rank where it fails on one.
+
+        What is appended to the list that this gives is told to the others; at the end the list holds what each said.
+
+        Args:
+            call: What is done, as messages name it.
+
+        Raises:
+            RankFailed: The block has failed on another rank, or another rank does something else.
+        """
+        said: list[Any] = []
+        try:
+            yield said
+        except BaseException as error:
+            if not isinstance(error, (RankLost, RankFailed)):
+                self._tell(call, error)
+            raise
+        heard = self.channel.exchange({"call": call, "said": said})
+        failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
+        if failed:
+            told = "; ".join(f"rank {self.channel.members[rank]}: {reason}" for rank, reason in failed.items())
+            raise RankFailed(f"{call} could not be done on each rank: {told}")
+        calls = [message.get("call", f"{message.get('action')} {message.get('step')}") for message in heard]
+        if len(set(calls)) > 1:
+            told = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
+            raise RankFailed(
+                f"the ranks are not at the same place ({told}): make the same calls in the same order on each"
+            )
+        said[:] = [one for message in heard for one in message["said"]]
+
+    def _tell(self, call: str, error: BaseException) -> None:
+        with suppress(RankLost):  # the error that is on its way says more
+            self.channel.exchange({"call": call, "error": name_error(error)})
+
+
+def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | None:
+    """The ranks over which the model is parallel; ``None`` where it trains on one.
+
+    Raises:
+        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return Ranks(model, timeout) if dist.get_world_size(model.process_group) > 1 else None
+    size = world_size()
+    if size > 1:
+        raise InvalidArgument(
+            f"{size} ranks are running and the model is {type(model).__name__}, whose gradients nobody sums over them: "
+            f"pass torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()"
+        )
+    return None
+
+
+def all_or_none(ranks: Ranks | None, call: str) -> AbstractContextManager[list[Any]]:
+    """``Ranks.all_or_none``, or a block of this process alone."""
+    return nullcontext([]) if ranks is None else ranks.all_or_none(call)
+
+
+def refuse_differences(said: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what must be the same on each rank and is not.
+
+    Args:
+        said: By rank; each names the same things.
+
+    Raises:
+        InvalidArgument: On every rank, since all have heard the same.
+    """
+    for name in said[0]:
+        values = [one[name] for one in said]
+        if any(value != values[0] for value in values):
+            told = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise InvalidArgument(f"{name} differs between the ranks ({told}): pass the same on each")
+
+
+def describe_parameters(parameters: Sequence[torch.Tensor]) -> str:
+    """What differs where two ranks train other parameters, or the same in another order."""
+    facts = [(str(p.dtype), tuple(p.shape), p.stride(), p.requires_grad) for p in parameters]
+    return f"{len(facts)} parameters {hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
+
+
+def read_timeout(timeout: Any) -> timedelta | None:
+    """Seconds as a time; ``None`` stays.
+
+    Raises:
+        InvalidArgument: It is no positive number.
+    """
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+    if not is_number or not 0 < float(timeout) < math.inf:
+        raise InvalidArgument(f"timeout={show_value(timeout)} must be a number of seconds greater than 0, or None")
+    return timedelta(seconds=float(timeout))

@@ -1,0 +1,195 @@
+"""One step of this rank beside the others: the totals of all, the sum of all gradients, and one moment to update.
+
+Covers what the accumulation asks of other ranks. Does not cover how they meet (``step_agreement``), nor how tensors are
+summed (``reduction``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autobatch.distributed.data_parallel import broadcast_buffers_of, undisturbed
+from autobatch.distributed.interrupts import deferred_interrupts
+from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.reduction import GradientSlot, LossSlot
+from autobatch.distributed.step_agreement import StepAgreement
+from autobatch.errors import InvalidStep
+
+__all__ = ["SharedStep"]
+
+_DOUBLE = torch.float64
+
+
+class SharedStep:
+    """One step, on every rank.
+
+    Attributes:
+        weights: The total of each term over all ranks, from ``open`` on.
+        samples: Of all ranks.
+    """
+
+    def __init__(self, ranks: Ranks, step: int, action: str) -> None:
+        """Nothing is said before ``open``."""
+        self.weights: Mapping[str, float] = {}
+        self.samples = 0
+        self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, step, action)
+        self._is_open, self._block = False, ExitStack()
+
+    def begin(self) -> None:
+        """Keep the wrapper from talking by itself, until ``close``."""
+        self._block.enter_context(undisturbed(self._ranks.model))
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others of an error that ended this rank's step, unless they know."""
+        self._agreement.fail(error)
+
+    def close(self) -> None:
+        """The wrapper may talk again."""
+        self._block.close()
+
+    def open(self, weights: Mapping[str, float], samples: int, earlier: Sequence[torch.Tensor]) -> None:
+        """Say what this rank's samples count for; a second call of the same step says nothing.
+
+        Args:
+            weights: The total of each term on this rank; the name ``""`` stands for every term.
+            samples: Of this rank; may be 0.
+            earlier: Gradients from before the step, which must be the same on each rank.
+
+        Raises:
+            InvalidStep: They are not, or ``weigh`` names other terms elsewhere. Raised on every rank.
+        """
+        if self._is_open:
+            return
+        meeting = self._agreement
+        said = meeting.meet("open", weights=dict(weights), samples=samples, earlier=_digest(earlier))
+        if len({one["earlier"] for one in said}) > 1:
+            raise meeting.refuse(
+                InvalidStep(
+                    "there are gradients from before the step, and they differ between the ranks, so that the "
+                    "optimizer would move the parameters apart: call optimizer.zero_grad() before runner.step()"
+                )
+            )
+        named = [one["weights"] for one in said if one["samples"]]
+        if any(one.keys() != named[0].keys() for one in named):
+            raise meeting.refuse(
+                InvalidStep(
+                    f"weigh() names other terms on other ranks ({[sorted(one) for one in named]}): name the same terms "
+                    f"on each, with 0 where there is nothing to count"
+                )
+            )
+        self.weights = {name: math.fsum(one[name] for one in named) for name in (named[0] if named else {"": 0.0})}
+        self.samples, self._is_open = sum(one["samples"] for one in said), True
+
+    def combine(
+        self,
+        parameters: Sequence[torch.Tensor],
+        sums: MutableMapping[torch.Tensor, torch.Tensor],
+        loss: torch.Tensor | None,
+        *,
+        counted: float,
+        unit: float | None,
+    ) -> torch.Tensor | None:
+        """Make every ``.grad`` the sum over all ranks.
+
+        Args:
+            parameters: The same on each rank.
+            sums: Gradients that were added up in float32, by parameter; empty afterwards.
+            loss: This rank's running loss; ``None`` where none of its samples counts.
+            counted: What its losses were divided by ``unit`` for.
+            unit: ``None`` where the totals were known.
+
+        Returns:
+            The loss of all ranks; ``None`` where no sample of any counts, so that nothing has happened.
+
+        Raises:
+            InvalidStep: A gradient is sparse, or the ranks' steps are not alike.
+            RankLost: A rank is gone.
+        """
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained):
+            raise InvalidStep("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
+        # Before the others are told that this rank is ready: here memory may end.
+        self._ranks.reduction.reserve(trained)
+        results = {
+            dtype: torch.empty((), dtype=dtype, device=trained[0].device) for dtype in (torch.float32, torch.float64)
+        }
+        slots = [GradientSlot(parameter, sums) for parameter in trained]
+        with deferred_interrupts():  # from the others' point of view this rank is in the sum now
+            union, total, is_wide = self._get_ready(slots, loss, counted, unit)
+            if not any(union):
+                self._agreement.end()
+                return None
+            last = LossSlot(loss, results[torch.float64 if is_wide else torch.float32])
+            wanted = [slot for slot, has_any in zip(slots, union, strict=True) if has_any]
+            self._ranks.reduction.sum([*wanted, last], 1.0 if unit is None else unit / total)
+        sums.clear()
+        return last.result
+
+    def _get_ready(
+        self, slots: Sequence[GradientSlot], loss: torch.Tensor | None, counted: float, unit: float | None
+    ) -> tuple[list[bool], float, bool]:
+        """Which gradients any rank has, what all have counted, and whether the loss is summed in float64."""
+        bits = "".join("1" if slot.has_any() else "0" for slot in slots)
+        said = self._agreement.meet(
+            "ready",
+            gradients=f"{int(bits or '0', 2):x}",
+            parameters=len(slots),
+            counted=None if unit is None else counted,
+            runs=loss is not None,
+            wide=loss is not None and loss.dtype is torch.float64,
+        )
+        if len({one["parameters"] for one in said}) > 1:
+            numbers = [one["parameters"] for one in said]
+            raise self._agreement.refuse(InvalidStep(f"the ranks train different numbers of parameters: {numbers}"))
+        stated = [one["counted"] for one in said if one["runs"]]
+        if len({one is None for one in stated}) > 1:
+            raise self._agreement.refuse(
+                InvalidStep("step() states a count (Mean, Sum) on one rank and none on another: always state it")
+            )
+        union = 0
+        for one in said:
+            union |= int(one["gradients"], 16)
+        flags = [digit == "1" for digit in f"{union:b}".zfill(len(slots))] if slots else []
+        return flags, math.fsum(one or 0.0 for one in stated), any(one["wide"] for one in said)
+
+    def begin_update(self, begin: Callable[[], None]) -> None:
+        """Call ``begin`` when no rank has anything left that could fail before the optimizer's step."""
+        with deferred_interrupts():
+            self._agreement.meet("update")
+            self._broadcast_buffers()
+        begin()
+
+    def end(self) -> None:
+        """After the update, on every rank; or where no sample of any counted."""
+        if not self._agreement.is_over:
+            self._agreement.meet("done")
+
+    def _broadcast_buffers(self) -> None:
+        # Now, and not when the step begins as DistributedDataParallel does: one that is run again would undo it.
+        with torch.no_grad(), _disable_current_modes():
+            for buffer in broadcast_buffers_of(self._ranks.model):
+                try:
+                    dist.broadcast(buffer, group=self._ranks.model.process_group, group_src=0)
+                except RuntimeError as error:
+                    reason = f"sending the buffers broke off: {error}".strip().partition("\n")[0]
+                    raise self._ranks.channel.lose(reason) from error
+
+
+def _digest(gradients: Sequence[torch.Tensor]) -> str:
+    """What differs where the gradients do: their numbers' sum, and that of their absolute values, in float64."""
+    if not gradients:
+        return ""
+    numbers = [
+        gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach() for gradient in gradients
+    ]
+    sums = [
+        part for one in numbers for part in (one.sum(dtype=_DOUBLE), torch.linalg.vector_norm(one, 1, dtype=_DOUBLE))
+    ]
+    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()[:16]

@@ -1,0 +1,104 @@
+"""Makes the ranks of one step succeed or fail together: each says where it is, and hears whether another has failed.
+
+Covers the order of the four places where they meet, and what each rank raises where one of them cannot go on: that one
+takes part in the next place with its reason, so all of them stop and nobody waits. Does not cover what else is said
+there (``shared_step``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Literal
+
+from autobatch.distributed.channel import Channel
+from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
+
+__all__ = ["Place", "StepAgreement", "name_error"]
+
+Place = Literal["open", "ready", "update", "done"]
+"""Before the first micro-batch; when this rank's gradient is there; when nothing is left that could fail before the
+optimizer's step; after it."""
+
+_PLACES: tuple[Place, ...] = ("open", "ready", "update", "done")
+_LONGEST_REASON = 2000
+
+
+class StepAgreement:
+    """One step's meetings.
+
+    Attributes:
+        step: Which step of the Runner this is; all ranks must be in the same.
+        action: ``"step"`` or ``"accumulate"``; all must do the same.
+        is_over: Whether all ranks have come to an end, by success or failure.
+    """
+
+    def __init__(self, channel: Channel, step: int, action: str) -> None:
+        """Nothing is said yet."""
+        self.step, self.action = step, action
+        self._channel, self._met, self.is_over = channel, 0, False
+
+    def meet(self, place: Place, **said: Any) -> list[dict[str, Any]]:
+        """Say that this rank is there, and more; returns what each rank said, by rank.
+
+        Raises:
+            RankFailed: Another rank has failed, or is elsewhere.
+            CannotRetry: Another rank has failed in the update.
+            RankLost: Another rank is gone or did not answer.
+        """
+        heard = self._exchange(place, said)
+        self._met += 1
+        failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
+        if failed:
+            self.is_over = True
+            raise self._explain(failed)
+        places = [(message["action"], message["step"], message["place"]) for message in heard]
+        if len(set(places)) > 1:
+            self.is_over = True
+            told = "; ".join(f"{self._name(rank)}: {a} {n}, {at!r}" for rank, (a, n, at) in enumerate(places))
+            raise RankFailed(
+                f"the ranks are not at the same place ({told}): make the same calls in the same order on each, and as "
+                f"many of them"
+            )
+        self.is_over = place == "done"
+        return heard
+
+    def refuse(self, error: AutobatchError) -> AutobatchError:
+        """An error that every rank raises, since all have heard the same."""
+        self.is_over = True
+        return error
+
+    def end(self) -> None:
+        """There is no further meeting: every rank has come to the same end."""
+        self.is_over = True
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others where they meet next that this rank goes no further; nothing is raised here.
+
+        Nothing is said where all have heard of the end already.
+        """
+        if self.is_over or isinstance(error, RankLost):
+            return
+        self.is_over = True
+        with suppress(RankLost):  # the error that is on its way says more
+            self._exchange(_PLACES[self._met], {"error": name_error(error)})
+
+    def _exchange(self, place: Place, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._channel.exchange({"place": place, "step": self.step, "action": self.action, **said})
+
+    def _explain(self, failed: Mapping[int, str]) -> AutobatchError:
+        told = "; ".join(f"{self._name(rank)}: {reason}" for rank, reason in failed.items())
+        if self._met == len(_PLACES):
+            return CannotRetry(
+                f"the update of step {self.step} failed on one rank, so parameters may differ between the ranks now: "
+                f"load your last checkpoint on each ({told})"
+            )
+        return RankFailed(f"{self.action} {self.step} was undone on every rank, as it could not be done on one: {told}")
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self._channel.members[rank]}"
+
+
+def name_error(error: BaseException) -> str:
+    """The error's type and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_LONGEST_REASON]

@@ -1,0 +1,131 @@
+"""Computes how many samples of a batch each rank runs: evenly, in proportion to speed, or as the user says.
+
+Covers the target batch and the smaller last batch of an epoch. Shares that do not make the target raise
+``InvalidArgument``. Does not cover how a rank's speed is measured, nor which samples a rank gets
+(``distributed.share_sampler``).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, Literal, TypeAlias
+
+from autobatch._formatting import plural, show_value
+from autobatch.errors import InvalidArgument
+from autobatch.planning.planner import spread
+
+__all__ = ["Share", "share_batch", "share_target"]
+
+Share: TypeAlias = Literal["equal", "speed"] | Sequence[int]
+"""How ranks share a target batch: to one sample evenly, in proportion to their speed, or so many samples each."""
+
+_RANKS_SHOWN = 16
+
+
+def share_target(target: int, share: Share, rates: Sequence[float]) -> tuple[int, ...]:
+    """The samples of each rank, at least one, which sum to ``target``.
+
+    Args:
+        target: Samples of an optimizer step over all ranks.
+        share: ``"equal"``: the first ranks have one more where that does not come out even. ``"speed"``: in proportion
+            to ``rates``. Or the numbers themselves, by rank.
+        rates: Samples a second of each rank; only ``"speed"`` needs more of them than their number.
+
+    Raises:
+        InvalidArgument: There are fewer samples than ranks, ``share`` does not make the target, or a rate is not known.
+    """
+    ranks = len(rates)
+    if target < ranks:
+        raise InvalidArgument(
+            f"target_batch={target} is less than one sample for each of {ranks} ranks: pass target_batch={ranks} or "
+            f"more, or run on fewer ranks"
+        )
+    if isinstance(share, str) and share == "equal":
+        return spread(target, ranks)
+    if isinstance(share, str) and share == "speed":
+        return _apportion(target, [_read_rate(rank, rate) for rank, rate in enumerate(rates)], least=1)
+    return _check_shares(target, share, ranks)
+
+
+def share_batch(samples: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """The samples of each rank in a batch of another size than the target, such as the last one of an epoch.
+
+    In proportion to the shares of the target, and summing to ``samples``. No rank is left without a sample where there
+    are enough of them.
+    """
+    return _apportion(samples, list(map(Fraction, shares)), least=min(1, samples // len(shares)))
+
+
+def _apportion(total: int, weights: Sequence[Fraction], least: int) -> tuple[int, ...]:
+    """Whole numbers in proportion to the weights, summing to ``total``: the largest remainders are rounded up."""
+    quotas = _quotas(total, weights, least)
+    parts = [math.floor(quota) for quota in quotas]
+    # sorted() is stable: of equal remainders, the first ranks' are rounded up.
+    by_remainder = sorted(range(len(parts)), key=lambda rank: parts[rank] - quotas[rank])
+    for rank in by_remainder[: total - sum(parts)]:
+        parts[rank] += 1
+    return tuple(parts)
+
+
+def _quotas(total: int, weights: Sequence[Fraction], least: int) -> list[Fraction]:
+    """Exact shares before they are rounded: in proportion to the weights, but none below ``least``."""
+    proportional = list(weights)
+    while True:
+        scale = (total - least * (len(weights) - len(proportional))) / sum(proportional, Fraction())
+        enough = [weight for weight in proportional if scale * weight >= least]
+        if len(enough) == len(proportional):
+            return [max(Fraction(least), scale * weight) for weight in weights]
+        proportional = enough  # the others get the least, which is more than their part: less is left for these
+
+
+def _read_rate(rank: int, rate: Any) -> Fraction:
+    is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
+    if not is_number or not 0 < rate <= sys.float_info.max:
+        raise InvalidArgument(
+            f"share='speed' needs the samples a second of each rank, and {show_value(rate)} is none for rank {rank}: "
+            f"pass share='equal', or a number of samples for each rank"
+        )
+    return Fraction(float(rate))
+
+
+def _check_shares(target: int, share: Any, ranks: int) -> tuple[int, ...]:
+    """The user's own numbers, or ``InvalidArgument``."""
+    if not isinstance(share, Sequence) or isinstance(share, str | bytes | bytearray | memoryview):
+        raise InvalidArgument(
+            f"share={show_value(share)} must be 'equal', 'speed' or a number of samples for each rank, such as "
+            f"{_show_shares(spread(target, ranks))}"
+        )
+    shares = tuple(_read_share(share, rank) for rank in range(len(share)))
+    if len(shares) != ranks:
+        counts = plural(len(shares), "number")
+        raise InvalidArgument(f"share={show_value(share)} has {counts} for {ranks} ranks: pass one for each rank")
+    if sum(shares) != target:
+        raise InvalidArgument(
+            f"share={show_value(share)} makes {show_value(sum(shares))} samples, not target_batch={target}: pass "
+            f"{_show_shares(share_batch(target, shares))} for these proportions"
+        )
+    return shares
+
+
+def _read_share(share: Sequence[Any], rank: int) -> int:
+    entry = share[rank]
+    try:
+        samples = 0 if isinstance(entry, bool) else operator.index(entry)
+    except TypeError:
+        samples = 0
+    if samples < 1:
+        raise InvalidArgument(
+            f"share={show_value(share)} has {show_value(entry)} for rank {rank}: each rank needs a whole number of "
+            f"samples, at least 1"
+        )
+    return samples
+
+
+def _show_shares(shares: Sequence[int]) -> str:
+    shown = [str(samples) for samples in shares[:_RANKS_SHOWN]]
+    return f"[{', '.join([*shown, '...'] if len(shares) > _RANKS_SHOWN else shown)}]"

@@ -1,0 +1,115 @@
+"""Memory that ends at every operation of a step on each of several ranks, and what must then be true on all of them.
+
+Covers the trainings of ``faults`` whose models DistributedDataParallel takes and whose gradients are dense. Runs inside
+the ranks: every function here is collective.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from faults import CASES, OUTCOMES, Judge, Training, _comparable, _seed
+from plans import SMALL, make_rank_plans
+from torch.nn.parallel import DistributedDataParallel
+from workloads import make_batch
+
+import autobatch
+from autobatch.testing import oom_at
+
+__all__ = ["RANK_CASES", "prove_on_ranks"]
+
+_SHARES, _LARGEST = (8, 5, 7, 6), (4, 3, 4, 2)
+
+RANK_CASES = [case for case in CASES if "sparse" not in case.name and "lazy" not in case.name]
+
+
+class RankTraining(Training):
+    """This rank's part of a case."""
+
+    def _plan(self) -> autobatch.Plan:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        weighed = self.case.weigh is not None
+        return make_rank_plans(_SHARES[:size], _LARGEST[rank], weighed=weighed, **SMALL)[rank]
+
+    def _make_runner(self) -> autobatch.Runner:
+        inner = self.model
+        # torch cannot broadcast a buffer of which several elements are one.
+        overlaps = any(0 in buffer.stride() for buffer in inner.buffers())
+        self.model = DistributedDataParallel(inner, broadcast_buffers=not overlaps, init_sync=not overlaps)
+        try:
+            return super()._make_runner()
+        finally:
+            self.model = inner
+            rank = dist.get_rank()
+            _seed()
+            self.batch = make_batch(_SHARES[rank], self.case.dtype, seed=50 + rank)
+
+
+class RankJudge(Judge):
+    """Compares with the run in which each rank had used its committed micro-batches from the start."""
+
+    def _commit(self, sizes: tuple[int, ...]) -> tuple[dict[str, Any], torch.Tensor]:
+        key = _gather(sizes)
+        if key not in self._committed:
+            training = self.training(self.case, **self.options)
+            _cut_into(training.runner, sizes)
+            result = training.runner.step(training.batch)
+            assert (result.micro_batch_sizes, result.retries) == (sizes, 0)
+            self._committed[key] = _comparable(training.state()), result.loss
+        return self._committed[key]
+
+
+def _cut_into(runner: autobatch.Runner, sizes: tuple[int, ...]) -> None:
+    """Let a runner cut its batch into these sizes.
+
+    Not ``step_over`` of parts: their weights would be summed part by part, and those of a batch are counted at once.
+    """
+    accumulation: Any = runner._accumulation
+    cut = accumulation._cut
+
+    def cut_into(ranges: Any, largest: int | None) -> Any:
+        if largest is None:
+            return cut(ranges, None)
+        ((layout, _, _),) = ranges
+        stops = accumulate(sizes)
+        return [
+            part for stop, size in zip(stops, sizes, strict=True) for part in cut([(layout, stop - size, stop)], None)
+        ]
+
+    accumulation._cut = cut_into
+
+
+def prove_on_ranks(name: str, stride: int = 1) -> tuple[Counter[str], list[str]]:
+    """What came of an error out of memory at each operation on each rank, and what was wrong."""
+    case = next(case for case in RANK_CASES if case.name == name)
+    judge, tally, wrong = RankJudge(case, RankTraining), Counter[str](), list[str]()
+    training = RankTraining(case)
+    with oom_at(10**9) as counted:
+        training.runner.step(training.batch)
+    for failing, operations in enumerate(_gather(counted.operations)):
+        for position in range(1, operations + 1, stride):
+            outcome = judge.outcome(oom_at(position) if dist.get_rank() == failing else nullcontext())
+            outcomes = _gather(outcome)
+            tally[outcomes[failing] if _agree(outcomes) else "wrong"] += 1
+            if not _agree(outcomes):
+                wrong.append(f"operation {position} of rank {failing}: {outcomes}")
+    return tally, wrong
+
+
+def _agree(outcomes: tuple[str, ...]) -> bool:
+    """Whether all ranks committed, or all undid, or all were told that parameters may differ."""
+    if not set(outcomes) <= set(OUTCOMES):
+        return False
+    kinds = {"committed" if one in ("kept", "restarted") else "told" if one == "told" else "undone" for one in outcomes}
+    return len(kinds) == 1
+
+
+def _gather(value: Any) -> tuple[Any, ...]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return tuple(everyone)

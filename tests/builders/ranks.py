@@ -1,0 +1,135 @@
+"""Runs a function on several ranks: processes of their own that are joined by gloo on loopback, within a time limit.
+
+Covers their results, errors and ends. Does not cover what launchers such as torchrun do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Answer", "run_ranks", "values_of"]
+
+
+class Answer(NamedTuple):
+    """What came of one rank: its value, its error with the trace, or how its process ended."""
+
+    value: Any = None
+    error: str = ""
+    end: str = "well"
+    seconds: float = 0.0
+
+
+class _Group(NamedTuple):
+    """What each rank has to know."""
+
+    size: int
+    port: int
+    folder: str
+    timeout_seconds: float
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *arguments: Any,
+    size: int = 2,
+    timeout_seconds: float = 60.0,
+    limit_seconds: float = 110.0,
+    options: Sequence[dict[str, Any]] = (),
+) -> list[Answer]:
+    """Call ``function(*arguments)`` on each rank, with its own options; nothing outlives the limit.
+
+    Args:
+        function: At the top of its module.
+        arguments: The same on each rank.
+        size: How many ranks.
+        timeout_seconds: Of the process group.
+        limit_seconds: After which a rank counts as hung, and is killed.
+        options: More arguments of each rank.
+    """
+    context = multiprocessing.get_context("spawn")
+    import torch.distributed
+
+    with tempfile.TemporaryDirectory() as folder:
+        # In this process, as torchrun has it in its own: it outlives each rank.
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        group = _Group(size, store.port, folder, timeout_seconds)
+        processes = [
+            context.Process(target=_run, args=(rank, group, function, arguments, dict(*options[rank : rank + 1])))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + limit_seconds
+        while time.monotonic() < end and not all(map(_has_come_to_an_end, processes)):
+            time.sleep(0.05)
+        return [_answer(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
+
+
+def values_of(answers: Sequence[Answer]) -> list[Any]:
+    """What each rank returned; an error of any fails the test with its trace."""
+    told = [
+        f"rank {rank}: {answer.end}\n{answer.error}"
+        for rank, answer in enumerate(answers)
+        if answer.error or answer.end != "well"
+    ]
+    assert not told, "\n".join(told)
+    return [answer.value for answer in answers]
+
+
+def _has_come_to_an_end(process: Any) -> bool:
+    """Whether it has ended, or was stopped, from which it does not wake by itself."""
+    if not process.is_alive():
+        return True
+    stat = Path(f"/proc/{process.pid}/stat")
+    return stat.exists() and stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+
+
+def _answer(process: Any, path: Path) -> Answer:
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return Answer(end="hung")
+    if path.exists():
+        found: Answer = pickle.loads(path.read_bytes())
+        return found
+    return Answer(end=f"ended with {process.exitcode}")
+
+
+def _run(
+    rank: int, group: _Group, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
+) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(group.port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(group.size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(group.size),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    try:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=group.timeout_seconds))
+        began = time.monotonic()
+        answer = Answer(function(*arguments, **options), seconds=time.monotonic() - began)
+    except BaseException as error:
+        name = f"{type(error).__name__}: {error}"
+        answer = Answer(error=f"{name}\n{traceback.format_exc()}", seconds=time.monotonic() - began)
+    whole = Path(group.folder) / f"{rank}.part"
+    whole.write_bytes(pickle.dumps(answer))
+    whole.rename(Path(group.folder) / str(rank))
+    os._exit(0)  # a group whose peers are gone may wait for them as it is taken down

@@ -1,0 +1,103 @@
+"""``distributed.channel``: every rank hears all others, and a rank that is gone is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from builders.ranks import run_ranks, values_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autobatch.distributed.channel import Channel, open_channel
+from autobatch.errors import RankLost
+
+
+class Refuse(TorchDispatchMode):
+    """A mode under which no operator may run, as a budget that is used up."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise torch.OutOfMemoryError(f"no memory for {func}")
+
+
+def exchange_some():
+    """Messages of different lengths, from each rank."""
+    channel = open_channel(None)
+    assert open_channel(None) is channel
+    heard = [channel.exchange({"rank": dist.get_rank(), "text": "x" * length}) for length in (0, 900, 1100, 70_000)]
+    with Refuse():
+        heard.append(channel.exchange(float("inf")))
+    return heard
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rank_hears_all(size):
+    """Short and long messages, also while memory is at its end."""
+    expected = [[{"rank": rank, "text": "x" * length} for rank in range(size)] for length in (0, 900, 1100, 70_000)]
+    for heard in values_of(run_ranks(exchange_some, size=size)):
+        assert heard == [*expected, [float("inf")] * size]
+
+
+def end_one(which, how):
+    """One rank ends; what the others say, and after how long."""
+    channel = Channel(None, timedelta(seconds=3))
+    if dist.get_rank() == which:
+        os.kill(os.getpid(), how)
+    began = time.monotonic()
+    told = []
+    for _ in range(2):
+        with pytest.raises(RankLost) as caught:
+            channel.exchange("here")
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    return told[0], time.monotonic() - began
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_rank_that_was_killed_is_named_at_once(which):
+    """The others need not wait for the timeout, also where it is the first."""
+    answers = run_ranks(end_one, which, signal.SIGKILL, size=3, limit_seconds=60)
+    assert answers.pop(which).end == "ended with -9"
+    for text, seconds in values_of(answers):
+        assert text.startswith(f"rank {which} of 3 is gone: its process ")
+        assert seconds < 30
+
+
+def test_a_rank_that_is_stopped_is_named_after_the_timeout():
+    """It did not answer, and why is said where it can be seen."""
+    answers = run_ranks(end_one, 1, signal.SIGSTOP, size=2, limit_seconds=40)
+    assert answers[1].end == "hung"
+    (text, seconds) = values_of(answers[:1])[0]
+    assert text.startswith("rank 1 of 2 did not answer, and its process ")
+    assert " is stopped (" in text
+    assert 2 < seconds < 30
+
+
+def exchange_in_a_part():
+    """In a group of two of three ranks."""
+    part = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    channel = open_channel(part)
+    return channel.members, channel.rank, channel.exchange(dist.get_rank())
+
+
+def test_a_group_of_some_ranks_has_a_channel_of_its_own():
+    """The others take no part, and members are named by their global rank."""
+    first, *others = values_of(run_ranks(exchange_in_a_part, size=3))
+    assert first is None
+    assert others == [([1, 2], 0, [1, 2]), ([1, 2], 1, [1, 2])]
+
+
+def read_timeout():
+    """Seconds."""
+    return open_channel(None).timeout.total_seconds()
+
+
+def test_the_timeout_is_the_process_groups_own():
+    """A new group would take half an hour."""
+    assert values_of(run_ranks(read_timeout, timeout_seconds=17.0)) == [17.0, 17.0]

@@ -1,0 +1,285 @@
+"""What a step does on every rank where it cannot be done on one: the same end, everything as before, and no hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from builders.plans import SMALL, make_rank_plans
+from builders.ranks import run_ranks, values_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workloads import Plain, bits_of, differences, make_batch, mean_step
+
+import autobatch
+from autobatch.planning.planner import spread
+from autobatch.testing import FakeDevice
+
+SIZE = 3
+TARGET = 24
+
+
+class Training:
+    """A model, an optimizer, a batch of this rank's and its runner."""
+
+    def __init__(self, step=mean_step, samples=8, device=None, make_model=Plain, optimizer=None, **options):
+        torch.manual_seed(0)
+        self.model = DistributedDataParallel(make_model(), find_unused_parameters=True)
+        made = optimizer or torch.optim.SGD
+        self.optimizer = made(self.model.parameters(), lr=0.1)
+        self.batch = make_batch(samples, torch.float64, seed=dist.get_rank())
+        plan = make_rank_plans(spread(TARGET, dist.get_world_size()), 4, **SMALL)[dist.get_rank()]
+        device = device or FakeDevice(lambda n: 10 + n, total_bytes=1000)
+        self.runner = autobatch.Runner(plan, self.model, step, self.optimizer, device=device, **options)
+
+    def bits(self):
+        """All that a step changes."""
+        return bits_of(self.model.module, self.optimizer) | {"steps": self.runner.steps}
+
+
+def attempt(training, run=None):
+    """The error of a step, or its sizes; and whether everything is as before after an error."""
+    before = training.bits()
+    try:
+        result = (run or training.runner.step)(training.batch)
+    except BaseException as error:
+        changed = differences(training.bits(), before)
+        return f"{type(error).__name__}: {error}", changed
+    return result.micro_batch_sizes, result.retries
+
+
+def on_rank(which, action):
+    """A step that does something else first, once, on one rank."""
+    done = []
+
+    def step(model, batch):
+        if dist.get_rank() == which and not done:
+            done.append(True)
+            action()
+        return mean_step(model, batch)
+
+    return step
+
+
+def raise_error(error):
+    """As a function."""
+
+    def action():
+        raise error
+
+    return action
+
+
+class Scheduler:
+    """Fails on one rank, after the optimizer has stepped."""
+
+    def step(self):
+        if dist.get_rank() == 1:
+            raise ValueError("no such rate")
+
+
+class Breaking(torch.optim.SGD):
+    """Runs out of memory on one rank in the middle of its step."""
+
+    def step(self, closure=None):
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().step(closure)
+
+
+def run_all():
+    """What came of each way to fail, and of the next step."""
+    rank = dist.get_rank()
+    found = {}
+
+    def note(name, training, run=None):
+        found[name] = attempt(training, run)
+        found[f"after {name}"] = attempt(training)
+
+    note("an error of the user's", Training(on_rank(1, raise_error(ValueError("my own bug")))))
+    note("an interrupt", Training(on_rank(2, raise_error(KeyboardInterrupt("ctrl-c")))))
+    note("a shortage", Training(on_rank(1, raise_error(torch.OutOfMemoryError("CUDA out of memory. Tried")))))
+    tight = FakeDevice(lambda n: 10 + n, total_bytes=1000 if rank else 10)
+    note("no memory at all", Training(device=tight))
+    note("an error in the scheduler", Training(scheduler=Scheduler()))
+    note("a shortage in the update", Training(optimizer=Breaking))
+    training = Training()
+    note("another call", training, training.runner.accumulate if rank == 0 else training.runner.step)
+    training = Training()
+    if rank == 0:
+        training.model.module.head.weight.grad = torch.ones_like(training.model.module.head.weight)
+    found["earlier gradients"] = attempt(training)
+    training = Training()
+    training.batch = (training.batch[0][:4], training.batch[1]) if rank == 2 else training.batch
+    found["a wrong batch"] = attempt(training)
+    training = Training(lambda model, batch: mean_step(training.model, batch))
+    note("a call of the wrapper", training)
+    training = Training(sparse_step, make_model=Sparse)
+    found["sparse gradients"] = attempt(training)
+    training = Training(weigh=lambda batch: 0.0 if rank else float(len(batch[0])))
+    found["nothing counts on others"] = attempt(training)
+    training = Training(weigh=lambda batch: 0.0)
+    found["nothing counts"] = attempt(training)
+    found["after nothing counts"] = attempt(training)
+    training = Training(samples=8 if rank else 0)
+    found["no samples on one"] = attempt(training)
+    training = Training(on_rank(1, lambda: signal.raise_signal(signal.SIGINT)))
+    note("a signal", training)
+    return found
+
+
+class Sparse(nn.Module):
+    """An embedding with sparse gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 3, sparse=True)
+
+    def forward(self, labels):
+        return self.table(labels)
+
+
+def sparse_step(model, batch):
+    """Its output's square."""
+    return model(batch[1]).square().mean()
+
+
+@cache
+def answers():
+    """Asked once."""
+    return run_ranks(run_all, size=SIZE, timeout_seconds=30)
+
+
+def told(name):
+    """By rank."""
+    return [value[name] for value in values_of(answers())]
+
+
+UNDONE = "RankFailed: step 0 was undone on every rank, as it could not be done on one: "
+CHECKPOINT = "CannotRetry: the update of step 0 failed on one rank, so parameters may differ between the ranks now: "
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "own", "others"),
+    [
+        ("an error of the user's", 1, "ValueError: my own bug", f"{UNDONE}rank 1: ValueError: my own bug"),
+        ("an interrupt", 2, "KeyboardInterrupt: ctrl-c", f"{UNDONE}rank 2: KeyboardInterrupt: ctrl-c"),
+        ("a signal", 1, "KeyboardInterrupt: ", f"{UNDONE}rank 1: KeyboardInterrupt:"),
+        ("no memory at all", 0, "DoesNotFit: ", f"{UNDONE}rank 0: DoesNotFit: "),
+        ("a wrong batch", 2, "InvalidBatch: ", f"{UNDONE}rank 2: InvalidBatch: "),
+    ],
+)
+def test_an_error_on_one_rank_undoes_the_step_on_all(name, which, own, others):
+    """That rank gets its own error, the others are told which rank and why; everything is as before."""
+    for rank, (text, changed) in enumerate(told(name)):
+        assert text.startswith(own if rank == which else others)
+        assert changed == []
+
+
+@pytest.mark.parametrize("name", ["an error of the user's", "an interrupt", "a signal"])
+def test_the_step_can_be_run_again(name):
+    """All ranks are still together."""
+    assert told(f"after {name}") == [((4, 4), 0)] * SIZE
+
+
+def test_a_shortage_on_one_rank_is_that_ranks_matter():
+    """It goes on with smaller micro-batches, and the others with theirs."""
+    assert told("a shortage") == [((4, 4), 0), ((2, 2, 2, 2), 1), ((4, 4), 0)]
+
+
+@pytest.mark.parametrize("name", ["an error in the scheduler", "a shortage in the update"])
+def test_after_an_update_that_failed_on_one_rank_all_are_told_to_load_a_checkpoint(name):
+    """Parameters may differ between the ranks."""
+    for rank, (text, _) in enumerate(told(name)):
+        if rank != 1:
+            assert text.startswith(f"{CHECKPOINT}load your last checkpoint on each (rank 1: ")
+
+
+def test_ranks_that_are_not_at_the_same_place_say_so():
+    """Instead of summing gradients of different steps."""
+    for text, changed in told("another call"):
+        assert text == (
+            "RankFailed: the ranks are not at the same place (rank 0: accumulate 0, 'open'; rank 1: step 0, 'open'; "
+            "rank 2: step 0, 'open'): make the same calls in the same order on each, and as many of them"
+        )
+        assert changed == []
+    assert told("after another call") == [((4, 4), 0)] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "earlier gradients",
+            "InvalidStep: there are gradients from before the step, and they differ between the ranks",
+        ),
+        ("a call of the wrapper", "InvalidStep: step() called the DistributedDataParallel model itself"),
+        ("sparse gradients", "InvalidStep: sparse gradients are not summed over ranks"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_on_every_rank(name, text):
+    """In the same words."""
+    for said, changed in told(name):
+        assert said.startswith(text)
+        assert changed == []
+
+
+def test_a_rank_on_which_nothing_counts_takes_part():
+    """Its samples have weight 0, or it has none; where that is so on all, nothing happens on any."""
+    assert told("nothing counts on others") == [((4, 4), 0)] * SIZE
+    assert told("no samples on one") == [((), 0), ((4, 4), 0), ((4, 4), 0)]
+    assert told("nothing counts") == told("after nothing counts") == [((), 0)] * SIZE
+
+
+def end_at(place, how):
+    """A rank's process ends, or stops, at a place of its second step."""
+    training = Training(timeout=4.0)
+    training.runner.step(training.batch)
+    before = training.bits()
+    if dist.get_rank() == 1:
+        arrange(training, place, lambda: os.kill(os.getpid(), how))
+    began = time.monotonic()
+    with pytest.raises(autobatch.errors.AutobatchError) as caught:
+        training.runner.step(training.batch)
+    seconds = time.monotonic() - began
+    return f"{type(caught.value).__name__}: {caught.value}", seconds, differences(training.bits(), before)
+
+
+def arrange(training, place, action):
+    """Call the action there."""
+    if place == "forward":
+        training.model.module.register_forward_pre_hook(lambda *_: action())
+    elif place == "backward":
+        training.model.module.head.weight.register_hook(lambda _: action())
+    elif place == "sum":
+        reduce = dist.all_reduce
+        dist.all_reduce = lambda *args, **options: action() or reduce(*args, **options)
+    else:
+        training.optimizer.register_step_pre_hook(lambda *_: action())
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "sum", "update"])
+def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
+    """At once, with its name; before the update everything is as it was."""
+    found = run_ranks(end_at, place, signal.SIGKILL, size=SIZE, timeout_seconds=20, limit_seconds=80)
+    assert found.pop(1).end == "ended with -9"
+    for text, seconds, changed in values_of(found):
+        assert text.startswith("RankLost: ")
+        assert "rank 1 of 3 is gone: its process " in text
+        assert seconds < 15
+        assert changed == [] or place == "update"
+
+
+def test_a_rank_that_stops_answering_ends_the_step_on_the_others():
+    """After the timeout, with its name."""
+    found = run_ranks(end_at, "forward", signal.SIGSTOP, size=2, timeout_seconds=20, limit_seconds=40)
+    assert found.pop(1).end == "hung"
+    ((text, seconds, changed),) = values_of(found)
+    assert text.startswith("RankLost: rank 1 of 2 did not answer, and its process ")
+    assert 3 < seconds < 20
+    assert changed == []

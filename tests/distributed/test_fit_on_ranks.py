@@ -1,0 +1,186 @@
+"""``fit`` on several ranks: each finds its own size, and all get the plan of one target."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from builders.ranks import run_ranks, values_of
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from workloads import Plain, bits_of, differences, make_batch, mean_step
+
+import autobatch
+from autobatch.errors import AutobatchError
+from autobatch.testing import FakeDevice
+
+TARGET = 40
+
+
+def slow_step(model, batch):
+    """Takes 1 ms a sample on the first rank and 4 on the others."""
+    time.sleep(len(batch[0]) * (0.001 if dist.get_rank() == 0 else 0.004))
+    return mean_step(model, batch)
+
+
+def make_device(rank=None):
+    """16 samples fit the first rank, 4 the others."""
+    rank = dist.get_rank() if rank is None else rank
+    return FakeDevice(lambda n: 10 + n, total_bytes=26 if rank == 0 else 14)
+
+
+def fit(model, **changes):
+    """A plan of this rank."""
+    options = {"batch": make_batch(4, torch.float64), "step": mean_step, "device": make_device(), "headroom": 0}
+    return autobatch.fit(model, **{"target_batch": TARGET, "optimizer": None, "check": None, **options, **changes})
+
+
+def describe(plan):
+    """What tests compare."""
+    assert plan.micro_batch_size in {trial.micro_batch_size for trial in plan.trials if trial.outcome == "fits"}
+    return plan.rank, plan.world_size, plan.shares, plan.micro_batch_sizes, str(plan).partition(";")[0]
+
+
+def with_late_layer(layer):
+    """On a CPU torch wraps no SyncBatchNorm."""
+    model = DistributedDataParallel(nn.Sequential(Plain()))
+    model.module.append(layer)
+    return model
+
+
+def with_hook():
+    """One of torch's own."""
+    model = DistributedDataParallel(Plain())
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return model
+
+
+def fail(model, **changes):
+    """The error of a call."""
+    with pytest.raises(AutobatchError) as caught:
+        fit(model, **changes)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def fit_all():
+    """What each way of calling it gives."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Plain())
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = bits_of(model.module, optimizer)
+    return {
+        "equal": describe(fit(model, optimizer=optimizer)),
+        "uneven": describe(fit(model, target_batch=41)),
+        "given": describe(fit(model, share=[25, 15])),
+        "speed": describe(fit(model, step=slow_step, share="speed")),
+        "changed": differences(bits_of(model.module, optimizer), before),
+        "other target": fail(model, target_batch=40 + rank),
+        "other share": fail(model, share="speed" if rank else "equal"),
+        "wrong share": fail(model, share=[20, 21]),
+        "no memory": fail(model, device=FakeDevice(lambda n: 10 + n, total_bytes=10 + (rank == 0))),
+        "plain": fail(Plain()),
+        "sync": fail(with_late_layer(nn.SyncBatchNorm(4))),
+        "nested": fail(with_late_layer(DistributedDataParallel(nn.Linear(2, 2)))),
+        "hook": fail(with_hook()),
+        "again": describe(fit(model, optimizer=optimizer)),
+        "verify": autobatch.verify(model, make_batch(6, torch.float64), mean_step).exact,
+    }
+
+
+@cache
+def answers():
+    """Asked once: the processes take longer to start than to run."""
+    return run_ranks(fit_all)
+
+
+def told(name):
+    """By rank."""
+    return [value[name] for value in values_of(answers())]
+
+
+def test_each_rank_has_its_own_sizes_of_one_target():
+    """The first takes its whole share at once, the second in parts."""
+    first, second = told("equal")
+    assert first[:4] == (0, 2, (20, 20), (10, 10))
+    assert second[:4] == (1, 2, (20, 20), (4, 4, 4, 4, 4))
+    assert first[4] == "autobatch: rank 0 of 2: 20 of 40 = 2 x 10 on fake device"
+    assert told("again") == [first, second]
+    assert [one[2] for one in told("uneven")] == [(21, 20), (21, 20)]
+
+
+def test_shares_may_be_given():
+    """As numbers of samples."""
+    assert [one[2:4] for one in told("given")] == [((25, 15), (13, 12)), ((25, 15), (4, 4, 4, 3))]
+
+
+def test_shares_follow_the_speed():
+    """Four times as fast is four times as much, by what was measured."""
+    first, second = told("speed")
+    assert first[2] == second[2]
+    assert 26 <= first[2][0] <= 36
+    assert sum(first[3]) == first[2][0]
+    assert max(first[3]) <= 16
+    assert max(second[3]) <= 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("other target", "target_batch= differs between the ranks (rank 0: 40; rank 1: 41): pass the same on each"),
+        ("other share", "share= differs between the ranks (rank 0: equal; rank 1: speed): pass the same on each"),
+        ("wrong share", "share=[20, 21] makes 41 samples, not target_batch=40: pass [20, 20] for these proportions"),
+        (
+            "plain",
+            (
+                "2 ranks are running and the model is Plain, whose gradients nobody sums over them: pass "
+                "torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()"
+            ),
+        ),
+        (
+            "sync",
+            (
+                "the layer 1 is SyncBatchNorm, which talks to the other ranks inside the forward pass, so that a rank "
+                "that retries alone would leave them waiting: use GroupNorm, or BatchNorm of each micro-batch"
+            ),
+        ),
+        (
+            "nested",
+            (
+                "the layer 1 is DistributedDataParallel inside the model: wrap the whole model once, in "
+                "DistributedDataParallel"
+            ),
+        ),
+        (
+            "hook",
+            (
+                "the model has a DDP communication hook, which would not be called, as gradients are summed after the "
+                "last micro-batch: build DistributedDataParallel without register_comm_hook()"
+            ),
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_on_every_rank(name, text):
+    """At once, in the same words."""
+    assert told(name) == [f"InvalidArgument: {text}"] * 2
+
+
+def test_a_rank_on_which_nothing_fits_stops_the_others():
+    """It gets its own error, and the other one is told of it."""
+    first, second = told("no memory")
+    assert second.startswith("DoesNotFit: ")
+    assert first.startswith("RankFailed: fit() could not be done on each rank: rank 1: DoesNotFit: ")
+
+
+def test_a_split_is_verified_on_each_rank_by_itself():
+    """The wrapper talks to nobody."""
+    assert told("verify") == [True, True]
+
+
+def test_it_leaves_no_trace_on_any_rank():
+    """After four plans."""
+    assert told("changed") == [[], []]

@@ -1,0 +1,54 @@
+"""``distributed.interrupts``: Ctrl-C waits until the other ranks no longer do."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from autobatch.distributed.interrupts import deferred_interrupts
+
+pytestmark = pytest.mark.quick
+
+
+def test_an_interrupt_is_raised_at_the_end_of_the_block():
+    """All of it has run, and the handler is back."""
+    handler, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), deferred_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        done.append("the rest")
+    assert done == ["the rest"]
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_without_an_interrupt_nothing_happens():
+    """An error of the block comes out."""
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ValueError, match="mine"), deferred_interrupts():
+        raise ValueError("mine")
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_an_interrupt_that_is_ignored_stays_so():
+    """Where the program has no handler of its own, there is nothing to hold back."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred_interrupts():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_get_none():
+    """Only the main thread may set a handler."""
+    handlers = []
+
+    def work():
+        with deferred_interrupts():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]

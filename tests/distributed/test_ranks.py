@@ -1,0 +1,86 @@
+"""Which ranks there are, and that a model whose gradients nobody would sum over them is refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from workloads import Plain, make_batch, mean_step
+
+import autobatch
+from autobatch.distributed.ranks import find_ranks, read_timeout, refuse_differences, world_size
+from autobatch.errors import InvalidArgument
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def ranks(request):
+    """A process group of so many ranks, all but this one simulated by torch's own fake backend."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=request.param, store=FakeStore())
+    yield request.param
+    torch.distributed.destroy_process_group()
+
+
+def test_without_a_process_group_there_is_one_rank():
+    """Nothing has to be set up on one device."""
+    assert world_size() == 1
+    assert find_ranks(Plain()) is None
+
+
+@pytest.mark.parametrize("ranks", [1], indirect=True)
+def test_a_group_of_one_is_as_good_as_none(ranks):
+    """Launchers make a group also for one process."""
+    assert world_size() == 1
+    assert find_ranks(Plain()) is None
+
+
+@pytest.mark.parametrize("ranks", [1], indirect=True)
+def test_a_wrapped_model_on_one_rank_needs_no_exchange(ranks):
+    """It trains as it did."""
+    assert find_ranks(torch.nn.parallel.DistributedDataParallel(Plain())) is None
+
+
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_a_model_that_is_not_wrapped_is_refused_with_a_way_out(ranks):
+    """How many ranks, why, and what to do."""
+    assert world_size() == 4
+    with pytest.raises(InvalidArgument, match=r"^4 ranks are running.*DistributedDataParallel.*plan\.settings\(\)"):
+        find_ranks(Plain())
+
+
+@pytest.mark.parametrize("ranks", [2], indirect=True)
+def test_fit_refuses_before_anything_runs(ranks):
+    """The step is never called."""
+
+    def step(model, batch):
+        pytest.fail("the step was called")
+        return mean_step(model, batch)
+
+    with pytest.raises(InvalidArgument, match="2 ranks"):
+        autobatch.fit(Plain(), 8, batch=make_batch(4, torch.float64), step=step)
+
+
+def test_a_timeout_is_a_number_of_seconds():
+    """Or the process group's own."""
+    assert read_timeout(None) is None
+    assert read_timeout(2.5) == timedelta(seconds=2.5)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "5", float("inf"), float("nan"), [3]])
+def test_a_wrong_timeout_is_refused(wrong):
+    """With what was given."""
+    with pytest.raises(InvalidArgument, match=r"^timeout=.*must be a number of seconds greater than 0, or None$"):
+        read_timeout(wrong)
+
+
+def test_what_differs_between_the_ranks_is_named():
+    """With what each has."""
+    refuse_differences([{"target_batch=": 8}, {"target_batch=": 8}])
+    with pytest.raises(InvalidArgument) as caught:
+        refuse_differences([{"share=": "equal", "target_batch=": 8}, {"share=": "equal", "target_batch=": 9}])
+    assert str(caught.value) == (
+        "target_batch= differs between the ranks (rank 0: 8; rank 1: 9): pass the same on each"
+    )
