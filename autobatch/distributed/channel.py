@@ -56,7 +56,8 @@ class Channel:
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
         self.timeout = timeout or _timeout_of(group)
-        self._lost, self._exchanges = "", 0
+        own: Any = group or dist.group.WORLD
+        self._name, self._lost, self._exchanges = own.group_name, "", 0
         self._processes: list[Process] = []
         is_part = self.size < dist.get_world_size()
         try:
@@ -108,14 +109,17 @@ class Channel:
         return [(length, row[_HEAD : _HEAD + length]) for length, row in zip(lengths, rows, strict=True)]
 
     def _explain(self, reason: str) -> str:
-        missing = self._call_roll()
-        states = [describe_state(self._processes[rank]) if self._processes else "" for rank in range(self.size)]
-        ended = [rank for rank in range(self.size) if states[rank] == "has ended"]
-        lost = ended or missing
-        if not lost:
-            return f"a rank of {self.size} is gone or did not answer within {_in_words(self.timeout)} ({reason})"
-        told = "; ".join(self._describe(rank, states[rank]) for rank in lost)
-        return f"{told} ({reason})"
+        """Who is gone; all ranks say what the first one to notice found, as its own process may be gone by then."""
+        lost = self._call_roll()
+        states = self._read_states()
+        told = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
+        if not told:
+            told = f"a rank of {self.size} is gone or did not answer within {_in_words(self.timeout)}"
+        try:
+            found: bytes = _store().compare_set(f"autobatch/{self._name}/lost", "", f"{told} ({reason})")
+        except (RuntimeError, AttributeError):  # the store is gone too
+            return f"{told} ({reason})"
+        return found.decode()
 
     def _describe(self, rank: int, state: str) -> str:
         name = f"rank {self.members[rank]} of {self.size}"
@@ -124,20 +128,28 @@ class Channel:
         known = f", and its process {self._processes[rank].pid} {state}" if state else ""
         return f"{name} did not answer{known}"
 
+    def _read_states(self) -> list[str]:
+        return [describe_state(process) for process in self._processes]
+
+    def _find_ended(self) -> list[int]:
+        return [rank for rank, state in enumerate(self._read_states()) if state == "has ended"]
+
     def _call_roll(self) -> Sequence[int]:
-        """Who does not answer in the store within two seconds; nobody where the store is gone too."""
+        """Whose process has ended, or else who does not answer in the store within two seconds.
+
+        A process that was killed closes its sockets a moment before it counts as ended.
+        """
+        missing, ended = [rank for rank in range(self.size) if rank != self.rank], list[int]()
+        end = time.monotonic() + _ROLL_CALL_SECONDS
         try:
-            store = dist.distributed_c10d._get_default_store()
-            roll = f"autobatch/{self._exchanges}/"
+            store, roll = _store(), f"autobatch/{self._name}/{self._exchanges}/"
             store.set(f"{roll}{self.members[self.rank]}", "here")
-            end = time.monotonic() + _ROLL_CALL_SECONDS
-            missing = [rank for rank in range(self.size) if rank != self.rank]
-            while missing and time.monotonic() < end:
+            while missing and not (ended := self._find_ended()) and time.monotonic() < end:
                 missing = [rank for rank in missing if not store.check([f"{roll}{self.members[rank]}"])]
                 time.sleep(0.05)
-        except (RuntimeError, AttributeError):
-            return ()
-        return missing
+        except (RuntimeError, AttributeError):  # the store is gone too
+            return self._find_ended()
+        return ended or missing
 
 
 def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Channel:
@@ -147,6 +159,11 @@ def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = No
     if key not in _channels:
         _channels[key] = Channel(group, timeout)
     return _channels[key]
+
+
+def _store() -> Any:
+    """Where the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
