@@ -72,6 +72,11 @@ class Plan(PlanRecord):
                 f"settings({framework!r}): a target batch of {self.target_batch} cannot be shared equally by "
                 f"{self.world_size} ranks; take a multiple of {self.world_size}"
             )
+        if len(set(self.shares)) > 1:
+            raise InvalidArgument(
+                f"settings({show_value(framework)}): the ranks have different shares, {list(self.shares)}, and each "
+                f"rank of such a framework runs the same number of samples; plan with share='equal'"
+            )
         share, smallest = self.target_batch // self.world_size, self.smallest_micro_batch
         size, steps = divide_evenly(share, self.micro_batch_size)
         if size < smallest:

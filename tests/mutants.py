@@ -1159,6 +1159,20 @@ MUTANTS = (
         "        if False:\n",
         RANK_FIT_TESTS,
     ),
+    Mutant(
+        "ranks: what was summed of a parameter is read again as its gradient",
+        DISTRIBUTED + "reduction.py",
+        "            self._result = own if",
+        "            self._result = parameter.grad = own if",
+        ("tests/distributed/test_reduction.py",),
+    ),
+    Mutant(
+        "ranks: parameters that others freeze are summed",
+        DISTRIBUTED + "shared_step.py",
+        """        if len({one["trains"] for one in said}) > 1:\n""",
+        "        if False:\n",
+        RANK_FAILURE_TESTS,
+    ),
 )
 
 

@@ -1,7 +1,7 @@
 """A small channel beside the process group that trains: every rank says a few hundred bytes, and hears all others.
 
 Covers the group on the host, one exchange, and naming who is gone or did not answer. Does not cover what is said
-(``step_agreement``), nor gradients (``gradient_sums``), which go through the user's own process group.
+(``step_agreement``), nor gradients (``reduction``), which go through the user's own process group.
 
 The group is gloo's, since it lives on the host: an exchange waits for no device, and a peer whose process is gone ends
 it at once, as the kernel closes its sockets, where NCCL would wait for its timeout.
@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +105,7 @@ class Channel:
     def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
         """Each rank's full length and the bytes of it that are in its slot."""
         said = bytearray((length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0"))
-        heard = [torch.empty(slot, dtype=torch.uint8) for _ in range(self.size)]
+        heard = [torch.empty(slot, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
         dist.all_gather(heard, torch.frombuffer(said, dtype=torch.uint8), group=self._group)
         rows = [ctypes.string_at(row.data_ptr(), slot) for row in heard]  # bytes(storage) takes 3 ms for each
         lengths = [int.from_bytes(row[:_HEAD], "big") for row in rows]
@@ -115,11 +118,8 @@ class Channel:
         told = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
         if not told:
             told = f"a rank of {self.size} is gone or did not answer within {_in_words(self.timeout)}"
-        try:
-            found: bytes = _store().compare_set(f"autobatch/{self._name}/lost", "", f"{told} ({reason})")
-        except (RuntimeError, AttributeError):  # the store is gone too
-            return f"{told} ({reason})"
-        return found.decode()
+        first = _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", f"{told} ({reason})"))
+        return f"{told} ({reason})" if first is None else first.decode()
 
     def _describe(self, rank: int, state: str) -> str:
         name = f"rank {self.members[rank]} of {self.size}"
@@ -134,22 +134,26 @@ class Channel:
     def _find_ended(self) -> list[int]:
         return [rank for rank, state in enumerate(self._read_states()) if state == "has ended"]
 
+    def _find_absent(self, ranks: Sequence[int], roll: str, store: Any) -> list[int]:
+        return [rank for rank in ranks if not store.check([f"{roll}{self.members[rank]}"])]
+
     def _call_roll(self) -> Sequence[int]:
         """Whose process has ended, or else who does not answer in the store within two seconds.
 
         A process that was killed closes its sockets a moment before it counts as ended.
         """
-        missing, ended = [rank for rank in range(self.size) if rank != self.rank], list[int]()
-        end = time.monotonic() + _ROLL_CALL_SECONDS
-        try:
-            store, roll = _store(), f"autobatch/{self._name}/{self._exchanges}/"
-            store.set(f"{roll}{self.members[self.rank]}", "here")
-            while missing and not (ended := self._find_ended()) and time.monotonic() < end:
-                missing = [rank for rank in missing if not store.check([f"{roll}{self.members[rank]}"])]
-                time.sleep(0.05)
-        except (RuntimeError, AttributeError):  # the store is gone too
-            return self._find_ended()
-        return ended or missing
+        missing: list[int] = [rank for rank in range(self.size) if rank != self.rank]
+        end, roll = time.monotonic() + _ROLL_CALL_SECONDS, f"autobatch/{self._name}/{self._exchanges}/"
+        is_there = _ask_store(lambda store: store.set(f"{roll}{self.members[self.rank]}", "here") or True)
+        while missing and time.monotonic() < end:
+            if ended := self._find_ended():
+                return ended
+            absent = _ask_store(partial(self._find_absent, missing, roll)) if is_there else None
+            is_there, missing = absent is not None, missing if absent is None else absent
+            time.sleep(0.05)
+        if is_there:
+            return missing
+        return [rank for rank, state in enumerate(self._read_states()) if state == "is stopped"]
 
 
 def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Channel:
@@ -161,9 +165,21 @@ def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = No
     return _channels[key]
 
 
-def _store() -> Any:
-    """Where the ranks of the default process group met."""
-    return dist.distributed_c10d._get_default_store()
+def _ask_store(question: Callable[[Any], Any]) -> Any:
+    """Ask the store of the default process group; ``None`` where it is gone or says nothing for two seconds.
+
+    In a thread of its own: where the process that has the store is stopped, torch waits for good.
+    """
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, AttributeError):
+            answers.append(question(dist.distributed_c10d._get_default_store()))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_ROLL_CALL_SECONDS)
+    return answers[0] if answers else None
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:

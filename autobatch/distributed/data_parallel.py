@@ -39,6 +39,11 @@ def refuse_unsupported(model: nn.Module) -> None:
     Raises:
         InvalidArgument: One line that says what to use instead.
     """
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        raise InvalidArgument(
+            "torch.compile(DistributedDataParallel(model)) is not supported: pass "
+            "DistributedDataParallel(torch.compile(model))"
+        )
     inner = module_of(model)
     for name, module in inner.named_modules():
         _refuse_module(name, module)
@@ -72,6 +77,11 @@ def _refuse_options(model: DistributedDataParallel) -> None:
         raise InvalidArgument(
             "the model has a DDP communication hook, which would not be called, as gradients are summed after the last "
             "micro-batch: build DistributedDataParallel without register_comm_hook()"
+        )
+    if set(model.parameters_to_ignore) & {name for name, p in model.module.named_parameters() if p.requires_grad}:
+        raise InvalidArgument(
+            "the model ignores trained parameters (DDP's parameters_to_ignore), which would then differ between the "
+            "ranks: leave them out of it, or freeze them"
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise InvalidArgument(

@@ -82,7 +82,9 @@ class Division:
         """The user's own; else, where ranks share one memory, this rank's part of it."""
         if budget is not None or self._tenants == 1:
             return budget
-        return memory.available_bytes() // self._tenants or None
+        own = memory.usage().allocated
+        free = max(0, memory.available_bytes() - own)
+        return own + free // self._tenants or None
 
     def divide(self, said: Sequence[Mapping[str, Any]]) -> int:
         """Divide the target by what each rank has found; returns this one's samples.

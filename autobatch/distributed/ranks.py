@@ -25,6 +25,7 @@ from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.reduction import Reduction
 from autobatch.distributed.step_agreement import name_error
 from autobatch.errors import InvalidArgument, RankFailed, RankLost
+from autobatch.state.tensor_header import is_uninitialized
 
 __all__ = [
     "Ranks",
@@ -100,7 +101,7 @@ class Ranks:
         if failed:
             told = "; ".join(f"rank {self.channel.members[rank]}: {reason}" for rank, reason in failed.items())
             raise RankFailed(f"{call} could not be done on each rank: {told}")
-        calls = [message.get("call", f"{message.get('action')} {message.get('step')}") for message in heard]
+        calls = [message.get("call") or "{action} {step}, {place!r}".format_map(message) for message in heard]
         if len(set(calls)) > 1:
             told = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
             raise RankFailed(
@@ -123,6 +124,7 @@ def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | No
         return Ranks(model, timeout) if dist.get_world_size(model.process_group) > 1 else None
     size = world_size()
     if size > 1:
+        refuse_unsupported(model)
         raise InvalidArgument(
             f"{size} ranks are running and the model is {type(model).__name__}, whose gradients nobody sums over them: "
             f"pass torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()"
@@ -144,7 +146,7 @@ def refuse_differences(said: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         InvalidArgument: On every rank, since all have heard the same.
     """
-    for name in said[0]:
+    for name in said[0] if said else ():
         values = [one[name] for one in said]
         if any(value != values[0] for value in values):
             told = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
@@ -153,7 +155,7 @@ def refuse_differences(said: Sequence[Mapping[str, Any]]) -> None:
 
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> str:
     """What differs where two ranks train other parameters, or the same in another order."""
-    facts = [(str(p.dtype), tuple(p.shape), p.stride(), p.requires_grad) for p in parameters]
+    facts = [(str(p.dtype), () if is_uninitialized(p) else tuple(p.shape), p.requires_grad) for p in parameters]
     return f"{len(facts)} parameters {hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
 
 

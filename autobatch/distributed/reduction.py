@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.channel import Channel
+from autobatch.state.gradients import NARROW, gradient_dtype
 
 __all__ = ["GradientSlot", "LossSlot", "Reduction", "Slot"]
 
 _BUCKET_BYTES = 25 * 1024**2
 """As DistributedDataParallel's (``bucket_cap_mb``)."""
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 class Slot:
@@ -58,6 +57,9 @@ class GradientSlot(Slot):
         """
         self.parameter, self.sums = parameter, sums
         self.dtype, self.count = dtype_of(parameter), parameter.numel()
+        # The sum goes into a tensor of its own where .grad cannot take it: a parameter may be in two buckets, and what
+        # of it is still to be read must not be what was written.
+        self._result: torch.Tensor | None = None
 
     def has_any(self) -> bool:
         """Whether this rank has a gradient of it."""
@@ -69,13 +71,16 @@ class GradientSlot(Slot):
         return None if value is None else _flatten(value, self.parameter)
 
     def write(self, numbers: torch.Tensor, start: int) -> None:
-        """Write into ``.grad``, which is made where this rank had none."""
+        """Write into ``.grad``, or into what becomes it with the last part."""
         parameter, stop = self.parameter, start + len(numbers)
-        if start == 0 and (parameter.grad is None or not _lies_like(parameter.grad, parameter)):
-            parameter.grad = torch.empty_like(parameter)
-        assert parameter.grad is not None  # noqa: S101 - narrows for mypy
-        _flatten(parameter.grad, parameter)[start:stop].copy_(numbers)
+        if self._result is None:
+            own = parameter.grad
+            is_own = own is not None and parameter not in self.sums and _lies_like(own, parameter)
+            self._result = own if is_own else torch.empty_like(parameter, dtype=gradient_dtype(parameter))
+        assert self._result is not None  # noqa: S101 - narrows for mypy
+        _flatten(self._result, parameter)[start:stop].copy_(numbers)
         if stop == self.count:
+            parameter.grad = self._result
             self.sums.pop(parameter, None)
 
 
@@ -117,13 +122,14 @@ class Reduction:
 
     def reserve(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make the buckets for the gradients of these parameters, where they are not there; returns all."""
+        device = parameters[0].device if parameters else torch.device("cpu")
         for dtype in {*map(dtype_of, parameters), torch.float32, torch.float64}:
             of_dtype = [parameter for parameter in parameters if dtype_of(parameter) is dtype]
             count = 1 + sum(parameter.numel() for parameter in of_dtype)  # one more, for the loss
             count = max(1, min(count, self.bucket_bytes // dtype.itemsize))
             if dtype not in self._buckets or len(self._buckets[dtype]) < count:
                 self._buckets.pop(dtype, None)  # before the larger one is made
-                self._buckets[dtype] = torch.empty(count, dtype=dtype, device=parameters[0].device)
+                self._buckets[dtype] = torch.empty(count, dtype=dtype, device=device)
         return self.buckets()
 
     def buckets(self) -> list[torch.Tensor]:
@@ -167,7 +173,8 @@ _Part = tuple[Slot, int, int]
 
 def dtype_of(parameter: torch.Tensor) -> torch.dtype:
     """In which its gradients are summed over the ranks."""
-    return torch.float32 if parameter.dtype in _NARROW else parameter.dtype
+    dtype = gradient_dtype(parameter)
+    return torch.float32 if dtype in NARROW else dtype
 
 
 def _fill_buckets(slots: Sequence[Slot], most: int) -> Iterator[list[_Part]]:

@@ -24,8 +24,6 @@ from autobatch.errors import InvalidStep
 
 __all__ = ["SharedStep"]
 
-_DOUBLE = torch.float64
-
 
 class SharedStep:
     """One step, on every rank.
@@ -54,13 +52,13 @@ class SharedStep:
         """The wrapper may talk again."""
         self._block.close()
 
-    def open(self, weights: Mapping[str, float], samples: int, earlier: Sequence[torch.Tensor]) -> None:
+    def open(self, weights: Mapping[str, float], samples: int, earlier: Sequence[torch.Tensor | None]) -> None:
         """Say what this rank's samples count for; a second call of the same step says nothing.
 
         Args:
             weights: The total of each term on this rank; the name ``""`` stands for every term.
             samples: Of this rank; may be 0.
-            earlier: Gradients from before the step, which must be the same on each rank.
+            earlier: Gradients from before the step, a parameter each, which must be the same on each rank.
 
         Raises:
             InvalidStep: They are not, or ``weigh`` names other terms elsewhere. Raised on every rank.
@@ -122,7 +120,8 @@ class SharedStep:
         }
         slots = [GradientSlot(parameter, sums) for parameter in trained]
         with deferred_interrupts():  # from the others' point of view this rank is in the sum now
-            union, total, is_wide = self._get_ready(slots, loss, counted, unit)
+            trains = "".join("01"[parameter.requires_grad] for parameter in parameters)
+            union, total, is_wide = self._get_ready(slots, trains, loss, counted, unit)
             if not any(union):
                 self._agreement.end()
                 return None
@@ -133,21 +132,22 @@ class SharedStep:
         return last.result
 
     def _get_ready(
-        self, slots: Sequence[GradientSlot], loss: torch.Tensor | None, counted: float, unit: float | None
+        self, slots: Sequence[GradientSlot], trains: str, loss: torch.Tensor | None, counted: float, unit: float | None
     ) -> tuple[list[bool], float, bool]:
         """Which gradients any rank has, what all have counted, and whether the loss is summed in float64."""
         bits = "".join("1" if slot.has_any() else "0" for slot in slots)
         said = self._agreement.meet(
             "ready",
             gradients=f"{int(bits or '0', 2):x}",
-            parameters=len(slots),
+            trains=f"{len(trains)} {int(trains or '0', 2):x}",
             counted=None if unit is None else counted,
             runs=loss is not None,
             wide=loss is not None and loss.dtype is torch.float64,
         )
-        if len({one["parameters"] for one in said}) > 1:
-            numbers = [one["parameters"] for one in said]
-            raise self._agreement.refuse(InvalidStep(f"the ranks train different numbers of parameters: {numbers}"))
+        if len({one["trains"] for one in said}) > 1:
+            raise self._agreement.refuse(
+                InvalidStep("the ranks train different parameters: make and freeze the same ones on each")
+            )
         stated = [one["counted"] for one in said if one["runs"]]
         if len({one is None for one in stated}) > 1:
             raise self._agreement.refuse(
@@ -182,14 +182,18 @@ class SharedStep:
                     raise self._ranks.channel.lose(reason) from error
 
 
-def _digest(gradients: Sequence[torch.Tensor]) -> str:
-    """What differs where the gradients do: their numbers' sum, and that of their absolute values, in float64."""
-    if not gradients:
+def _digest(gradients: Sequence[torch.Tensor | None]) -> str:
+    """What differs where the gradients do: the sum and the norm of each."""
+    if all(gradient is None for gradient in gradients):
         return ""
-    numbers = [
-        gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach() for gradient in gradients
-    ]
-    sums = [
-        part for one in numbers for part in (one.sum(dtype=_DOUBLE), torch.linalg.vector_norm(one, 1, dtype=_DOUBLE))
-    ]
-    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
+    sums = [None if gradient is None else _sum_up(gradient.detach()) for gradient in gradients]
+    numbers = [None if one is None else one.tolist() for one in sums]
+    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+def _sum_up(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    return torch.stack((gradient.sum(), torch.linalg.vector_norm(gradient)))

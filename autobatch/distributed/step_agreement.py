@@ -52,10 +52,10 @@ class StepAgreement:
         if failed:
             self.is_over = True
             raise self._explain(failed)
-        places = [(message["action"], message["step"], message["place"]) for message in heard]
+        places = [message.get("call") or "{action} {step}, {place!r}".format_map(message) for message in heard]
         if len(set(places)) > 1:
             self.is_over = True
-            told = "; ".join(f"{self._name(rank)}: {a} {n}, {at!r}" for rank, (a, n, at) in enumerate(places))
+            told = "; ".join(f"{self._name(rank)}: {at}" for rank, at in enumerate(places))
             raise RankFailed(
                 f"the ranks are not at the same place ({told}): make the same calls in the same order on each, and as "
                 f"many of them"

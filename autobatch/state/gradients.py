@@ -16,7 +16,7 @@ from autobatch.errors import InvalidStep
 from autobatch.state.sparse_gradients import widen
 from autobatch.state.tensor_header import is_uninitialized
 
-__all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside"]
+__all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside", "gradient_dtype"]
 
 NARROW = (torch.bfloat16, torch.float16)
 """Dtypes in which a sum loses small numbers beside large ones."""
@@ -45,6 +45,10 @@ class GradientsAside:
         self.are_there = bool(stamps.present)
         self._is_spent = False
         self.is_final = False
+
+    def gradients(self) -> Sequence[torch.Tensor | None]:
+        """What was noted, a parameter each."""
+        return self._gradients
 
     def take(self) -> None:
         """Set every ``.grad`` to ``None``."""
@@ -136,7 +140,7 @@ class Float32Sums:
             narrow = (
                 p
                 for p in parameters
-                if p.is_leaf and p.requires_grad and _gradient_dtype(p) in NARROW and not is_uninitialized(p)
+                if p.is_leaf and p.requires_grad and gradient_dtype(p) in NARROW and not is_uninitialized(p)
             )
             for parameter in narrow:  # one by one: an interrupt leaves at most one that ``end`` does not know
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
@@ -183,7 +187,7 @@ class Float32Sums:
         """Each sum becomes its parameter's ``.grad``, rounded once; one after the other, so that both need not fit."""
         while self._sums:
             parameter, total = self._sums.popitem()
-            parameter.grad = total.to(_gradient_dtype(parameter))
+            parameter.grad = total.to(gradient_dtype(parameter))
 
     def end(self) -> None:
         """Remove the hooks and drop what was not written."""
@@ -193,7 +197,8 @@ class Float32Sums:
         self.hooks, self.writes = [], 0
 
 
-def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What ``.grad`` of this parameter is in."""
     # torch 2.8 has no such attribute; None means that any dtype may stand there.
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 

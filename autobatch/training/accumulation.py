@@ -24,7 +24,7 @@ from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.state.gradients import Float32Sums, GradientStamps
+from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
@@ -125,12 +125,12 @@ class Accumulation:
         start = self._try_twice(_COPYING, self._state.begin)
         parameters = self._find_parameters(start.modules)
         with Transaction(self._state, start, self.workload, parameters, self._sums) as transaction:
-            self.had_gradients, earlier = transaction.aside.are_there, transaction.stamps.present
+            self.had_gradients = transaction.aside.are_there
             if self.had_gradients:
                 transaction.set_aside()
             progress = self._begin(batches, largest)
             if shared is not None:
-                self._open(shared, progress, batches, earlier)
+                self._open(shared, progress, batches, transaction.aside)
             while (reason := self._run_micro_batches(progress, transaction)) is not None:
                 # Only now, after the ``except`` block, are the frames of the failed attempt gone.
                 progress.fail()
@@ -281,17 +281,13 @@ class Accumulation:
         return None
 
     def _open(
-        self,
-        shared: SharedStep,
-        progress: AccumulationState,
-        batches: Sequence[Layout],
-        earlier: Sequence[torch.Tensor],
+        self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], aside: GradientsAside
     ) -> None:
         """Divide by the totals of all ranks from here on."""
         own = progress.denominators
         if not own.are_exact:  # a sum that does not depend on how this rank's samples are cut, or cut anew
             own = Denominators.of(self._cut([(layout, 0, layout.count) for layout in batches], None), weighed=True)
-        shared.open(own.weights, own.samples, earlier)
+        shared.open(own.weights, own.samples, aside.gradients())
         progress.share(shared.weights, shared.samples)
 
     def _combine(self, shared: SharedStep, progress: AccumulationState) -> bool:

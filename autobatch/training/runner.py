@@ -1,8 +1,8 @@
 """Applies a plan, step after step.
 
 Covers one optimizer step on a batch of any size: the accumulation, the next size after a failed one, the update and
-the events. Exact gradients are the matter of ``accumulation``, sizes over time that of ``planning.pacing``. Does not
-cover several ranks.
+the events. Exact gradients are the matter of ``accumulation``, sizes over time that of ``planning.pacing``, what
+several ranks agree on that of ``distributed``.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ class Runner:
             check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
             hooks = check_hooks(hooks)
             check_choice("enforce", enforce, ("auto", "always"))
-            self.plan = plan
-            self.steps = 0
+            self.plan, self.steps = plan, 0
             self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
@@ -159,7 +158,8 @@ class Runner:
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
             self._largest_elements, self._has_larger = 0.0, False
             self._peak_bytes, self._has_reported_gradients = 0, False
-            said.append(_describe_binding(plan, self._workload, has_optimizer=optimizer is not None))
+            if self._ranks is not None:
+                said.append(_describe_binding(plan, self._workload, scaler, scheduler, max_grad_norm))
         refuse_differences(said)
 
     def _make_update(self, optimizer: Any, scaler: Any, max_grad_norm: float | None, scheduler: Any) -> Update:
@@ -221,7 +221,7 @@ class Runner:
             raise InvalidArgument(
                 "step_over() takes several batches, such as a list of them; for one batch call step()"
             )
-        return self._run(list(batches), update=True)
+        return self._run(batches, update=True)
 
     def accumulate(self, batch: Any) -> StepResult:
         """Run a step without the update: the batch's gradient is added to ``.grad``.
@@ -239,7 +239,7 @@ class Runner:
         """
         return self._run([batch], update=False)
 
-    def _run(self, batches: Sequence[Any], *, update: bool) -> StepResult:
+    def _run(self, batches: Iterable[Any], *, update: bool) -> StepResult:
         started = time.perf_counter()
         shared = (
             None if self._ranks is None else SharedStep(self._ranks, self.steps, "step" if update else "accumulate")
@@ -247,7 +247,7 @@ class Runner:
         try:
             if shared is not None:
                 shared.begin()
-            layouts = self._describe(batches)
+            layouts = self._describe([*batches])
             is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
             accumulate = self._accumulate_counted if is_counted else self._accumulate
             accumulated, thrashed = accumulate(layouts, shared, update=update)
@@ -398,14 +398,17 @@ def _is_empty(batch: Any) -> bool:
     return batch is None or (bool(tensors) and all(tensor.ndim and not len(tensor) for tensor in tensors))
 
 
-def _describe_binding(plan: Plan, workload: Workload, *, has_optimizer: bool) -> dict[str, Any]:
+def _describe_binding(
+    plan: Plan, workload: Workload, scaler: Any, scheduler: Any, max_grad_norm: float | None
+) -> dict[str, Any]:
     """What must be the same on each rank."""
+    given = {"optimizer=": workload.optimizer, "scaler=": scaler, "scheduler=": scheduler, "weigh=": workload.weigh}
     return {
         "plan.target_batch": plan.target_batch,
         "plan.accumulate_in_float32": plan.accumulate_in_float32,
-        "optimizer=": "given" if has_optimizer else "None",
-        "weigh=": "None" if workload.weigh is None else "given",
+        "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
         "the model": describe_parameters(workload.parameters()),
+        **{name: "None" if value is None else type(value).__name__ for name, value in given.items()},
     }
 
 

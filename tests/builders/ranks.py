@@ -35,6 +35,7 @@ class _Group(NamedTuple):
     port: int
     folder: str
     timeout_seconds: float
+    has_own_store: bool
 
 
 def run_ranks(
@@ -44,6 +45,7 @@ def run_ranks(
     timeout_seconds: float = 60.0,
     limit_seconds: float = 110.0,
     options: Sequence[dict[str, Any]] = (),
+    has_own_store: bool = False,
 ) -> list[Answer]:
     """Call ``function(*arguments)`` on each rank, with its own options; nothing outlives the limit.
 
@@ -54,6 +56,7 @@ def run_ranks(
         timeout_seconds: Of the process group.
         limit_seconds: After which a rank counts as hung, and is killed.
         options: More arguments of each rank.
+        has_own_store: Whether the store in which the ranks meet is in the first of them, not in this process.
     """
     context = multiprocessing.get_context("spawn")
     import torch.distributed
@@ -61,7 +64,10 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         # In this process, as torchrun has it in its own: it outlives each rank.
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        group = _Group(size, store.port, folder, timeout_seconds)
+        port = store.port
+        if has_own_store:
+            del store  # its port is free again
+        group = _Group(size, port, folder, timeout_seconds, has_own_store)
         processes = [
             context.Process(target=_run, args=(rank, group, function, arguments, dict(*options[rank : rank + 1])))
             for rank in range(size)
@@ -115,7 +121,7 @@ def _run(
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(group.size),
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(not group.has_own_store),
     }
     import torch
     import torch.distributed

@@ -112,6 +112,23 @@ def run_all():
     note("another call", training, training.runner.accumulate if rank == 0 else training.runner.step)
     training = Training()
     if rank == 0:
+        with pytest.raises(autobatch.errors.RankFailed) as caught:
+            autobatch.Runner(training.runner.plan, training.model, step=mean_step, optimizer=training.optimizer)
+        found["another function"] = f"{type(caught.value).__name__}: {caught.value}", []
+    else:
+        found["another function"] = attempt(training)
+    training = Training()
+    if rank == 1:
+        training.model.module.body[0].requires_grad_(False)
+        training.model.module.unused.requires_grad_(False)
+    found["frozen on one"] = attempt(training)
+    training = Training()
+    note("an iterable that fails", training, lambda batch: training.runner.step_over(give_one(batch, fails=rank == 1)))
+    torch.set_default_device("meta")
+    found["a default device"] = attempt(training)
+    torch.set_default_device(None)
+    training = Training()
+    if rank == 0:
         training.model.module.head.weight.grad = torch.ones_like(training.model.module.head.weight)
     found["earlier gradients"] = attempt(training)
     training = Training()
@@ -131,6 +148,13 @@ def run_all():
     training = Training(on_rank(1, lambda: signal.raise_signal(signal.SIGINT)))
     note("a signal", training)
     return found
+
+
+def give_one(batch, fails):
+    """A loader that breaks on one rank."""
+    if fails:
+        raise OSError("disk")
+    yield batch
 
 
 class Sparse(nn.Module):
@@ -171,6 +195,7 @@ CHECKPOINT = "CannotRetry: the update of step 0 failed on one rank, so parameter
         ("an interrupt", 2, "KeyboardInterrupt: ctrl-c", f"{UNDONE}rank 2: KeyboardInterrupt: ctrl-c"),
         ("a signal", 1, "KeyboardInterrupt: ", f"{UNDONE}rank 1: KeyboardInterrupt:"),
         ("no memory at all", 0, "DoesNotFit: ", f"{UNDONE}rank 0: DoesNotFit: "),
+        ("an iterable that fails", 1, "OSError: disk", f"{UNDONE}rank 1: OSError: disk"),
         ("a wrong batch", 2, "InvalidBatch: ", f"{UNDONE}rank 2: InvalidBatch: "),
     ],
 )
@@ -211,6 +236,18 @@ def test_ranks_that_are_not_at_the_same_place_say_so():
     assert told("after another call") == [((4, 4), 0)] * SIZE
 
 
+def test_a_step_on_one_rank_and_a_runner_on_another_do_not_meet():
+    """Both are told, and the next exchange is in step again."""
+    for text, _ in told("another function"):
+        assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: Runner()")
+        assert "rank 1: step 0, 'open'" in text
+
+
+def test_the_default_device_of_torch_is_not_asked():
+    """Exchanges are on the host."""
+    assert told("a default device") == [((4, 4), 0)] * SIZE
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -219,6 +256,7 @@ def test_ranks_that_are_not_at_the_same_place_say_so():
             "InvalidStep: there are gradients from before the step, and they differ between the ranks",
         ),
         ("a call of the wrapper", "InvalidStep: step() called the DistributedDataParallel model itself"),
+        ("frozen on one", "InvalidStep: the ranks train different parameters"),
         ("sparse gradients", "InvalidStep: sparse gradients are not summed over ranks"),
     ],
 )
@@ -273,6 +311,23 @@ def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
         assert "rank 1 of 3 is gone: its process " in text
         assert seconds < 15
         assert changed == [] or place == "update"
+
+
+def stop_first():
+    """The rank that has the store stops."""
+    training = Training(timeout=4.0)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(autobatch.errors.RankLost) as caught:
+        training.runner.step(training.batch)
+    return str(caught.value)
+
+
+def test_the_rank_that_has_the_store_may_be_the_one_that_stops():
+    """The store answers nobody then, for good."""
+    found = run_ranks(stop_first, size=2, timeout_seconds=20, limit_seconds=60, has_own_store=True)
+    assert found[0].end == "hung"
+    assert values_of(found[1:])[0].startswith("rank 0 of 2 did not answer, and its process ")
 
 
 def test_a_rank_that_stops_answering_ends_the_step_on_the_others():

@@ -183,3 +183,16 @@ def test_a_runner_is_in_no_reference_cycle(options):
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_earlier_gradients_are_gone_when_the_optimizer_steps():
+    """They are in the sum: a second set of gradients beside it is what the update has no room for."""
+    model, batch = nn.Linear(6, 4), make_batch(8)
+    runner, optimizer = make_runner(model)
+    runner.accumulate(batch)
+    earlier = [weakref.ref(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    alive = []
+    optimizer.register_step_pre_hook(lambda *_: alive.extend(reference() is not None for reference in earlier))
+    runner.step(batch)
+    assert alive == [False] * len(earlier)
+    assert earlier
