@@ -48,6 +48,7 @@ class Channel:
         size: Ranks of the group.
         members: Their ranks in the default process group, which is how messages name them.
         timeout: How long an exchange waits for the others.
+        agreed: How many blocks all ranks have done together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
@@ -61,6 +62,7 @@ class Channel:
         self.timeout = timeout or _timeout_of(group)
         own: Any = group or dist.group.WORLD
         self._name, self._lost, self._exchanges = own.group_name, "", 0
+        self.agreed = 0
         self._processes: list[Process] = []
         is_part = self.size < dist.get_world_size()
         try:

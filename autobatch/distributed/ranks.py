@@ -50,6 +50,7 @@ class Ranks:
         model: Wrapped, as the user gave it.
         channel: Where they talk.
         reduction: Where their gradients are summed.
+        number: Of the last block that all ranks have done; by it they know whether they run the same Runner.
     """
 
     def __init__(self, model: DistributedDataParallel, timeout: timedelta | None = None) -> None:
@@ -57,6 +58,7 @@ class Ranks:
         self.model = model
         self.channel: Channel = open_channel(model.process_group, timeout)
         self.reduction = Reduction(model.process_group, self.channel)
+        self.number = 0
 
     @property
     def rank(self) -> int:
@@ -100,14 +102,16 @@ class Ranks:
         failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
         if failed:
             told = "; ".join(f"rank {self.channel.members[rank]}: {reason}" for rank, reason in failed.items())
-            raise RankFailed(f"{call} could not be done on each rank: {told}")
-        calls = [message.get("call") or "{action} {step}, {place!r}".format_map(message) for message in heard]
+            raise RankFailed(f"{call.partition(',')[0]} could not be done on each rank: {told}")
+        calls = [message.get("call") or message["place"] for message in heard]
         if len(set(calls)) > 1:
             told = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
             raise RankFailed(
                 f"the ranks are not at the same place ({told}): make the same calls in the same order on each"
             )
         said[:] = [one for message in heard for one in message["said"]]
+        self.channel.agreed += 1
+        self.number = self.channel.agreed
 
     def _tell(self, call: str, error: BaseException) -> None:
         with suppress(RankLost):  # the error that is on its way says more

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.channel import Channel
+from autobatch.memory.oom import is_oom
 from autobatch.state.gradients import NARROW, gradient_dtype
 
 __all__ = ["GradientSlot", "LossSlot", "Reduction", "Slot"]
@@ -164,7 +165,10 @@ class Reduction:
             with _disable_current_modes():  # a budget that raised in here would leave the others waiting
                 dist.all_reduce(bucket, group=self.group)
         except RuntimeError as error:
-            reason = f"the sum of the gradients broke off: {error}".strip().partition("\n")[0]
+            whose = (
+                "memory ended on this rank inside the sum of the gradients" if is_oom(error) else "the sum broke off"
+            )
+            reason = f"{whose}: {error}".strip().partition("\n")[0]
             raise self.channel.lose(reason) from error
 
 

@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.data_parallel import broadcast_buffers_of, undisturbed
 from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import GradientSlot, LossSlot
+from autobatch.distributed.shared_buffers import SharedBuffers
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.errors import InvalidStep
 
@@ -37,7 +36,7 @@ class SharedStep:
         """Nothing is said before ``open``."""
         self.weights: Mapping[str, float] = {}
         self.samples = 0
-        self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, step, action)
+        self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
         self._is_open, self._block = False, ExitStack()
 
     def begin(self) -> None:
@@ -160,26 +159,31 @@ class SharedStep:
         return flags, math.fsum(one or 0.0 for one in stated), any(one["wide"] for one in said)
 
     def begin_update(self, begin: Callable[[], None]) -> None:
-        """Call ``begin`` when no rank has anything left that could fail before the optimizer's step."""
+        """Call ``begin`` when no rank has anything left that could fail before the optimizer's step.
+
+        Buffers become those of the first rank now, and not when the step begins as in DistributedDataParallel: a step
+        that is run again would undo it.
+
+        Raises:
+            InvalidStep: The ranks' models have different buffers.
+        """
+        buffers = SharedBuffers(broadcast_buffers_of(self._ranks.model))
         with deferred_interrupts():
-            self._agreement.meet("update")
-            self._broadcast_buffers()
+            said = self._agreement.meet("update", buffers=buffers.description)
+            if len({one["buffers"] for one in said}) > 1:
+                raise self._agreement.refuse(
+                    InvalidStep(
+                        "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
+                        "broadcast_buffers=False to DistributedDataParallel"
+                    )
+                )
+            buffers.take_first(self._ranks.model.process_group, self._ranks.channel)
         begin()
 
     def end(self) -> None:
         """After the update, on every rank; or where no sample of any counted."""
         if not self._agreement.is_over:
             self._agreement.meet("done")
-
-    def _broadcast_buffers(self) -> None:
-        # Now, and not when the step begins as DistributedDataParallel does: one that is run again would undo it.
-        with torch.no_grad(), _disable_current_modes():
-            for buffer in broadcast_buffers_of(self._ranks.model):
-                try:
-                    dist.broadcast(buffer, group=self._ranks.model.process_group, group_src=0)
-                except RuntimeError as error:
-                    reason = f"sending the buffers broke off: {error}".strip().partition("\n")[0]
-                    raise self._ranks.channel.lose(reason) from error
 
 
 def _digest(gradients: Sequence[torch.Tensor | None]) -> str:

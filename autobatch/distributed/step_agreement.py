@@ -33,9 +33,9 @@ class StepAgreement:
         is_over: Whether all ranks have come to an end, by success or failure.
     """
 
-    def __init__(self, channel: Channel, step: int, action: str) -> None:
-        """Nothing is said yet."""
-        self.step, self.action = step, action
+    def __init__(self, channel: Channel, runner: int, step: int, action: str) -> None:
+        """Nothing is said yet; ``runner`` is the number of the Runner, as every rank counts them."""
+        self.step, self.action, self._runner = step, action, runner
         self._channel, self._met, self.is_over = channel, 0, False
 
     def meet(self, place: Place, **said: Any) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ class StepAgreement:
         if failed:
             self.is_over = True
             raise self._explain(failed)
-        places = [message.get("call") or "{action} {step}, {place!r}".format_map(message) for message in heard]
+        places = [message.get("call") or message["place"] for message in heard]
         if len(set(places)) > 1:
             self.is_over = True
             told = "; ".join(f"{self._name(rank)}: {at}" for rank, at in enumerate(places))
@@ -84,7 +84,8 @@ class StepAgreement:
             self._exchange(_PLACES[self._met], {"error": name_error(error)})
 
     def _exchange(self, place: Place, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return self._channel.exchange({"place": place, "step": self.step, "action": self.action, **said})
+        where = f"{self.action} {self.step} of Runner {self._runner}, {place!r}"
+        return self._channel.exchange({"place": where, **said})
 
     def _explain(self, failed: Mapping[int, str]) -> AutobatchError:
         told = "; ".join(f"{self._name(rank)}: {reason}" for rank, reason in failed.items())

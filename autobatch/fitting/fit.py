@@ -119,7 +119,7 @@ def fit(
     """
     started = time.perf_counter()
     ranks = find_ranks(model, read_timeout(timeout))
-    with all_or_none(ranks, "fit()") as said:
+    with all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = _check_sizes(target_batch, max_micro_batch)
         _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
         model = model if ranks is None else ranks.take_module()
@@ -140,7 +140,7 @@ def fit(
         memory = _open_memory(workload, device, division, ranks)
         with collecting_new_objects():
             with _record(workload, memory) as state:
-                with all_or_none(ranks, "fit()") as said:
+                with all_or_none(ranks, "fit(), the search") as said:
                     # Only now: the copies of the state are in host memory, and on the CPU that is what is divided.
                     allowance = find_allowance(memory, division.budget(memory, budget), headroom)
                     found = SizeSearch(
@@ -152,7 +152,7 @@ def fit(
                     )
                     found.run(batch)
                     said.append({"rate": found.rate})
-                with all_or_none(ranks, "fit()"):
+                with all_or_none(ranks, "fit(), the check"):
                     found.finish(division.divide(said))
                     verdict, warnings = _check(found, check)
             memory.reclaim()
@@ -178,7 +178,7 @@ def _check_choices(objective: Any, check: Any, **switches: Any) -> None:
 
 def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ranks | None) -> Device:
     """The memory of the trials, without what an earlier model that was deleted may still take of it."""
-    with all_or_none(ranks, "fit()"):
+    with all_or_none(ranks, "fit(), the device"):
         memory = find_device(workload.parameters(), type(workload.model).__name__, device)
         memory.watch([*workload.resident_tensors(), *division.reserve(workload)])
         memory.reclaim()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from functools import cache
@@ -124,6 +125,12 @@ def run_all():
     found["frozen on one"] = attempt(training)
     training = Training()
     note("an iterable that fails", training, lambda batch: training.runner.step_over(give_one(batch, fails=rank == 1)))
+    training, other = Training(), Training()
+    found["another runner"] = attempt(training, (training if rank else other).runner.step)
+    training = Training()
+    training.model.module.register_buffer("seen", torch.zeros(1 + rank))
+    note("other buffers", training)
+    training = Training()
     torch.set_default_device("meta")
     found["a default device"] = attempt(training)
     torch.set_default_device(None)
@@ -228,9 +235,11 @@ def test_after_an_update_that_failed_on_one_rank_all_are_told_to_load_a_checkpoi
 def test_ranks_that_are_not_at_the_same_place_say_so():
     """Instead of summing gradients of different steps."""
     for text, changed in told("another call"):
+        number = re.search(r"of Runner (\d+)", text)[1]
         assert text == (
-            "RankFailed: the ranks are not at the same place (rank 0: accumulate 0, 'open'; rank 1: step 0, 'open'; "
-            "rank 2: step 0, 'open'): make the same calls in the same order on each, and as many of them"
+            f"RankFailed: the ranks are not at the same place (rank 0: accumulate 0 of Runner {number}, 'open'; "
+            f"rank 1: step 0 of Runner {number}, 'open'; rank 2: step 0 of Runner {number}, 'open'): make the same "
+            f"calls in the same order on each, and as many of them"
         )
         assert changed == []
     assert told("after another call") == [((4, 4), 0)] * SIZE
@@ -240,7 +249,14 @@ def test_a_step_on_one_rank_and_a_runner_on_another_do_not_meet():
     """Both are told, and the next exchange is in step again."""
     for text, _ in told("another function"):
         assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: Runner()")
-        assert "rank 1: step 0, 'open'" in text
+        assert "rank 1: step 0 of Runner " in text
+
+
+def test_two_runners_of_one_group_are_not_mixed_up():
+    """The gradients of different models would be summed."""
+    for text, changed in told("another runner"):
+        assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: step 0 of Runner ")
+        assert changed == []
 
 
 def test_the_default_device_of_torch_is_not_asked():
@@ -256,6 +272,8 @@ def test_the_default_device_of_torch_is_not_asked():
             "InvalidStep: there are gradients from before the step, and they differ between the ranks",
         ),
         ("a call of the wrapper", "InvalidStep: step() called the DistributedDataParallel model itself"),
+        ("other buffers", "InvalidStep: the ranks have different buffers"),
+        ("after other buffers", "InvalidStep: the ranks have different buffers"),
         ("frozen on one", "InvalidStep: the ranks train different parameters"),
         ("sparse gradients", "InvalidStep: sparse gradients are not summed over ranks"),
     ],
