@@ -1,1 +1,1 @@
-"""Several ranks: what they tell each other, and the gradient that they make together."""
+"""Several ranks: what they exchange, and the gradient that they make together."""

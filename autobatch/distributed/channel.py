@@ -117,11 +117,11 @@ class Channel:
         """Who is gone; all ranks say what the first one to notice found, as its own process may be gone by then."""
         lost = self._call_roll()
         states = self._read_states()
-        told = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
-        if not told:
-            told = f"a rank of {self.size} is gone or did not answer within {_in_words(self.timeout)}"
-        first = _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", f"{told} ({reason})"))
-        return f"{told} ({reason})" if first is None else first.decode()
+        listed = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
+        if not listed:
+            listed = f"a rank of {self.size} is gone or did not answer within {_in_words(self.timeout)}"
+        first = _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", f"{listed} ({reason})"))
+        return f"{listed} ({reason})" if first is None else first.decode()
 
     def _describe(self, rank: int, state: str) -> str:
         name = f"rank {self.members[rank]} of {self.size}"

@@ -1,6 +1,6 @@
 """Divides the target batch and shared memory among the ranks that fit a plan together.
 
-Covers what they tell each other before and after each has searched for its own size. Does not cover the arithmetic of
+Covers what they exchange before and after each has searched for its own size. Does not cover the arithmetic of
 shares (``planning.shares``), nor the search.
 """
 
@@ -47,7 +47,7 @@ class Division:
         self.shares = even if is_known and ranks else ()
 
     def describe(self, workload: Workload, device: Any, *, objective: str, float32: bool) -> list[dict[str, Any]]:
-        """What this rank tells the others before the search; one rank has nobody to tell."""
+        """What this rank sends to the others before the search; nothing where there is one rank."""
         if self._ranks is None:
             return []
         same = {
@@ -62,7 +62,7 @@ class Division:
         return [{"same": same, "memory": _name_memory(workload, device)}]
 
     def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Take in what each rank told, by rank.
+        """Read what each rank has sent, by rank.
 
         Raises:
             InvalidArgument: They were not called alike.

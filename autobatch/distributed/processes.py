@@ -22,7 +22,7 @@ class Process(NamedTuple):
 
     Attributes:
         host: The machine's name.
-        namespace: Within which the number counts; empty where that cannot be told.
+        namespace: Within which the number counts; empty where that is unknown.
         pid: Its number.
         started: When it started, in ticks of the kernel's clock: a number may be given to another process later.
     """

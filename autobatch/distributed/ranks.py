@@ -83,7 +83,7 @@ class Ranks:
     def all_or_none(self, call: str) -> Iterator[list[Any]]:
         """A block that fails on every rank where it fails on one.
 
-        What is appended to the list that this gives is told to the others; at the end the list holds what each said.
+        What is appended to the list that this gives is sent to the others; at the end the list holds what each said.
 
         Args:
             call: What is done, as messages name it.
@@ -96,24 +96,24 @@ class Ranks:
             yield said
         except BaseException as error:
             if not isinstance(error, (RankLost, RankFailed)):
-                self._tell(call, error)
+                self._report_failure(call, error)
             raise
         heard = self.channel.exchange({"call": call, "said": said})
         failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
         if failed:
-            told = "; ".join(f"rank {self.channel.members[rank]}: {reason}" for rank, reason in failed.items())
-            raise RankFailed(f"{call.partition(',')[0]} could not be done on each rank: {told}")
+            listed = "; ".join(f"rank {self.channel.members[rank]}: {reason}" for rank, reason in failed.items())
+            raise RankFailed(f"{call.partition(',')[0]} could not be done on each rank: {listed}")
         calls = [message.get("call") or message["place"] for message in heard]
         if len(set(calls)) > 1:
-            told = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
+            listed = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
             raise RankFailed(
-                f"the ranks are not at the same place ({told}): make the same calls in the same order on each"
+                f"the ranks are not at the same place ({listed}): make the same calls in the same order on each"
             )
         said[:] = [one for message in heard for one in message["said"]]
         self.channel.agreed += 1
         self.number = self.channel.agreed
 
-    def _tell(self, call: str, error: BaseException) -> None:
+    def _report_failure(self, call: str, error: BaseException) -> None:
         with suppress(RankLost):  # the error that is on its way says more
             self.channel.exchange({"call": call, "error": name_error(error)})
 
@@ -153,8 +153,8 @@ def refuse_differences(said: Sequence[Mapping[str, Any]]) -> None:
     for name in said[0] if said else ():
         values = [one[name] for one in said]
         if any(value != values[0] for value in values):
-            told = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise InvalidArgument(f"{name} differs between the ranks ({told}): pass the same on each")
+            listed = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each")
 
 
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> str:

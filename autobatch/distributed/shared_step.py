@@ -112,7 +112,7 @@ class SharedStep:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained):
             raise InvalidStep("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
-        # Before the others are told that this rank is ready: here memory may end.
+        # Before the others hear that this rank is ready: here memory may end.
         self._ranks.reduction.reserve(trained)
         results = {
             dtype: torch.empty((), dtype=dtype, device=trained[0].device) for dtype in (torch.float32, torch.float64)

@@ -55,10 +55,10 @@ class StepAgreement:
         places = [message.get("call") or message["place"] for message in heard]
         if len(set(places)) > 1:
             self.is_over = True
-            told = "; ".join(f"{self._name(rank)}: {at}" for rank, at in enumerate(places))
+            listed = "; ".join(f"{self._name(rank)}: {at}" for rank, at in enumerate(places))
             raise RankFailed(
-                f"the ranks are not at the same place ({told}): make the same calls in the same order on each, and as "
-                f"many of them"
+                f"the ranks are not at the same place ({listed}): make the same calls in the same order on each, and "
+                f"as many of them"
             )
         self.is_over = place == "done"
         return heard
@@ -88,13 +88,15 @@ class StepAgreement:
         return self._channel.exchange({"place": where, **said})
 
     def _explain(self, failed: Mapping[int, str]) -> AutobatchError:
-        told = "; ".join(f"{self._name(rank)}: {reason}" for rank, reason in failed.items())
+        listed = "; ".join(f"{self._name(rank)}: {reason}" for rank, reason in failed.items())
         if self._met == len(_PLACES):
             return CannotRetry(
                 f"the update of step {self.step} failed on one rank, so parameters may differ between the ranks now: "
-                f"load your last checkpoint on each ({told})"
+                f"load your last checkpoint on each ({listed})"
             )
-        return RankFailed(f"{self.action} {self.step} was undone on every rank, as it could not be done on one: {told}")
+        return RankFailed(
+            f"{self.action} {self.step} was undone on every rank, as it could not be done on one: {listed}"
+        )
 
     def _name(self, rank: int) -> str:
         return f"rank {self._channel.members[rank]}"
