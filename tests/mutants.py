@@ -1127,7 +1127,7 @@ MUTANTS = (
     Mutant(
         "ranks: buffers stay each rank's own",
         DISTRIBUTED + "shared_step.py",
-        "            self._broadcast_buffers()\n",
+        "            buffers.take_first(self._ranks.model.process_group, self._ranks.channel)\n",
         "",
         RANK_WRAPPER_TESTS,
     ),
