@@ -55,7 +55,7 @@ def describe_state(process: Process) -> str:
 
 
 def _read_stat(pid: int) -> tuple[str, int]:
-    """State and start of a process (``man 5 proc``); ``("", 0)`` where there is none."""
+    """State and start of a process (``man 5 proc``); ``("", 0)`` if it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

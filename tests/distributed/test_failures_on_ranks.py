@@ -186,7 +186,7 @@ def answers():
     return run_ranks(run_all, size=SIZE, timeout_seconds=30)
 
 
-def told(name):
+def results_of(name):
     """By rank."""
     return [value[name] for value in values_of(answers())]
 
@@ -207,8 +207,8 @@ CHECKPOINT = "CannotRetry: the update of step 0 failed on one rank, so parameter
     ],
 )
 def test_an_error_on_one_rank_undoes_the_step_on_all(name, which, own, others):
-    """That rank gets its own error, the others are told which rank and why; everything is as before."""
-    for rank, (text, changed) in enumerate(told(name)):
+    """That rank gets its own error, the others hear which rank and why; everything is as before."""
+    for rank, (text, changed) in enumerate(results_of(name)):
         assert text.startswith(own if rank == which else others)
         assert changed == []
 
@@ -216,25 +216,25 @@ def test_an_error_on_one_rank_undoes_the_step_on_all(name, which, own, others):
 @pytest.mark.parametrize("name", ["an error of the user's", "an interrupt", "a signal"])
 def test_the_step_can_be_run_again(name):
     """All ranks are still together."""
-    assert told(f"after {name}") == [((4, 4), 0)] * SIZE
+    assert results_of(f"after {name}") == [((4, 4), 0)] * SIZE
 
 
 def test_a_shortage_on_one_rank_is_that_ranks_matter():
     """It goes on with smaller micro-batches, and the others with theirs."""
-    assert told("a shortage") == [((4, 4), 0), ((2, 2, 2, 2), 1), ((4, 4), 0)]
+    assert results_of("a shortage") == [((4, 4), 0), ((2, 2, 2, 2), 1), ((4, 4), 0)]
 
 
 @pytest.mark.parametrize("name", ["an error in the scheduler", "a shortage in the update"])
-def test_after_an_update_that_failed_on_one_rank_all_are_told_to_load_a_checkpoint(name):
+def test_after_an_update_that_failed_on_one_rank_all_are_sent_to_load_a_checkpoint(name):
     """Parameters may differ between the ranks."""
-    for rank, (text, _) in enumerate(told(name)):
+    for rank, (text, _) in enumerate(results_of(name)):
         if rank != 1:
             assert text.startswith(f"{CHECKPOINT}load your last checkpoint on each (rank 1: ")
 
 
 def test_ranks_that_are_not_at_the_same_place_say_so():
     """Instead of summing gradients of different steps."""
-    for text, changed in told("another call"):
+    for text, changed in results_of("another call"):
         number = re.search(r"of Runner (\d+)", text)[1]
         assert text == (
             f"RankFailed: the ranks are not at the same place (rank 0: accumulate 0 of Runner {number}, 'open'; "
@@ -242,26 +242,26 @@ def test_ranks_that_are_not_at_the_same_place_say_so():
             f"calls in the same order on each, and as many of them"
         )
         assert changed == []
-    assert told("after another call") == [((4, 4), 0)] * SIZE
+    assert results_of("after another call") == [((4, 4), 0)] * SIZE
 
 
 def test_a_step_on_one_rank_and_a_runner_on_another_do_not_meet():
-    """Both are told, and the next exchange is in step again."""
-    for text, _ in told("another function"):
+    """Both hear of it, and the next exchange is in step again."""
+    for text, _ in results_of("another function"):
         assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: Runner()")
         assert "rank 1: step 0 of Runner " in text
 
 
 def test_two_runners_of_one_group_are_not_mixed_up():
     """The gradients of different models would be summed."""
-    for text, changed in told("another runner"):
+    for text, changed in results_of("another runner"):
         assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: step 0 of Runner ")
         assert changed == []
 
 
 def test_the_default_device_of_torch_is_not_asked():
     """Exchanges are on the host."""
-    assert told("a default device") == [((4, 4), 0)] * SIZE
+    assert results_of("a default device") == [((4, 4), 0)] * SIZE
 
 
 @pytest.mark.parametrize(
@@ -280,16 +280,16 @@ def test_the_default_device_of_torch_is_not_asked():
 )
 def test_what_would_be_wrong_is_refused_on_every_rank(name, text):
     """In the same words."""
-    for said, changed in told(name):
+    for said, changed in results_of(name):
         assert said.startswith(text)
         assert changed == []
 
 
 def test_a_rank_on_which_nothing_counts_takes_part():
     """Its samples have weight 0, or it has none; where that is so on all, nothing happens on any."""
-    assert told("nothing counts on others") == [((4, 4), 0)] * SIZE
-    assert told("no samples on one") == [((), 0), ((4, 4), 0), ((4, 4), 0)]
-    assert told("nothing counts") == told("after nothing counts") == [((), 0)] * SIZE
+    assert results_of("nothing counts on others") == [((4, 4), 0)] * SIZE
+    assert results_of("no samples on one") == [((), 0), ((4, 4), 0), ((4, 4), 0)]
+    assert results_of("nothing counts") == results_of("after nothing counts") == [((), 0)] * SIZE
 
 
 def end_at(place, how):

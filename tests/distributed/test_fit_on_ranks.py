@@ -11,6 +11,7 @@ import torch.distributed as dist
 from builders.ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Plain, bits_of, differences, make_batch, mean_step
 
@@ -52,6 +53,13 @@ def with_late_layer(layer):
     return model
 
 
+def with_ignored(*names):
+    """Parameters that the wrapper leaves alone."""
+    model = Plain()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(names))
+    return DistributedDataParallel(model)
+
+
 def with_hook():
     """One of torch's own."""
     model = DistributedDataParallel(Plain())
@@ -87,6 +95,9 @@ def fit_all():
         "sync": fail(with_late_layer(nn.SyncBatchNorm(4))),
         "nested": fail(with_late_layer(DistributedDataParallel(nn.Linear(2, 2)))),
         "hook": fail(with_hook()),
+        "compiled": fail(torch.compile(DistributedDataParallel(Plain()))),
+        "ignored": fail(with_ignored("head.weight")),
+        "sharded": fail(fully_shard(Plain())),
         "again": describe(fit(model, optimizer=optimizer)),
         "verify": autobatch.verify(model, make_batch(6, torch.float64), mean_step).exact,
     }
@@ -98,29 +109,29 @@ def answers():
     return run_ranks(fit_all)
 
 
-def told(name):
+def results_of(name):
     """By rank."""
     return [value[name] for value in values_of(answers())]
 
 
 def test_each_rank_has_its_own_sizes_of_one_target():
     """The first takes its whole share at once, the second in parts."""
-    first, second = told("equal")
+    first, second = results_of("equal")
     assert first[:4] == (0, 2, (20, 20), (10, 10))
     assert second[:4] == (1, 2, (20, 20), (4, 4, 4, 4, 4))
     assert first[4] == "autobatch: rank 0 of 2: 20 of 40 = 2 x 10 on fake device"
-    assert told("again") == [first, second]
-    assert [one[2] for one in told("uneven")] == [(21, 20), (21, 20)]
+    assert results_of("again") == [first, second]
+    assert [one[2] for one in results_of("uneven")] == [(21, 20), (21, 20)]
 
 
 def test_shares_may_be_given():
     """As numbers of samples."""
-    assert [one[2:4] for one in told("given")] == [((25, 15), (13, 12)), ((25, 15), (4, 4, 4, 3))]
+    assert [one[2:4] for one in results_of("given")] == [((25, 15), (13, 12)), ((25, 15), (4, 4, 4, 3))]
 
 
 def test_shares_follow_the_speed():
     """Four times as fast is four times as much, by what was measured."""
-    first, second = told("speed")
+    first, second = results_of("speed")
     assert first[2] == second[2]
     assert 26 <= first[2][0] <= 36
     assert sum(first[3]) == first[2][0]
@@ -149,6 +160,27 @@ def test_shares_follow_the_speed():
             ),
         ),
         (
+            "compiled",
+            (
+                "torch.compile(DistributedDataParallel(model)) is not supported: pass "
+                "DistributedDataParallel(torch.compile(model))"
+            ),
+        ),
+        (
+            "ignored",
+            (
+                "the model ignores trained parameters (DDP's parameters_to_ignore), which would then differ between "
+                "the ranks: leave them out of it, or freeze them"
+            ),
+        ),
+        (
+            "sharded",
+            (
+                "the parameter body.0.weight is sharded (DTensor), which is not supported yet: use "
+                "DistributedDataParallel"
+            ),
+        ),
+        (
             "nested",
             (
                 "the layer 1 is DistributedDataParallel inside the model: wrap the whole model once, in "
@@ -166,21 +198,21 @@ def test_shares_follow_the_speed():
 )
 def test_what_cannot_be_done_is_refused_on_every_rank(name, text):
     """At once, in the same words."""
-    assert told(name) == [f"InvalidArgument: {text}"] * 2
+    assert results_of(name) == [f"InvalidArgument: {text}"] * 2
 
 
 def test_a_rank_on_which_nothing_fits_stops_the_others():
-    """It gets its own error, and the other one is told of it."""
-    first, second = told("no memory")
+    """It gets its own error, and the other one hears of it."""
+    first, second = results_of("no memory")
     assert second.startswith("DoesNotFit: ")
     assert first.startswith("RankFailed: fit() could not be done on each rank: rank 1: DoesNotFit: ")
 
 
 def test_a_split_is_verified_on_each_rank_by_itself():
     """The wrapper talks to nobody."""
-    assert told("verify") == [True, True]
+    assert results_of("verify") == [True, True]
 
 
 def test_it_leaves_no_trace_on_any_rank():
     """After four plans."""
-    assert told("changed") == [[], []]
+    assert results_of("changed") == [[], []]
