@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autobatch.distributed.sharding import FSDPModule
 from autobatch.errors import InvalidArgument, InvalidStep
 
 __all__ = ["broadcast_buffers_of", "module_of", "refuse_unsupported", "undisturbed"]
@@ -47,7 +48,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     inner = module_of(model)
     for name, module in inner.named_modules():
         _refuse_module(name, module)
-    for name, parameter in inner.named_parameters():
+    for name, parameter in inner.named_parameters() if not isinstance(inner, FSDPModule) else ():
         if type(parameter.data).__name__ == "DTensor":
             raise InvalidArgument(
                 f"the parameter {name} is sharded (DTensor), which is not supported yet: use DistributedDataParallel"

@@ -22,8 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from autobatch._formatting import show_value
 from autobatch.distributed.channel import Channel, open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
+from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.reduction import Reduction
-from autobatch.distributed.step_agreement import name_error
+from autobatch.distributed.sharding import group_of, is_sharded, refuse_unsupported_sharding
+from autobatch.distributed.step_agreement import name_error, was_told
 from autobatch.errors import InvalidArgument, RankFailed, RankLost
 from autobatch.state.tensor_header import is_uninitialized
 
@@ -50,14 +52,17 @@ class Ranks:
         model: Wrapped, as the user gave it.
         channel: Where they talk.
         reduction: Where their gradients are summed.
+        lockstep: Of a model whose parameters are sharded: its passes, which all ranks end together. ``None`` of one in
+            ``DistributedDataParallel``, whose passes talk to nobody.
         number: Of the last block that all ranks have done; by it they know whether they run the same Runner.
     """
 
-    def __init__(self, model: DistributedDataParallel, timeout: timedelta | None = None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
         """Collective the first time that a process group is used."""
         self.model = model
-        self.channel: Channel = open_channel(model.process_group, timeout)
-        self.reduction = Reduction(model.process_group, self.channel)
+        self.channel: Channel = open_channel(group, timeout)
+        self.reduction = Reduction(group, self.channel)
+        self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
         self.number = 0
 
     @property
@@ -95,7 +100,7 @@ class Ranks:
         try:
             yield said
         except BaseException as error:
-            if not isinstance(error, (RankLost, RankFailed)):
+            if not isinstance(error, (RankLost, RankFailed)) and not was_told(error):
                 self._report_failure(call, error)
             raise
         heard = self.channel.exchange({"call": call, "said": said})
@@ -125,13 +130,17 @@ def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | No
         InvalidArgument: Several ranks are running, and nobody would sum this model's gradients.
     """
     if isinstance(model, DistributedDataParallel):
-        return Ranks(model, timeout) if dist.get_world_size(model.process_group) > 1 else None
+        group = model.process_group
+        return Ranks(model, group, timeout) if dist.get_world_size(group) > 1 else None
+    if is_sharded(model):  # on one rank, too: a pass that broke off has to be cleared
+        refuse_unsupported_sharding(model)
+        return Ranks(model, group_of(model), timeout)
     size = world_size()
     if size > 1:
         refuse_unsupported(model)
         raise InvalidArgument(
             f"{size} ranks are running and the model is {type(model).__name__}, whose gradients nobody sums over them: "
-            f"pass torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()"
+            f"pass torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use plan.settings()"
         )
     return None
 

@@ -121,9 +121,14 @@ class Reduction:
         """There are no buckets before ``reserve``."""
         self._buckets: dict[torch.dtype, torch.Tensor] = {}
 
-    def reserve(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Make the buckets for the gradients of these parameters, where they are not there; returns all."""
-        device = parameters[0].device if parameters else torch.device("cpu")
+    def reserve(self, parameters: Sequence[torch.Tensor], device: torch.device | None = None) -> list[torch.Tensor]:
+        """Make the buckets for the gradients of these parameters, where they are not there; returns all.
+
+        Args:
+            parameters: None of them where only a loss is summed.
+            device: Default: that of the parameters.
+        """
+        device = device or (parameters[0].device if parameters else torch.device("cpu"))
         for dtype in {*map(dtype_of, parameters), torch.float32, torch.float64}:
             of_dtype = [parameter for parameter in parameters if dtype_of(parameter) is dtype]
             count = 1 + sum(parameter.numel() for parameter in of_dtype)  # one more, for the loss

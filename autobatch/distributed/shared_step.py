@@ -65,7 +65,7 @@ class SharedStep:
         if self._is_open:
             return
         meeting = self._agreement
-        said = meeting.meet("open", weights=dict(weights), samples=samples, earlier=_digest(earlier))
+        said = meeting.meet("open", weights=dict(weights), samples=samples, earlier=self._describe(earlier))
         if len({one["earlier"] for one in said}) > 1:
             raise meeting.refuse(
                 InvalidStep(
@@ -83,6 +83,10 @@ class SharedStep:
             )
         self.weights = {name: math.fsum(one[name] for one in named) for name in (named[0] if named else {"": 0.0})}
         self.samples, self._is_open = sum(one["samples"] for one in said), True
+
+    def _describe(self, earlier: Sequence[torch.Tensor | None]) -> str:
+        """What differs where the ranks' earlier gradients do."""
+        return _digest(earlier)
 
     def combine(
         self,

@@ -1,8 +1,8 @@
 """Makes the ranks of one step succeed or fail together: each says where it is, and hears whether another has failed.
 
-Covers the order of the four places where they meet, and what each rank raises where one of them cannot go on: that one
-takes part in the next place with its reason, so all of them stop and nobody waits. Does not cover what else is said
-there (``shared_step``).
+Covers the places where they meet, and what each rank raises where one of them cannot go on: that one takes part in the
+next place with its reason, so all of them stop and nobody waits. Does not cover what else is said there
+(``shared_step``, ``lockstep``).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Literal
 from autobatch.distributed.channel import Channel
 from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
 
-__all__ = ["Place", "StepAgreement", "name_error"]
+__all__ = ["Place", "StepAgreement", "name_error", "was_told"]
 
-Place = Literal["open", "ready", "update", "done"]
-"""Before the first micro-batch; when this rank's gradient is there; when nothing is left that could fail before the
-optimizer's step; after it."""
+Place = Literal["open", "micro-batches", "forward", "backward", "rewind", "ready", "clip", "update", "done"]
+"""All ranks meet before the first micro-batch (``"open"``); when this rank's gradient is there (``"ready"``); when nothing
+is left that could fail before the optimizer's step (``"update"``); and after it. The others are for sharded parameters
+only: before micro-batches are run, at the end of each pass, after a pass that was dropped, and to clip."""
 
-_PLACES: tuple[Place, ...] = ("open", "ready", "update", "done")
 _LONGEST_REASON = 2000
 
 
@@ -36,7 +36,8 @@ class StepAgreement:
     def __init__(self, channel: Channel, runner: int, step: int, action: str) -> None:
         """Nothing is said yet; ``runner`` is the number of the Runner, as every rank counts them."""
         self.step, self.action, self._runner = step, action, runner
-        self._channel, self._met, self.is_over = channel, 0, False
+        self._channel, self.is_over = channel, False
+        self._last: Place | None = None
 
     def meet(self, place: Place, **said: Any) -> list[dict[str, Any]]:
         """Say that this rank is there, and more; returns what each rank said, by rank.
@@ -47,7 +48,6 @@ class StepAgreement:
             RankLost: Another rank is gone or did not answer.
         """
         heard = self._exchange(place, said)
-        self._met += 1
         failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
         if failed:
             self.is_over = True
@@ -60,7 +60,7 @@ class StepAgreement:
                 f"the ranks are not at the same place ({listed}): make the same calls in the same order on each, and "
                 f"as many of them"
             )
-        self.is_over = place == "done"
+        self._last, self.is_over = place, place == "done"
         return heard
 
     def refuse(self, error: AutobatchError) -> AutobatchError:
@@ -80,8 +80,9 @@ class StepAgreement:
         if self.is_over or isinstance(error, RankLost):
             return
         self.is_over = True
+        error._autobatch_was_told = True  # type: ignore[attr-defined]  # noqa: SLF001 - our own mark, see was_told
         with suppress(RankLost):  # the error that is on its way says more
-            self._exchange(_PLACES[self._met], {"error": name_error(error)})
+            self._exchange(self._last or "open", {"error": name_error(error)})
 
     def _exchange(self, place: Place, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         where = f"{self.action} {self.step} of Runner {self._runner}, {place!r}"
@@ -89,7 +90,7 @@ class StepAgreement:
 
     def _explain(self, failed: Mapping[int, str]) -> AutobatchError:
         listed = "; ".join(f"{self._name(rank)}: {reason}" for rank, reason in failed.items())
-        if self._met == len(_PLACES):
+        if self._last == "update":
             return CannotRetry(
                 f"the update of step {self.step} failed on one rank, so parameters may differ between the ranks now: "
                 f"load your last checkpoint on each ({listed})"
@@ -100,6 +101,11 @@ class StepAgreement:
 
     def _name(self, rank: int) -> str:
         return f"rank {self._channel.members[rank]}"
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether the other ranks have heard of this error from here, so that it must not be told again."""
+    return getattr(error, "_autobatch_was_told", False)
 
 
 def name_error(error: BaseException) -> str:

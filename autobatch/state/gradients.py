@@ -158,6 +158,12 @@ class Float32Sums:
             total.add_(parameter.grad)
         parameter.grad = None
 
+    def take_in(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Add and drop the gradients of narrow parameters whose hooks torch does not call."""
+        for parameter in parameters:
+            if parameter.grad is not None and gradient_dtype(parameter) in NARROW:
+                self._add(parameter)
+
     def clear(self) -> None:
         """Drop all sums."""
         self._sums.clear()

@@ -29,6 +29,8 @@ def bytes_of(tensor: torch.Tensor) -> int:
         return 0
     if tensor.layout in _SPARSE_PARTS:
         return sum(storage.nbytes() for storage in storages_of(tensor))
+    if is_traceable_wrapper_subclass(tensor):  # of a sharded one, this rank's part
+        return sum(map(bytes_of, _parts_of(tensor)))
     return int(tensor.nbytes)
 
 
@@ -46,8 +48,8 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     inside it; meta, fake and opaque ones (oneDNN's own layout) have none.
     """
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+        for part in _parts_of(tensor):
+            yield from storages_of(part)
     elif tensor.layout in _SPARSE_PARTS:
         for name in _SPARSE_PARTS[tensor.layout]:
             yield from storages_of(getattr(tensor, name)())
@@ -59,3 +61,9 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
             return
         if storage.device.type != "meta":  # a fake tensor claims a device, its storage does not
             yield storage
+
+
+def _parts_of(wrapper: Any) -> list[torch.Tensor]:
+    """The tensors inside; a DTensor names its mesh among them (torch 2.13)."""
+    parts = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
+    return [part for part in parts if isinstance(part, torch.Tensor)]

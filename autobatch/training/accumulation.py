@@ -133,11 +133,7 @@ class Accumulation:
                 self._open(shared, progress, batches, transaction.aside)
             while (reason := self._run_micro_batches(progress, transaction)) is not None:
                 # Only now, after the ``except`` block, are the frames of the failed attempt gone.
-                progress.fail()
-                least = find_least_size(join(progress.todo), self.smallest)
-                transaction.rewind(progress, reason, can_divide_rest=least < progress.failed_size)
-                self.device.reclaim()
-                self._divide_anew(progress, reason)
+                self._recover(progress, transaction, reason)
             transaction.end_micro_batches()
             is_empty = progress.loss is None and shared is None
             reason = None if is_empty else self._complete(progress, transaction, update, shared)
@@ -184,12 +180,20 @@ class Accumulation:
                         progress.finish(*self._run_micro_batch(todo[0], progress, stamps))
                     stamps.renew()
         except Exception as error:
-            if isinstance(error, InvalidStep) or not is_oom(error, handled=handled):
+            if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 raise
             if [*map(_VERSION, progress.batch)] != progress.versions and not state.is_looked_over:
                 refuse_write(stays=not self.owns_batches)
             return describe_error(error, handled=handled)
         return None
+
+    def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
+        """Go back to before what failed, and cut what is not finished smaller."""
+        progress.fail()
+        least = find_least_size(join(progress.todo), self.smallest)
+        transaction.rewind(progress, reason, can_divide_rest=least < progress.failed_size)
+        self.device.reclaim()
+        self._divide_anew(progress, reason)
 
     def _run_micro_batch(
         self, micro_batch: MicroBatch, progress: AccumulationState, stamps: GradientStamps

@@ -27,6 +27,8 @@ from autobatch.distributed.ranks import (
     refuse_differences,
 )
 from autobatch.distributed.shared_step import SharedStep
+from autobatch.distributed.sharded_step import begin_step
+from autobatch.distributed.sharding import divisor_of
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
 from autobatch.ledger.ledger import Ledger
@@ -47,6 +49,7 @@ from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
+from autobatch.training.lockstep_accumulation import LockstepAccumulation
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.step_errors import (
     check_plan,
@@ -137,13 +140,16 @@ class Runner:
             self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
-            self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
+            is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._shared_norm = max_grad_norm if is_sharded else None  # of all ranks, which they meet for
+            clips = None if is_sharded else max_grad_norm
+            self._update = None if optimizer is None else self._make_update(optimizer, scaler, clips, scheduler)
             this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
-            self._accumulation = Accumulation(
+            self._accumulation = (LockstepAccumulation if is_sharded else Accumulation)(
                 self._workload,
                 self._device,
                 lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
-                None if scaler is None else _begin_scaling(scaler, self._device.torch_device),
+                _begin_sharded_scaling(model, scaler) if is_sharded else _begin_scaling(scaler, self._device),
                 in_float32=plan.accumulate_in_float32,
                 smallest=plan.smallest_micro_batch,
                 keep=check_objects(keep),
@@ -241,9 +247,7 @@ class Runner:
 
     def _run(self, batches: Iterable[Any], *, update: bool) -> StepResult:
         started = time.perf_counter()
-        shared = (
-            None if self._ranks is None else SharedStep(self._ranks, self.steps, "step" if update else "accumulate")
-        )
+        shared = self._begin_shared(update=update)
         try:
             if shared is not None:
                 shared.begin()
@@ -281,6 +285,12 @@ class Runner:
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
+
+    def _begin_shared(self, *, update: bool) -> SharedStep | None:
+        if self._ranks is None:
+            return None
+        action, norm = ("step", self._shared_norm) if update else ("accumulate", None)
+        return begin_step(self._ranks, self.steps, action, self._workload.optimizer, norm)
 
     def _accumulate_counted(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
@@ -385,11 +395,26 @@ class Runner:
         return self.micro_batch_size
 
 
-def _begin_scaling(scaler: torch.amp.GradScaler, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _begin_scaling(
+    scaler: torch.amp.GradScaler | None, device: Device
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The scaler's ``scale``; its two tensors are made now, as memory that ends between them would break it."""
+    if scaler is None:
+        return None
     if scaler.is_enabled():
-        scaler.scale(torch.zeros((), device=device))
+        scaler.scale(torch.zeros((), device=device.torch_device))
     return scaler.scale
+
+
+def _begin_sharded_scaling(model: nn.Module, scaler: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Losses are multiplied by what torch divides the sum of the ranks' gradients by."""
+    if scaler is not None:
+        raise InvalidArgument(
+            "scaler= is not supported where parameters are sharded: train in bfloat16, as with "
+            "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+        )
+    divisor = divisor_of(model)
+    return lambda loss: loss * divisor
 
 
 def _is_empty(batch: Any) -> bool:

@@ -104,6 +104,11 @@ class Transaction:
                 tuple(lost[0].shape),
             )
 
+    def can_keep(self, progress: AccumulationState) -> bool:
+        """Whether a failed micro-batch can be undone by itself, so that the finished ones stay."""
+        is_clean = self.stamps.unchanged() and progress.denominators.are_exact
+        return self._state.returns_to(self.here, self.start) and is_clean
+
     def rewind(self, progress: AccumulationState, reason: str, *, can_divide_rest: bool) -> None:
         """Undo a failed micro-batch, and the finished ones too where their gradient cannot stay.
 
@@ -122,8 +127,7 @@ class Transaction:
                 f"it had never written into before and that was not copied: this tensor stays as it is, all else is as "
                 f"before the step; load your last checkpoint"
             )
-        is_clean = self.stamps.unchanged() and progress.denominators.are_exact
-        if self._state.returns_to(self.here, self.start) and is_clean and can_divide_rest:
+        if self.can_keep(progress) and can_divide_rest:
             self.here.restore()
         else:
             self.start.restore()

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from faults import CASES, OUTCOMES, Judge, Training, _comparable, _seed
+from faults import CASES, OUTCOMES, Case, Judge, Training, _comparable, _seed
 from plans import SMALL, make_rank_plans
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import make_batch
 
 import autobatch
 from autobatch.testing import oom_at
 
-__all__ = ["RANK_CASES", "prove_on_ranks"]
+__all__ = ["RANK_CASES", "SHARDED_CASES", "prove_on_ranks", "shard"]
 
 _SHARES, _LARGEST = (8, 5, 7, 6), (4, 3, 4, 2)
 
 RANK_CASES = [case for case in CASES if "sparse" not in case.name and "lazy" not in case.name]
+
+SHARDED_CASES = [
+    case
+    for case in RANK_CASES
+    if not case.scaled and not any(word in case.name for word in ("encoder", "teacher", "forward", "reentrant", "several"))
+]
 
 
 class RankTraining(Training):
@@ -38,9 +47,7 @@ class RankTraining(Training):
 
     def _make_runner(self) -> autobatch.Runner:
         inner = self.model
-        # torch cannot broadcast a buffer of which several elements are one.
-        overlaps = any(0 in buffer.stride() for buffer in inner.buffers())
-        self.model = DistributedDataParallel(inner, broadcast_buffers=not overlaps, init_sync=not overlaps)
+        self.model = self._wrap(inner)
         try:
             return super()._make_runner()
         finally:
@@ -48,6 +55,11 @@ class RankTraining(Training):
             rank = dist.get_rank()
             _seed()
             self.batch = make_batch(_SHARES[rank], self.case.dtype, seed=50 + rank)
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        # torch cannot broadcast a buffer of which several elements are one.
+        overlaps = any(0 in buffer.stride() for buffer in model.buffers())
+        return DistributedDataParallel(model, broadcast_buffers=not overlaps, init_sync=not overlaps)
 
 
 class RankJudge(Judge):
@@ -84,11 +96,38 @@ def _cut_into(runner: autobatch.Runner, sizes: tuple[int, ...]) -> None:
     accumulation._cut = cut_into
 
 
-def prove_on_ranks(name: str, stride: int = 1) -> tuple[Counter[str], list[str]]:
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    """``fully_shard`` each module that shares its parameters with no other one, and the whole."""
+    owners = Counter(id(parameter) for module in model.children() for parameter in module.parameters())
+    for module in model.children():
+        own = [owners[id(parameter)] for parameter in module.parameters()]
+        if own and max(own) == 1:
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+class ShardedTraining(RankTraining):
+    """This rank's part of a case whose parameters are sharded."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        super().__init__(replace(case, make_model=lambda: shard(case.make_model())), **options)
+
+    def state(self) -> dict[str, Any]:
+        """Hooks of fully_shard by name: each model has its own."""
+        state = super().state()
+        names = {key: [hook.__name__ for hooks in state[key] for hook in hooks] for key in state if "hooks" in key}
+        return {**state, **names}
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def prove_on_ranks(name: str, stride: int = 1, *, sharded: bool = False) -> tuple[Counter[str], list[str]]:
     """What came of an error out of memory at each operation on each rank, and what was wrong."""
-    case = next(case for case in RANK_CASES if case.name == name)
-    judge, tally, wrong = RankJudge(case, RankTraining), Counter[str](), list[str]()
-    training = RankTraining(case)
+    case = next(case for case in CASES if case.name == name)
+    kind = ShardedTraining if sharded else RankTraining
+    judge, tally, wrong = RankJudge(case, kind), Counter[str](), list[str]()
+    training = kind(case)
     with oom_at(10**9) as counted:
         training.runner.step(training.batch)
     for failing, operations in enumerate(_gather(counted.operations)):

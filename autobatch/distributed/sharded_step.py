@@ -1,0 +1,168 @@
+"""One step of this rank beside the others where parameters are sharded: their gradients are summed in each backward pass.
+
+Covers the totals, the loss of all ranks, clipping and the update. Does not cover the passes (``lockstep``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from autobatch.distributed.interrupts import deferred_interrupts
+from autobatch.distributed.lockstep import Lockstep
+from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.reduction import LossSlot
+from autobatch.distributed.shared_step import SharedStep
+from autobatch.errors import InvalidStep
+from autobatch.state.gradients import gradient_dtype
+
+__all__ = ["ShardedStep", "begin_step"]
+
+
+class ShardedStep(SharedStep):
+    """One step, on every rank, of a model whose parameters are sharded.
+
+    Attributes:
+        lockstep: Its passes.
+    """
+
+    lockstep: Lockstep
+
+    def __init__(
+        self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None, max_grad_norm: float | None = None
+    ) -> None:
+        """Nothing is said before ``open``.
+
+        Args:
+            ranks: Whose model is sharded.
+            step: Of the Runner.
+            action: ``"step"`` or ``"accumulate"``.
+            optimizer: Whose parameters' gradients are clipped.
+            max_grad_norm: To this norm, over all ranks.
+        """
+        super().__init__(ranks, step, action)
+        assert ranks.lockstep is not None  # noqa: S101 - narrows for mypy
+        self.lockstep, self._optimizer, self._max_grad_norm = ranks.lockstep, optimizer, max_grad_norm
+
+    def begin(self) -> None:
+        """From here on each pass is ended together, until ``close``."""
+        self.lockstep.begin(self._agreement)
+
+    def close(self) -> None:
+        """The model's passes are its own again."""
+        self.lockstep.leave()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others of an error that ended this rank's step, unless they know."""
+        self.lockstep.abandon(error)
+
+    def agree_on(self, micro_batches: int) -> int:
+        """The most micro-batches that any rank has still to run."""
+        said = self._agreement.meet("micro-batches", count=micro_batches)
+        return max(one["count"] for one in said)
+
+    def agree_to_keep(self, *, can_keep: bool) -> bool:
+        """Whether every rank can keep its finished micro-batches."""
+        return all(one["keep"] for one in self._agreement.meet("rewind", keep=can_keep))
+
+    def _describe(self, earlier: Sequence[torch.Tensor | None]) -> str:
+        """Each rank has its own part of a gradient, so only whether it is there can be compared."""
+        return (
+            "".join("01"[gradient is not None] for gradient in earlier) if any(g is not None for g in earlier) else ""
+        )
+
+    @torch.no_grad()
+    def combine(
+        self,
+        parameters: Sequence[torch.Tensor],
+        sums: MutableMapping[torch.Tensor, torch.Tensor],
+        loss: torch.Tensor | None,
+        *,
+        counted: float,
+        unit: float | None,
+    ) -> torch.Tensor | None:
+        """Make the loss that of all ranks, and correct gradients where the totals were not known before.
+
+        Arguments, result and errors are those of ``SharedStep.combine``; gradients were summed in the backward passes.
+        """
+        device = next(parameter.device for parameter in parameters)
+        reduction = self._ranks.reduction
+        reduction.reserve([], device)
+        results = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
+        with deferred_interrupts():
+            said = self._agreement.meet(
+                "ready",
+                counted=None if unit is None else counted,
+                runs=loss is not None,
+                wide=loss is not None and loss.dtype is torch.float64,
+            )
+            stated = [one["counted"] for one in said if one["runs"]]
+            if len({one is None for one in stated}) > 1:
+                raise self._agreement.refuse(
+                    InvalidStep("step() states a count (Mean, Sum) on one rank and none on another: always state it")
+                )
+            if not stated:
+                self._agreement.end()
+                return None
+            factor = 1.0 if unit is None else unit / math.fsum(stated)
+            last = LossSlot(loss, results[torch.float64 if any(one["wide"] for one in said) else torch.float32])
+            reduction.sum([last], factor)
+        _correct(parameters, sums, factor)
+        return last.result
+
+    def begin_update(self, begin: Callable[[], None]) -> None:
+        """Clip, then call ``begin`` when no rank has anything left that could fail before the optimizer's step.
+
+        Buffers stay each rank's own, as with ``fully_shard``.
+        """
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
+        with deferred_interrupts():
+            self._agreement.meet("update")
+        begin()
+
+    def _clip(self, most: float) -> None:
+        """As ``torch.nn.utils.clip_grad_norm_``, whose collectives would wait for a rank that fails."""
+        gradients = _local_gradients(self._optimizer)
+        said = self._agreement.meet("clip", square=_sum_squares(gradients))
+        factor = most / (math.sqrt(math.fsum(one["square"] for one in said)) + 1e-6)
+        if not factor >= 1:  # not "<": of a norm that is nan the factor is, too
+            for gradient in gradients:
+                gradient.mul_(factor)
+
+
+def begin_step(ranks: Ranks, step: int, action: str, optimizer: Any | None, max_grad_norm: float | None) -> SharedStep:
+    """This rank's part of a step."""
+    if ranks.lockstep is not None:
+        return ShardedStep(ranks, step, action, optimizer, max_grad_norm)
+    return SharedStep(ranks, step, action)
+
+
+def _correct(
+    parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor], factor: float
+) -> None:
+    """Multiply every gradient, sums in float32 before they are rounded."""
+    summed = set(sums)
+    while sums:
+        parameter, total = sums.popitem()
+        parameter.grad = (total if factor == 1 else total.mul_(factor)).to(gradient_dtype(parameter))
+    if factor != 1:
+        for parameter in parameters:
+            if parameter.grad is not None and parameter not in summed:
+                parameter.grad.mul_(factor)
+
+
+def _local_gradients(optimizer: Any) -> list[torch.Tensor]:
+    """This rank's part of each gradient that the optimizer uses."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [p.grad.to_local() for p in parameters if p.grad is not None]
+
+
+def _sum_squares(gradients: Sequence[torch.Tensor]) -> float:
+    if not gradients:
+        return 0.0
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    return float(norms.double().square().sum())
