@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
+from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.planning.shares import Share, share_target
 from autobatch.step.workload import Workload
@@ -28,7 +29,8 @@ class Division:
         target: Samples of an optimizer step over all ranks.
         rank: This one.
         size: How many there are.
-        samples: What this rank searches a size for; from ``divide`` on, its share.
+        samples: What this rank searches a size for; from ``divide`` on, its share. Where parameters are sharded, all
+            ranks search one for the largest share.
         shares: Each rank's, once they are known; empty for one rank.
     """
 
@@ -38,12 +40,20 @@ class Division:
         Raises:
             InvalidArgument: ``share`` does not divide this target among these ranks.
         """
+        is_sharded = ranks is not None and ranks.lockstep is not None
+        if is_sharded and isinstance(share, str) and share == "speed":
+            raise InvalidArgument(
+                'share="speed" is for DistributedDataParallel: ranks with sharded parameters wait for each other in each '
+                "micro-batch; pass share='equal', or a number of samples for each rank"
+            )
         self._ranks, self._share, self.target = ranks, share, target
         self.rank, self.size = (ranks.rank, ranks.size) if ranks else (0, 1)
         self._tenants = 1
         even = share_target(target, share, [1.0] * self.size)
         is_known = not isinstance(share, str) or share == "equal"
         self.samples = even[self.rank] if is_known else target - self.size + 1
+        if is_sharded:
+            self.samples = max(even)
         self.shares = even if is_known and ranks else ()
 
     def describe(self, workload: Workload, device: Any, *, objective: str, float32: bool) -> list[dict[str, Any]]:
@@ -74,7 +84,7 @@ class Division:
 
     def reserve(self, workload: Workload) -> list[torch.Tensor]:
         """The buckets in which gradients are summed: they lie beside each step of training, so beside each trial."""
-        if self._ranks is None:
+        if self._ranks is None or self._ranks.lockstep is not None:
             return []
         return self._ranks.reduction.reserve([p for p in workload.parameters() if p.requires_grad])
 

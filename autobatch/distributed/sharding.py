@@ -18,6 +18,7 @@ from autobatch.errors import InvalidArgument
 __all__ = [
     "FSDPModule",
     "divisor_of",
+    "gathered_tensors",
     "group_of",
     "is_sharded",
     "refuse_unsupported_sharding",
@@ -71,6 +72,16 @@ def reset(model: nn.Module) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def gathered_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Into which parameters are gathered; their memory is freed between passes, so nothing may be put back there."""
+    return [
+        tensor
+        for group in _param_groups(model)
+        for parameter in group.fsdp_params
+        for tensor in parameter.all_gather_outputs
+    ]
 
 
 def refuse_unsupported_sharding(model: nn.Module) -> None:

@@ -19,13 +19,14 @@ from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout
+from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device, collecting_new_objects
-from autobatch.memory.devices import find_allowance, find_device
+from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
@@ -40,6 +41,12 @@ from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 
 __all__ = ["fit"]
+
+_NOT_CHECKED = Verdict(
+    exact=False,
+    relative_error=0.0,
+    unchecked="parameters are sharded; run autobatch.verify() on the model in one process, before fully_shard()",
+)
 
 
 def fit(
@@ -124,7 +131,7 @@ def fit(
         _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
         model = model if ranks is None else ranks.take_module()
         workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
-        division = Division(ranks, target_batch, share)
+        division, shared = Division(ranks, target_batch, share), SharedTrials(ranks)
         said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
     division.hear(said)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
@@ -143,12 +150,14 @@ def fit(
                 with all_or_none(ranks, "fit(), the search") as said:
                     # Only now: the copies of the state are in host memory, and on the CPU that is what is divided.
                     allowance = find_allowance(memory, division.budget(memory, budget), headroom)
+                    allowance = _share_limit(allowance, shared)
                     found = SizeSearch(
                         *(workload, memory, allowance, state),
                         wanted=wanted.model_copy(update={"limit_bytes": allowance.limit_bytes}),
                         hooks=_progress_hooks(progress=progress),
                         recall=remembered.recall,
                         world_size=division.size,
+                        shared=shared,
                     )
                     found.run(batch)
                     said.append({"rate": found.rate})
@@ -185,6 +194,14 @@ def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ran
     return memory
 
 
+def _share_limit(allowance: Allowance, shared: SharedTrials) -> Allowance:
+    """Where all ranks try the same sizes, each has to stay within the smallest of their limits."""
+    if not shared.are_shared:
+        return allowance
+    limit_bytes = shared.smallest(allowance.limit_bytes)
+    return allowance.model_copy(update={"headroom_bytes": allowance.budget_bytes - limit_bytes})
+
+
 def _progress_hooks(*, progress: bool) -> tuple[Hook, ...]:
     # A daemon has no stderr.
     return (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
@@ -200,7 +217,9 @@ def _record(workload: Workload, memory: Device) -> TrainingState:
 def _check(found: SizeSearch, check: str | None) -> tuple[Verdict | None, tuple[str, ...]]:
     """The verdict on the split and its warnings, after the last trial has restored the modules' modes."""
     target = found.wanted.target_batch
-    verdict = _compare(found) if check is not None and target > 1 else None
+    verdict = None
+    if check is not None and target > 1:
+        verdict = _NOT_CHECKED if found.shared.are_shared else _compare(found)
     return verdict, _judge(found, verdict, target, strict=check == "raise")
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
+from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
@@ -65,6 +66,7 @@ class Probe:
     state: TrainingState
     in_float32: bool = True  # as in Accumulation
     target: int = 0  # samples in a step, of which a trial runs two micro-batches; 0: no more than those
+    shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))  # what other ranks have to do with it
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
     state_bytes: int = 0  # the most that the optimizer's state has taken
     aux_bytes: int = 0  # the most that a step has returned beside the loss of one micro-batch
@@ -78,6 +80,7 @@ class Probe:
         # What is compiled is not recorded, since that would run it eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
         self._learnt = StepState(self.workload.model, self.device.torch_device, records=not self._is_compiled)
+        self._leaves_are_known = self.shared.are_shared  # a graph ends at unsharded parameters
         self.state.rewind()
 
     def run(self, size: int) -> Trial:
@@ -90,11 +93,12 @@ class Probe:
         if reason is None:
             was_known = self._holds_activations
             reason = self._attempt(self._measure, size)
+            self._holds_activations = self.shared.any(self._holds_activations)
             if self._holds_activations and not was_known:  # once more, now that they are known to outlive their step
                 reason = self._attempt(self._measure, size)
         if reason is not None:
             self.errors[size] = reason
-        return self._summarise(size, has_ended=reason is not None)
+        return self.shared.agree(self._summarise(size, has_ended=reason is not None))
 
     def find_smallest(self) -> int:
         """The fewest samples whose forward pass runs: 1, or 2 where one alone raises an error (trials run two)."""
@@ -150,7 +154,11 @@ class Probe:
             self.workload.model.train()
         reason, handled = None, sys.exc_info()[1]
         try:
-            with self.device.limit(self.limit_bytes), self.state.record() if records else nullcontext():
+            with (
+                self.shared.block(),
+                self.device.limit(self.limit_bytes),
+                self.state.record(self.shared.gathered_tensors()) if records else nullcontext(),
+            ):
                 action(size)
         except DoesNotFit as ended:
             reason = str(ended)

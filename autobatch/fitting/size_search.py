@@ -15,6 +15,7 @@ import torch
 from autobatch._formatting import format_bytes
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
+from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
@@ -55,6 +56,7 @@ class SizeSearch:
     hooks: tuple[Hook, ...]
     recall: Callable[[str], Sequence[PlanRecord]]  # plans of a fingerprint from earlier runs, the newest first
     world_size: int = 1
+    shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))
     example: Layout = field(init=False)  # the samples of the trials, as they were given or found
     fingerprint: str = ""
     trials: list[Trial] = field(default_factory=list)
@@ -137,6 +139,8 @@ class SizeSearch:
 
     def _settle(self, target: int) -> None:
         self.wanted = self.wanted.model_copy(update={"target_batch": target})
+        if self.shared.are_shared:  # of its largest share, which was tried with the others: they try no other one
+            return
         self.size = max(balance(target, self.size, min(self.smallest, target)))
         if self.size not in {trial.micro_batch_size for trial in self.trials}:
             with torch.enable_grad():
@@ -158,7 +162,7 @@ class SizeSearch:
         layout = self._hold_whole_batch()
         self.workload.weights_of(self.example.batch, self.example.count)
         options = self.allowance.limit_bytes, self.state, self.wanted.accumulate_in_float32, target
-        self._probe = Probe(self.workload, layout, self.memory, *options)
+        self._probe = Probe(self.workload, layout, self.memory, *options, shared=self.shared)
         self.fingerprint = fingerprint(self.workload, layout, self.memory.describe(), self.world_size)
         return layout
 
@@ -180,7 +184,8 @@ class SizeSearch:
         """Find the size, with as many more trials as it takes."""
         sizes = self._find_candidates(self.smallest)
         expected = Expectation()
-        if self.memory.measures and self.memory.describe().kind == "cuda":
+        # A trace has no other ranks from which sharded parameters could be gathered.
+        if self.memory.measures and self.memory.describe().kind == "cuda" and not self.shared.are_shared:
             # There trials, and failing ones most, cost more than a trace; not so on a CPU.
             first = FirstStep(self.memory.usage().allocated, self._probe.measure_forward() if sizes[-1] > 1 else None)
             expected = expect_largest(self.workload, self.example, self.allowance.limit_bytes, sizes, first)

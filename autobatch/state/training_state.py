@@ -85,12 +85,15 @@ class TrainingState:
         _remove_step_hooks(optimizer)
 
     @contextmanager
-    def record(self) -> Iterator[None]:
+    def record(self, apart: Iterable[torch.Tensor] = ()) -> Iterator[None]:
         """Inside the block, copy each tensor before the first write into it, so that its value can be put back.
 
         Takes about 10 us an operator. Meanwhile compiled code runs as it was written.
+
+        Args:
+            apart: Tensors that are not copied.
         """
-        recorder = HostRecorder(self._values)
+        recorder = HostRecorder(self._values, apart)
         try:
             with recorder:
                 yield

@@ -143,13 +143,14 @@ class HostRecorder(_WriteMode):
     The copies are no part of a measurement: no other mode counts them, nor lets memory end in them.
     """
 
-    def __init__(self, copies: StorageCopies) -> None:
+    def __init__(self, copies: StorageCopies, apart: Iterable[torch.Tensor] = ()) -> None:
         """Prepare.
 
         Args:
             copies: Is added to; of what it has already, no second copy is made.
+            apart: Tensors that are not copied.
         """
-        super().__init__()
+        super().__init__(apart)
         self._copies = copies
 
     @torch.no_grad()

@@ -234,10 +234,14 @@ class Accumulation:
             samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
             watch = watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
             if self._state.is_recording:
-                apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors()]
+                apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors(), *self._find_apart()]
                 record = self._state.record([transaction.start, transaction.here], apart, watched.save)
         with watch, record:
             return self._run_micro_batch(micro_batch, progress, transaction.stamps)
+
+    def _find_apart(self) -> Sequence[torch.Tensor]:
+        """Memory that steps write into and that is never put back."""
+        return ()
 
     def _move(self, micro_batch: MicroBatch) -> Any:
         """The samples of a micro-batch on the device, in containers of their own."""

@@ -20,6 +20,7 @@ from autobatch.batch.tree import tensors_of
 from autobatch.distributed.lockstep import Lockstep, OtherRankShort
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.distributed.sharded_step import ShardedStep
+from autobatch.distributed.sharding import gathered_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import GradientStamps
@@ -128,6 +129,9 @@ class LockstepAccumulation(Accumulation):
         if self._sums.hooks:
             self._sums.take_in(stamps.parameters)  # torch calls no hook of a sharded parameter
         return divided, aux
+
+    def _find_apart(self) -> Sequence[torch.Tensor]:
+        return gathered_tensors(self.workload.model)
 
     def _run_spares(self, number: int, transaction: Transaction) -> str | None:
         """Run passes whose gradient is 0; returns why memory ended."""
