@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
+from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.planning.shares import Share, share_target
@@ -32,6 +33,7 @@ class Division:
         samples: What this rank searches a size for; from ``divide`` on, its share. Where parameters are sharded, all
             ranks search one for the largest share.
         shares: Each rank's, once they are known; empty for one rank.
+        trials: What the ranks share in the search.
     """
 
     def __init__(self, ranks: Ranks | None, target: int, share: Share) -> None:
@@ -40,13 +42,14 @@ class Division:
         Raises:
             InvalidArgument: ``share`` does not divide this target among these ranks.
         """
-        is_sharded = ranks is not None and ranks.lockstep is not None
+        is_sharded = SharedTrials(ranks).are_shared
         if is_sharded and isinstance(share, str) and share == "speed":
             raise InvalidArgument(
-                'share="speed" is for DistributedDataParallel: ranks with sharded parameters wait for each other in each '
-                "micro-batch; pass share='equal', or a number of samples for each rank"
+                "share='speed' is for DistributedDataParallel: with sharded parameters ranks wait for each other in "
+                "each micro-batch; pass share='equal', or a number of samples for each rank"
             )
         self._ranks, self._share, self.target = ranks, share, target
+        self.trials = SharedTrials(ranks)
         self.rank, self.size = (ranks.rank, ranks.size) if ranks else (0, 1)
         self._tenants = 1
         even = share_target(target, share, [1.0] * self.size)
@@ -84,7 +87,7 @@ class Division:
 
     def reserve(self, workload: Workload) -> list[torch.Tensor]:
         """The buckets in which gradients are summed: they lie beside each step of training, so beside each trial."""
-        if self._ranks is None or self._ranks.lockstep is not None:
+        if self._ranks is None or self.trials.are_shared:
             return []
         return self._ranks.reduction.reserve([p for p in workload.parameters() if p.requires_grad])
 

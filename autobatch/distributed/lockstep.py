@@ -2,8 +2,8 @@
 
 Parameters that are sharded (``fully_shard``) are gathered inside each pass, so a rank that stopped in the middle of one
 would leave the others waiting. Here it takes part in the rest of the pass with zeros, all say how it went, and where
-memory has ended on one, all drop the pass and go on together. A pass that nobody has seen yet is asked for collective by
-collective instead.
+memory has ended on one, all drop the pass and go on together. In a pass that nobody has seen yet they ask each other
+before each collective instead.
 
 Covers single passes, and blocks of several that are dropped as a whole. Does not cover which micro-batches are run
 again (``training.lockstep_accumulation``).
@@ -20,9 +20,9 @@ from torch import nn
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.pass_record import record_of
 from autobatch.distributed.sharding import reset
-from autobatch.distributed.step_agreement import StepAgreement
+from autobatch.distributed.step_agreement import StepAgreement, name_error
 from autobatch.errors import DoesNotFit, RankFailed, RankLost
-from autobatch.memory.oom import describe_error, is_oom
+from autobatch.memory.oom import is_oom
 
 __all__ = ["Lockstep", "OtherRankShort"]
 
@@ -120,27 +120,11 @@ class Lockstep:
         agreement = self._agreement = StepAgreement(self._channel, self._channel.agreed, self._blocks, call)
         self._record.begin("")  # of which nothing is ever known: each collective is asked for
         self._record.ask, self.running = self._ask, "forward"
-        reason = None
         try:
-            try:
-                yield
-            except DoesNotFit as error:
-                if isinstance(error, OtherRankShort):
-                    raise
-                reason = str(error)
-                raise
-            except Exception as error:
-                if not is_oom(error):
-                    raise
-                reason = describe_error(error)
-                raise
+            yield
             self._ask(None)
         except BaseException as error:
-            if reason is not None:
-                with suppress(RankFailed, RankLost):
-                    agreement.meet("forward", short=reason)
-            elif not isinstance(error, OtherRankShort):
-                agreement.fail(error)
+            _report(agreement, error)
             self._clear()
             raise
         finally:
@@ -162,3 +146,14 @@ class Lockstep:
             raise self._agreement.refuse(
                 RankFailed("the ranks' passes differ: each has to run the same sharded modules in the same order")
             )
+
+
+def _report(agreement: StepAgreement, error: BaseException) -> None:
+    """Tell the others what has ended a block here, unless they said it."""
+    if isinstance(error, OtherRankShort):
+        return
+    if isinstance(error, DoesNotFit) or is_oom(error):
+        with suppress(RankFailed, RankLost):
+            agreement.meet("forward", short=name_error(error))
+    else:
+        agreement.fail(error)

@@ -66,6 +66,12 @@ class Ranks:
         self.number = 0
 
     @property
+    def wrapper(self) -> DistributedDataParallel:
+        """The model, where it is not sharded."""
+        assert isinstance(self.model, DistributedDataParallel)  # noqa: S101 - narrows for mypy
+        return self.model
+
+    @property
     def rank(self) -> int:
         """This process's, within the group of the model."""
         return self.channel.rank
@@ -140,7 +146,8 @@ def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | No
         refuse_unsupported(model)
         raise InvalidArgument(
             f"{size} ranks are running and the model is {type(model).__name__}, whose gradients nobody sums over them: "
-            f"pass torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use plan.settings()"
+            f"pass torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
+            f"plan.settings()"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""One step of this rank beside the others where parameters are sharded: their gradients are summed in each backward pass.
+"""One step of this rank beside the others where parameters are sharded: each backward pass sums their gradients.
 
 Covers the totals, the loss of all ranks, clipping and the update. Does not cover the passes (``lockstep``).
 """
@@ -62,7 +62,7 @@ class ShardedStep(SharedStep):
     def agree_on(self, micro_batches: int) -> int:
         """The most micro-batches that any rank has still to run."""
         said = self._agreement.meet("micro-batches", count=micro_batches)
-        return max(one["count"] for one in said)
+        return max(int(one["count"]) for one in said)
 
     def agree_to_keep(self, *, can_keep: bool) -> bool:
         """Whether every rank can keep its finished micro-batches."""
@@ -96,6 +96,7 @@ class ShardedStep(SharedStep):
             said = self._agreement.meet(
                 "ready",
                 counted=None if unit is None else counted,
+                unit=unit,
                 runs=loss is not None,
                 wide=loss is not None and loss.dtype is torch.float64,
             )
@@ -107,6 +108,8 @@ class ShardedStep(SharedStep):
             if not stated:
                 self._agreement.end()
                 return None
+            # Also on a rank in whose samples nothing counts: it has its part of the others' gradients.
+            unit = next(one["unit"] for one in said if one["runs"])
             factor = 1.0 if unit is None else unit / math.fsum(stated)
             last = LossSlot(loss, results[torch.float64 if any(one["wide"] for one in said) else torch.float32])
             reduction.sum([last], factor)

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` (FSDP2) does by itself: which models of it can be trained, and how a pass that broke off is cleared.
+"""What ``fully_shard`` (FSDP2) does by itself: which models can be trained, and how a pass that broke off is cleared.
 
 Covers the modules that gather and scatter, what of them cannot be supported, and the divisor of gradients. Does not
 cover their collectives (``pass_record``) nor how ranks end a pass together (``lockstep``).
@@ -105,7 +105,7 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
         _refuse_group(group)
     if len({group.gradient_divide_factor for group in _param_groups(model)}) > 1:
         raise InvalidArgument(
-            "the modules divide gradients by different factors: call set_gradient_divide_factor() with one factor on each"
+            "the modules divide gradients by different factors: call set_gradient_divide_factor() with the same on each"
         )
 
 

@@ -41,7 +41,7 @@ class SharedStep:
 
     def begin(self) -> None:
         """Keep the wrapper from talking by itself, until ``close``."""
-        self._block.enter_context(undisturbed(self._ranks.model))
+        self._block.enter_context(undisturbed(self._ranks.wrapper))
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error that ended this rank's step, unless they know."""
@@ -171,7 +171,7 @@ class SharedStep:
         Raises:
             InvalidStep: The ranks' models have different buffers.
         """
-        buffers = SharedBuffers(broadcast_buffers_of(self._ranks.model))
+        buffers = SharedBuffers(broadcast_buffers_of(self._ranks.wrapper))
         with deferred_interrupts():
             said = self._agreement.meet("update", buffers=buffers.description)
             if len({one["buffers"] for one in said}) > 1:
@@ -181,7 +181,7 @@ class SharedStep:
                         "broadcast_buffers=False to DistributedDataParallel"
                     )
                 )
-            buffers.take_first(self._ranks.model.process_group, self._ranks.channel)
+            buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)
         begin()
 
     def end(self) -> None:

@@ -17,8 +17,8 @@ from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
 __all__ = ["Place", "StepAgreement", "name_error", "was_told"]
 
 Place = Literal["open", "micro-batches", "forward", "backward", "rewind", "ready", "clip", "update", "done"]
-"""All ranks meet before the first micro-batch (``"open"``); when this rank's gradient is there (``"ready"``); when nothing
-is left that could fail before the optimizer's step (``"update"``); and after it. The others are for sharded parameters
+"""All ranks meet before the first micro-batch (``"open"``); when the gradient is there (``"ready"``); when nothing is
+left that could fail before the optimizer's step (``"update"``); and after it. The others are for sharded parameters
 only: before micro-batches are run, at the end of each pass, after a pass that was dropped, and to clip."""
 
 _LONGEST_REASON = 2000

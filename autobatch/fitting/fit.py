@@ -19,7 +19,6 @@ from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout
-from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.verification import check_split
@@ -131,7 +130,7 @@ def fit(
         _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
         model = model if ranks is None else ranks.take_module()
         workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
-        division, shared = Division(ranks, target_batch, share), SharedTrials(ranks)
+        division = Division(ranks, target_batch, share)
         said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
     division.hear(said)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
@@ -149,15 +148,14 @@ def fit(
             with _record(workload, memory) as state:
                 with all_or_none(ranks, "fit(), the search") as said:
                     # Only now: the copies of the state are in host memory, and on the CPU that is what is divided.
-                    allowance = find_allowance(memory, division.budget(memory, budget), headroom)
-                    allowance = _share_limit(allowance, shared)
+                    allowance = _find_allowance(memory, division, budget, headroom)
                     found = SizeSearch(
                         *(workload, memory, allowance, state),
                         wanted=wanted.model_copy(update={"limit_bytes": allowance.limit_bytes}),
                         hooks=_progress_hooks(progress=progress),
                         recall=remembered.recall,
                         world_size=division.size,
-                        shared=shared,
+                        shared=division.trials,
                     )
                     found.run(batch)
                     said.append({"rate": found.rate})
@@ -194,12 +192,13 @@ def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ran
     return memory
 
 
-def _share_limit(allowance: Allowance, shared: SharedTrials) -> Allowance:
-    """Where all ranks try the same sizes, each has to stay within the smallest of their limits."""
-    if not shared.are_shared:
-        return allowance
-    limit_bytes = shared.smallest(allowance.limit_bytes)
-    return allowance.model_copy(update={"headroom_bytes": allowance.budget_bytes - limit_bytes})
+def _find_allowance(memory: Device, division: Division, budget: Any, headroom: Any) -> Allowance:
+    """What this process may hold; where all ranks try the same sizes, no more than the rank that may hold the least."""
+    own = find_allowance(memory, division.budget(memory, budget), headroom)
+    if not division.trials.are_shared:
+        return own
+    limit_bytes = division.trials.smallest(own.limit_bytes)
+    return own.model_copy(update={"headroom_bytes": own.budget_bytes - limit_bytes})
 
 
 def _progress_hooks(*, progress: bool) -> tuple[Hook, ...]:

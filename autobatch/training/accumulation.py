@@ -21,7 +21,7 @@ import torch
 
 from autobatch.batch.layout import Layout
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
+from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps

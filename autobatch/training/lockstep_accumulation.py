@@ -18,14 +18,13 @@ from torch import nn
 from autobatch.batch.layout import Layout, describe, map_tensors
 from autobatch.batch.tree import tensors_of
 from autobatch.distributed.lockstep import Lockstep, OtherRankShort
-from autobatch.distributed.shared_step import SharedStep
 from autobatch.distributed.sharded_step import ShardedStep
 from autobatch.distributed.sharding import gathered_tensors
+from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.state.gradients import GradientStamps
-from autobatch.step.losses import read_terms
-from autobatch.step.workload import Workload, split_output
+from autobatch.state.gradients import GradientsAside, GradientStamps
+from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation, UpdateFunction
 from autobatch.training.accumulation_state import AccumulationState
 from autobatch.training.loss_denominators import DividedLoss
@@ -47,7 +46,8 @@ class LockstepAccumulation(Accumulation):
     _spare: Layout | None = None
     _is_short: bool = False
     _ended_in: str = ""
-    _returned: Any = None
+    _zeros: Sequence[torch.Tensor] = ()
+    _states_none: bool = False  # whether the step returns its loss alone, so that no micro-batch counts for nothing
 
     def __post_init__(self) -> None:
         """End the forward pass where the user's step returns."""
@@ -79,10 +79,13 @@ class LockstepAccumulation(Accumulation):
             self._shared = None
 
     def _run_forward(self, _: nn.Module, samples: Any) -> Any:
-        returned = self._inner.call_step(samples)
+        if self._states_none:
+            returned = self._inner.call_step(samples)
+        else:
+            with _collect_zeros(self._inner.model) as self._zeros:
+                returned = self._inner.call_step(samples)
+            self._states_none = type(returned) is torch.Tensor
         self._lockstep.start("backward")
-        if type(returned) is not torch.Tensor:
-            self._returned = returned  # it may state that nothing counts in this micro-batch
         return returned
 
     def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
@@ -105,6 +108,12 @@ class LockstepAccumulation(Accumulation):
         self._ended_in = self._lockstep.drop(reason if self._is_short else None)
         return reason
 
+    def _open(
+        self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], aside: GradientsAside
+    ) -> None:
+        super()._open(shared, progress, batches, aside)
+        progress.denominators = progress.denominators.with_common_unit()
+
     def _agree_on_number(self, progress: AccumulationState) -> int:
         """How many micro-batches every rank runs; this one's samples are divided among so many where that is more."""
         assert self._shared is not None  # noqa: S101 - narrows for mypy
@@ -123,9 +132,9 @@ class LockstepAccumulation(Accumulation):
     ) -> tuple[DividedLoss | None, Any]:
         self._lockstep.start("forward")
         divided, aux = super()._run_micro_batch(micro_batch, progress, stamps)
-        if divided is None:
-            _run_backward_of_nothing(self._returned)
-        self._returned = None
+        if divided is None:  # the step has counted nothing, but the other ranks run their backward pass
+            _run_backward(self._zeros)
+        self._zeros = []
         if self._sums.hooks:
             self._sums.take_in(stamps.parameters)  # torch calls no hook of a sharded parameter
         return divided, aux
@@ -155,12 +164,9 @@ class LockstepAccumulation(Accumulation):
         self._lockstep.start("forward")
         here = self._state.begin_micro_batch(transaction.start)
         (micro_batch,) = self._cut([(spare, 0, spare.count)], None)
-        with _collect_outputs(self.workload.model) as outputs:
+        with _collect_zeros(self.workload.model) as zeros:
             self.workload.call_step(self._move(micro_batch))
-        # Not the loss: one whose labels are all ignored is nan, and so is 0 x nan.
-        total = sum(output.sum() * 0 for output in outputs)
-        outputs.clear()
-        total.backward()  # type: ignore[union-attr]  # 0 where the model returned no tensor
+        _run_backward(zeros)
         here.restore()
 
     def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
@@ -190,15 +196,14 @@ def _count(progress: AccumulationState) -> int:
     return sum(micro_batch.counts for micro_batch in progress.todo)
 
 
-def _run_backward_of_nothing(returned: Any) -> None:
-    """The backward pass of a micro-batch in which the step has counted nothing: the other ranks run theirs."""
-    loss = sum(term.loss for term in read_terms(split_output(returned)[0]))
-    if not isinstance(loss, torch.Tensor) or not loss.isfinite():
+def _run_backward(zeros: Sequence[torch.Tensor]) -> None:
+    """A backward pass whose gradients are 0."""
+    if not zeros:
         raise InvalidStep(
-            "step() returned a mean over 0, which is nan; parameters are sharded, so each micro-batch has to run its "
-            "backward pass: return autobatch.Sum(loss, count)"
+            "step() did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
+            "micro-batch has to run a backward pass: return the loss of what the model has returned"
         )
-    (loss * 0).backward()
+    sum(zeros[1:], start=zeros[0]).backward()
 
 
 def _copy_samples(layout: Layout, count: int) -> Layout:
@@ -208,15 +213,19 @@ def _copy_samples(layout: Layout, count: int) -> Layout:
 
 
 @contextmanager
-def _collect_outputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """What the model returns inside the block, as far as it has a graph."""
-    outputs: list[torch.Tensor] = []
+def _collect_zeros(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """For what the model returns inside the block: 0, with its graph.
+
+    Not made of the loss: one whose labels are all ignored is nan, and so is its gradient times 0. What a sum keeps for
+    its backward pass is a shape.
+    """
+    zeros: list[torch.Tensor] = []
 
     def collect(_: nn.Module, __: Any, output: Any) -> None:
-        outputs.extend(tensor for tensor in tensors_of(output) if tensor.requires_grad)
+        zeros.extend(tensor.sum() * 0 for tensor in tensors_of(output) if tensor.requires_grad)
 
     handle = model.register_forward_hook(collect)
     try:
-        yield outputs
+        yield zeros
     finally:
         handle.remove()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -48,12 +48,18 @@ class Denominators:
         weighed: Whether ``weigh`` gave the weights; else they are numbers of samples.
         are_exact: Whether the totals are the same however the samples are divided: sums of whole numbers are, up to
             2^24 also where ``weigh`` counts in float32; sums of class weights differ in their last bits.
+        unit: What losses are divided by where the total is not known before; ``None``: near to what it will be.
     """
 
     weights: Mapping[str, float]
     samples: int
     weighed: bool
     are_exact: bool
+    unit: float | None = None
+
+    def with_common_unit(self) -> Denominators:
+        """The same on every rank that has the same totals, for gradients that are summed before they are corrected."""
+        return replace(self, unit=_power_of_two_near(self.weights.get("") or self.samples or 1))
 
     @classmethod
     def of(cls, micro_batches: Sequence[MicroBatch], *, weighed: bool) -> Denominators:
@@ -123,7 +129,8 @@ class Denominators:
             return None
         if unit is None:
             # A lone micro-batch is the whole: nothing has to be corrected.
-            unit = count if size == self.samples else _power_of_two_near(count * self.samples / size)
+            whole = count if size == self.samples else _power_of_two_near(count * self.samples / size)
+            unit = self.unit or whole
         parts = [term.multiply(count / unit) if term.kind == "per step" else term.divide(count, unit) for term in terms]
         return functools.reduce(torch.add, parts), count, unit
 

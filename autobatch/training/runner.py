@@ -26,9 +26,9 @@ from autobatch.distributed.ranks import (
     read_timeout,
     refuse_differences,
 )
-from autobatch.distributed.shared_step import SharedStep
 from autobatch.distributed.sharded_step import begin_step
 from autobatch.distributed.sharding import divisor_of
+from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
 from autobatch.ledger.ledger import Ledger
@@ -136,24 +136,13 @@ class Runner:
             check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
             hooks = check_hooks(hooks)
             check_choice("enforce", enforce, ("auto", "always"))
-            self.plan, self.steps = plan, 0
+            self.plan, self.steps, self._max_grad_norm = plan, 0, max_grad_norm
             self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
-            is_sharded = self._ranks is not None and self._ranks.lockstep is not None
-            self._shared_norm = max_grad_norm if is_sharded else None  # of all ranks, which they meet for
-            clips = None if is_sharded else max_grad_norm
-            self._update = None if optimizer is None else self._make_update(optimizer, scaler, clips, scheduler)
-            this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
-            self._accumulation = (LockstepAccumulation if is_sharded else Accumulation)(
-                self._workload,
-                self._device,
-                lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
-                _begin_sharded_scaling(model, scaler) if is_sharded else _begin_scaling(scaler, self._device),
-                in_float32=plan.accumulate_in_float32,
-                smallest=plan.smallest_micro_batch,
-                keep=check_objects(keep),
-            )
+            self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
+            self._accumulation = self._make_accumulation(scaler, check_objects(keep))
             self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
             self._layout = Layout(None, 0, plan.batch_lists)
             self._sizes_seen = {sum(plan.micro_batch_sizes)}
@@ -175,8 +164,21 @@ class Runner:
             check_memory=self._free_memory.check_update,
             advise=lambda: explain_no_retry(this.steps, plan),
             scaler=scaler,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=None if self._is_sharded else max_grad_norm,
             scheduler=scheduler,
+        )
+
+    def _make_accumulation(self, scaler: Any, keep: Sequence[Any]) -> Accumulation:
+        this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
+        model, device = self._workload.model, self._device
+        return (LockstepAccumulation if self._is_sharded else Accumulation)(
+            self._workload,
+            device,
+            lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
+            _begin_sharded_scaling(model, scaler) if self._is_sharded else _begin_scaling(scaler, device),
+            in_float32=self.plan.accumulate_in_float32,
+            smallest=self.plan.smallest_micro_batch,
+            keep=keep,
         )
 
     @property
@@ -289,7 +291,7 @@ class Runner:
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
         if self._ranks is None:
             return None
-        action, norm = ("step", self._shared_norm) if update else ("accumulate", None)
+        action, norm = ("step", self._max_grad_norm) if update else ("accumulate", None)
         return begin_step(self._ranks, self.steps, action, self._workload.optimizer, norm)
 
     def _accumulate_counted(

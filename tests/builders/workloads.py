@@ -186,7 +186,7 @@ def differences(found: Any, expected: Any, path: str = "") -> list[str]:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    # Bits, not values: nan equals itself, and -0.0 is not 0.0. Of a sharded tensor this rank's part: torch compares whole
-    # ones over all ranks.
+    # Bits, not values: nan equals itself, and -0.0 is not 0.0. Of a sharded tensor this rank's part: torch compares
+    # whole ones over all ranks.
     tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor

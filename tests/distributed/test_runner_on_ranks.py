@@ -8,10 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
+from builders.rank_steps import (
+    count_some,
+    mean_of_some,
+    state_mean,
+    state_sum,
+    weigh_classes,
+    weighted_classes,
+)
 from builders.ranks import run_ranks, values_of
-from splits import CLASS_WEIGHTS
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Plain, full_batch_gradient, make_batch, mean_step, relative_error
 
@@ -25,39 +31,6 @@ DIVISIONS = {
     4: [(4, 4, 4, 4), (9, 0, 6, 1)],
 }
 SAMPLES = 16
-
-
-def count_some(batch):
-    """What the weighted mean is over; 0 for a label of 3."""
-    return (batch[1] != 3).sum()
-
-
-def mean_of_some(model, batch):
-    """The mean over samples whose label is not 3."""
-    return F.cross_entropy(model(batch[0]), batch[1].masked_fill(batch[1] == 3, -100), ignore_index=-100)
-
-
-def weigh_classes(batch):
-    """The sum of class weights, which is no whole number."""
-    return CLASS_WEIGHTS.double()[batch[1]].sum()
-
-
-def weighted_classes(model, batch):
-    """The weighted mean of torch."""
-    return F.cross_entropy(model(batch[0]), batch[1], weight=CLASS_WEIGHTS.double())
-
-
-def state_mean(model, batch):
-    """States what it is over."""
-    return autobatch.Mean(mean_of_some(model, batch), over=count_some(batch))
-
-
-def state_sum(model, batch):
-    """A sum, and its count."""
-    loss = F.cross_entropy(
-        model(batch[0]), batch[1].masked_fill(batch[1] == 3, -100), ignore_index=-100, reduction="sum"
-    )
-    return autobatch.Sum(loss, count_some(batch))
 
 
 def terms(model, batch):
