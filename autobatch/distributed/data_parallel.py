@@ -51,7 +51,8 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name, parameter in inner.named_parameters() if not isinstance(inner, FSDPModule) else ():
         if type(parameter.data).__name__ == "DTensor":
             raise InvalidArgument(
-                f"the parameter {name} is sharded (DTensor), which is not supported yet: use DistributedDataParallel"
+                f"the parameter {name} is a DTensor, and fully_shard was not called on the model (tensor parallelism), "
+                f"which is not supported: use fully_shard(model) or DistributedDataParallel(model)"
             )
     if isinstance(model, DistributedDataParallel):
         _refuse_options(model)

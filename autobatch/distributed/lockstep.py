@@ -18,6 +18,7 @@ from typing import Any, Literal
 from torch import nn
 
 from autobatch.distributed.channel import Channel
+from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.pass_record import record_of
 from autobatch.distributed.sharding import reset
 from autobatch.distributed.step_agreement import StepAgreement, name_error
@@ -54,15 +55,21 @@ class Lockstep:
         self._agreement, self.running, self._record.ask = None, None, None
 
     def start(self, name: Literal["forward", "backward"]) -> None:
-        """A pass begins; the one before ends.
+        """A pass begins; the one before ends. A forward pass may be said to begin twice.
 
         Raises:
             OtherRankShort: Memory has ended on another rank in the one before.
         """
-        self.finish()
+        if self.running == name:
+            return
+        with deferred_interrupts():  # the others take this rank's word for where it is
+            self.finish()
+            self._begin_pass(name)
+
+    def _begin_pass(self, name: Literal["forward", "backward"]) -> None:
         self.running = name
         self._record.begin(name)
-        self._record.ask = self._ask
+        self._record.ask, self._record.lose = self._ask, self._channel.lose
 
     def finish(self) -> None:
         """End the pass that is running, if one is.
@@ -71,7 +78,9 @@ class Lockstep:
             OtherRankShort: Memory has ended on another rank in it.
             RankFailed: Another rank has failed in it.
         """
-        if self.running is not None:
+        if self.running is None:
+            return
+        with deferred_interrupts():
             self._ask(None)
             self._record.end()
             self.running, self._record.ask = None, None
@@ -89,8 +98,8 @@ class Lockstep:
         Raises:
             RankFailed: Another rank has failed in it, in another way.
         """
-        assert self._agreement is not None  # noqa: S101 - narrows for mypy
-        name = self.running or "backward"  # the last one
+        assert self._agreement is not None and self.running is not None  # noqa: S101, PT018 - narrows for mypy
+        name = self.running
         if reason is not None:
             reset(self._model)  # first: it gives memory back, which the rest of the pass takes
             self._record.play_rest()
@@ -118,8 +127,8 @@ class Lockstep:
         """
         self._blocks += 1
         agreement = self._agreement = StepAgreement(self._channel, self._channel.agreed, self._blocks, call)
+        self._begin_pass("forward")
         self._record.begin("")  # of which nothing is ever known: each collective is asked for
-        self._record.ask, self.running = self._ask, "forward"
         try:
             yield
             self._ask(None)

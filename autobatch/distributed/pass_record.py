@@ -51,11 +51,13 @@ class PassRecord:
     Attributes:
         ask: Called before a collective that is not known to come next; raises where another rank will not come.
             ``None`` outside of a pass.
+        lose: Makes the error of a collective that broke off, from its reason.
     """
 
     def __init__(self) -> None:
         """Nothing is known."""
         self.ask: Callable[[list[Any]], None] | None = None
+        self.lose: Callable[[str], BaseException] = RuntimeError
         self._known: dict[str, Sequence[Collective]] = {}
         self._varying: set[str] = set()
         self._name, self._now, self._is_followed = "", list[Collective](), False
@@ -88,8 +90,15 @@ class PassRecord:
             self.ask(collective.describe())
         # Neither a budget nor an interrupt may end it: the others are in it.
         with deferred_interrupts(), _disable_current_modes():
+            return self._call(collective, output, given)
+
+    def _call(self, collective: Collective, output: torch.Tensor, given: torch.Tensor) -> Any:
+        try:
             work = collective.call(output, given)
-            self._now.append(collective)
+        except RuntimeError as error:
+            reason = f"a {collective.kind} broke off: {error}".strip().partition("\n")[0]
+            raise self.lose(reason) from error
+        self._now.append(collective)
         return work
 
     def _is_expected(self, collective: Collective) -> bool:
@@ -108,8 +117,7 @@ class PassRecord:
                     torch.zeros(count, dtype=collective.dtype, device=collective.device)
                     for count in (collective.inputs, collective.outputs)
                 )
-                work = collective.call(output, given)
-                self._now.append(collective)
+                work = self._call(collective, output, given)
                 if isinstance(work, dist.Work):
                     work.wait()
 

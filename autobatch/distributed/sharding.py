@@ -66,7 +66,9 @@ def reset(model: nn.Module) -> None:
     ``reset_iter_state`` leaves gradients on the unsharded parameters (torch 2.13), which the next pass would add up
     with its own.
     """
-    model.reset_iter_state()  # type: ignore[operator]  # of an FSDPModule
+    if model._get_fsdp_state()._is_root is None:  # type: ignore[operator]  # no pass has begun yet
+        return
+    model.reset_iter_state()  # type: ignore[operator]
     for group in _param_groups(model):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None

@@ -17,6 +17,7 @@ from torch import nn
 
 from autobatch.batch.layout import Layout, describe, map_tensors
 from autobatch.batch.tree import tensors_of
+from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.lockstep import Lockstep, OtherRankShort
 from autobatch.distributed.sharded_step import ShardedStep
 from autobatch.distributed.sharding import gathered_tensors
@@ -118,7 +119,10 @@ class LockstepAccumulation(Accumulation):
         """How many micro-batches every rank runs; this one's samples are divided among so many where that is more."""
         assert self._shared is not None  # noqa: S101 - narrows for mypy
         own = _count(progress)
-        number = self._shared.agree_on(own)
+        with deferred_interrupts():
+            number = self._shared.agree_on(own)
+            if number:  # from here on the others are in it
+                self._lockstep.start("forward")
         if 0 < own < number:
             ranges = join(progress.todo)
             samples = sum(stop - start for _, start, stop in ranges)

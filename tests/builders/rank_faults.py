@@ -30,7 +30,7 @@ _SHARES, _LARGEST = (8, 5, 7, 6), (4, 3, 4, 2)
 
 RANK_CASES = [case for case in CASES if "sparse" not in case.name and "lazy" not in case.name]
 
-# Scalers are refused; fully_shard takes no modules that forward replaces, no reentrant checkpoint, and no regulariser of
+# Scalers are refused; fully_shard takes no module that forward replaces, no reentrant checkpoint, and no regulariser of
 # sharded weights in the step.
 _UNSHARDED = ("encoder", "teacher", "forward", "reentrant", "several")
 

@@ -7,7 +7,7 @@ import os
 import warnings
 
 import pytest
-from builders.rank_faults import RANK_CASES, prove_on_ranks
+from builders.rank_faults import RANK_CASES, SHARDED_CASES, prove_on_ranks
 from builders.ranks import run_ranks, values_of
 
 STRIDE = os.environ.get("STRIDE", "")

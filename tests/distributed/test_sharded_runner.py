@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
 from builders.rank_faults import shard
-from builders.rank_steps import (
+from builders.rank_losses import (
     count_some,
     mean_of_some,
     state_mean,

@@ -1,0 +1,266 @@
+"""With sharded parameters ranks wait for each other inside a pass; one that fails there still hangs nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from builders.plans import SMALL, make_rank_plans
+from builders.rank_faults import shard
+from builders.ranks import run_ranks, values_of
+from torch import nn
+from workloads import bits_of, differences, make_batch, mean_step
+
+import autobatch
+from autobatch.planning.planner import spread
+from autobatch.testing import FakeDevice
+
+SIZE = 3
+TARGET = 24
+
+
+class Network(nn.Sequential):
+    """Three layers, and one that is called where the test says so."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 4))
+        self.double()
+
+
+class Training:
+    """A sharded model, an optimizer, a batch of this rank's and its runner."""
+
+    def __init__(self, step=mean_step, samples=8, device=None, optimizer=torch.optim.SGD, earlier_steps=0, **options):
+        torch.manual_seed(0)
+        self.model = shard(Network())
+        self.optimizer = optimizer(self.model.parameters(), lr=0.1)
+        self.batch = make_batch(samples, torch.float64, seed=dist.get_rank())
+        plan = make_rank_plans(spread(TARGET, dist.get_world_size()), 4, **SMALL)[dist.get_rank()]
+        device = device or FakeDevice(lambda n: 10 + n, total_bytes=1000)
+        self.runner = autobatch.Runner(plan, self.model, step, self.optimizer, device=device, **options)
+        for _ in range(earlier_steps):
+            self.runner.step(self.batch)
+
+    def bits(self):
+        """All that a step changes."""
+        return bits_of(self.model, self.optimizer) | {"steps": self.runner.steps}
+
+
+def attempt(training, run=None):
+    """The error of a step, or its sizes; and what is not as before after an error."""
+    before = training.bits()
+    try:
+        result = (run or training.runner.step)(training.batch)
+    except BaseException as error:
+        changed = differences(training.bits(), before)
+        return f"{type(error).__name__}: {error}", changed
+    return result.micro_batch_sizes, result.retries
+
+
+def arrange(training, place, action):
+    """Do something once, at a place of this rank's next step."""
+    done = []
+
+    def act(*_):
+        if not done:
+            done.append(True)
+            action()
+
+    if place == "forward":
+        training.model[2].register_forward_pre_hook(act)
+    elif place == "backward":
+        training.model[2].register_full_backward_hook(act)
+    elif place == "between":
+        training.model.register_forward_hook(act)
+    else:
+        training.optimizer.register_step_pre_hook(act)
+
+
+def raising(error):
+    """As a function."""
+
+    def action():
+        raise error
+
+    return action
+
+
+FAILURES = {
+    "an error": lambda: raising(ValueError("my own bug")),
+    "an interrupt": lambda: lambda: signal.raise_signal(signal.SIGINT),
+    "a shortage": lambda: raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+}
+PLACES = ("forward", "between", "backward")
+
+
+class Breaking(torch.optim.SGD):
+    """Runs out of memory on one rank in the middle of its step."""
+
+    def step(self, closure=None):
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().step(closure)
+
+
+def skip_layer(model, batch):
+    """On one rank, in one step, a layer less is run."""
+    if dist.get_rank() == 1:
+        hidden = model[0](batch[0])
+        return nn.functional.cross_entropy(model[4](torch.tanh(hidden)), batch[1])
+    return mean_step(model, batch)
+
+
+def run_all():
+    """What came of each way to fail, in the first step and in a later one, and of the next step."""
+    rank, found = dist.get_rank(), {}
+
+    def note(name, training, run=None):
+        found[name] = attempt(training, run)
+        found[f"after {name}"] = attempt(training)
+
+    for earlier_steps in (0, 1):
+        for place in PLACES:
+            for name, make in FAILURES.items():
+                training = Training(earlier_steps=earlier_steps)
+                if rank == 1:
+                    arrange(training, place, make())
+                note(f"{name} in {place}, step {earlier_steps}", training)
+    tight = FakeDevice(lambda n: 10 + n, total_bytes=1000 if rank else 10)
+    note("no memory at all", Training(device=tight))
+    note("a shortage in the update", Training(optimizer=Breaking))
+    training = Training()
+    note("another call", training, training.runner.accumulate if rank == 0 else training.runner.step)
+    training = Training()
+    training.batch = (training.batch[0][:4], training.batch[1]) if rank == 2 else training.batch
+    found["a wrong batch"] = attempt(training)
+    training = Training(weigh=lambda batch: 0.0 if rank else float(len(batch[0])))
+    found["nothing counts on others"] = attempt(training)
+    training = Training(weigh=lambda batch: 0.0)
+    note("nothing counts", training)
+    note("an error in weigh", Training(weigh=lambda batch: len(batch[0]) / (rank != 1)))
+    training = Training()
+    if rank == 0:
+        next(training.model.parameters()).grad = torch.ones_like(next(training.model.parameters()))
+    found["earlier gradients on one"] = attempt(training)
+    return found
+
+
+@cache
+def answers():
+    """Asked once."""
+    return run_ranks(run_all, size=SIZE, timeout_seconds=30, limit_seconds=180)
+
+
+def results_of(name):
+    """By rank."""
+    return [value[name] for value in values_of(answers())]
+
+
+def undone(step):
+    """How the other ranks hear of it."""
+    return f"RankFailed: step {step} was undone on every rank, as it could not be done on one: "
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("name", "own"), [("an error", "ValueError: my own bug"), ("an interrupt", "KeyboardInterrupt:")]
+)
+def test_an_error_inside_a_pass_of_one_rank_undoes_the_step_on_all(name, own, place, step):
+    """In a pass that is known (step 1) or not (step 0): the others hear which rank and why, and can go on."""
+    for rank, (text, changed) in enumerate(results_of(f"{name} in {place}, step {step}")):
+        assert text.startswith(own if rank == 1 else f"{undone(step)}rank 1: {own}")
+        assert changed == []
+    assert results_of(f"after {name} in {place}, step {step}") == [((4, 4), 0)] * SIZE
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_shortage_inside_a_pass_makes_all_ranks_drop_it(place, step):
+    """The rank that is short goes on with smaller micro-batches, and the others with as many."""
+    assert results_of(f"a shortage in {place}, step {step}") == [((2, 2, 2, 2), 1)] * SIZE
+    assert results_of(f"after a shortage in {place}, step {step}") == [((2, 2, 2, 2), 0)] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("name", "which", "own"),
+    [
+        ("no memory at all", 0, "DoesNotFit: "),
+        ("a wrong batch", 2, "InvalidBatch: "),
+        ("an error in weigh", 1, "ZeroDivisionError: "),
+    ],
+)
+def test_an_error_outside_of_passes_undoes_the_step_too(name, which, own):
+    """That rank gets its own error, the others hear which rank and why; everything is as before."""
+    for rank, (text, changed) in enumerate(results_of(name)):
+        assert text.startswith(own if rank == which else f"{undone(0)}rank {which}: {own}")
+        assert changed == []
+
+
+def test_after_an_update_that_failed_on_one_rank_all_are_sent_to_load_a_checkpoint():
+    """Parameters may differ."""
+    for text, _ in results_of("a shortage in the update"):
+        assert text.startswith("CannotRetry: ")
+
+
+def test_ranks_that_are_not_at_the_same_place_say_so():
+    """Instead of gathering for different steps."""
+    for text, changed in results_of("another call"):
+        assert text.startswith("RankFailed: the ranks are not at the same place (rank 0: accumulate 0 of Runner ")
+        assert changed == []
+    assert results_of("after another call") == [((4, 4), 0)] * SIZE
+
+
+def test_earlier_gradients_on_one_rank_only_are_refused():
+    """The optimizer would add a part of a gradient to the whole."""
+    for text, changed in results_of("earlier gradients on one"):
+        assert text.startswith(
+            "InvalidStep: there are gradients from before the step, and they differ between the ranks"
+        )
+        assert changed == []
+
+
+def test_a_rank_on_which_nothing_counts_runs_the_passes_of_the_others():
+    """Where that is so on all, nothing happens on any."""
+    assert results_of("nothing counts on others") == [((4, 4), 0)] * SIZE
+    assert results_of("nothing counts") == results_of("after nothing counts") == [((), 0)] * SIZE
+
+
+def end_at(place, how):
+    """A rank's process ends, or stops, at a place of its second step."""
+    training = Training(timeout=4.0, earlier_steps=1)
+    before = training.bits()
+    if dist.get_rank() == 1:
+        arrange(training, place, lambda: os.kill(os.getpid(), how))
+    began = time.monotonic()
+    with pytest.raises(autobatch.errors.AutobatchError) as caught:
+        training.runner.step(training.batch)
+    seconds = time.monotonic() - began
+    return f"{type(caught.value).__name__}: {caught.value}", seconds, differences(training.bits(), before)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "update"])
+def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
+    """At once, with its name; before the update everything is as it was."""
+    found = run_ranks(end_at, place, signal.SIGKILL, size=SIZE, timeout_seconds=20, limit_seconds=80)
+    assert found.pop(1).end == "ended with -9"
+    for text, seconds, changed in values_of(found):
+        assert text.startswith("RankLost: ")
+        assert "rank 1 of 3 is gone: its process " in text
+        assert seconds < 15
+        assert changed == [] or place == "update"
+
+
+def test_a_rank_that_stops_answering_ends_the_step_on_the_others():
+    """After the timeout of the process group that gathers, with its name."""
+    found = run_ranks(end_at, "forward", signal.SIGSTOP, size=2, timeout_seconds=6, limit_seconds=60)
+    assert found.pop(1).end == "hung"
+    ((text, seconds, changed),) = values_of(found)
+    assert text.startswith("RankLost: rank 1 of 2 did not answer, and its process ")
+    assert 3 < seconds < 20
+    assert changed == []

@@ -1,0 +1,236 @@
+"""``fit`` with sharded parameters: all ranks try the same sizes, and a size is one that fits each."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from builders.rank_faults import shard
+from builders.ranks import run_ranks, values_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn import functional as F
+from workloads import bits_of, differences
+
+import autobatch
+from autobatch.errors import AutobatchError
+
+TARGET = 4097
+BUDGET = "24MiB"
+
+
+class Wide(nn.Sequential):
+    """1.2 MB of parameters."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 4))
+
+
+def mean_step(model, batch):
+    """The mean over samples."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def failing_step(model, batch):
+    """An error of the user's on one rank, in the middle of a trial."""
+    loss = mean_step(model, batch)
+    if dist.get_rank() == 1 and len(batch[0]) > 2:
+        raise ValueError("my own bug")
+    return loss
+
+
+def make_data(samples=TARGET):
+    """``(inputs [samples, 64], labels [samples])``."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(samples, 64, generator=generator), torch.randint(0, 4, (samples,), generator=generator)
+
+
+def fit(model, **changes):
+    """A plan of this rank."""
+    options = {"batch": make_data(8), "step": mean_step, "optimizer": None, "budget": BUDGET, "progress": False}
+    return autobatch.fit(model, **{"target_batch": TARGET, **options, **changes})
+
+
+def describe(plan):
+    """What tests compare."""
+    return {
+        "shares": plan.shares,
+        "sizes": plan.micro_batch_sizes,
+        "trials": [(trial.micro_batch_size, trial.outcome) for trial in plan.trials],
+        "peak": plan.peak_bytes,
+        "within": plan.peak_bytes <= plan.budget_bytes - plan.headroom_bytes,
+    }
+
+
+def fail(call):
+    """Its error."""
+    with pytest.raises(AutobatchError) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def refuse_all():
+    """What each model that cannot be trained is refused with."""
+    part = nn.Sequential(fully_shard(nn.Linear(64, 4)), nn.Linear(4, 4))
+    ignoring = Wide()
+    fully_shard(ignoring, ignored_params={ignoring[0].weight})
+    unsynced = shard(Wide())
+    unsynced.set_requires_gradient_sync(False)
+    uneven = shard(Wide())
+    uneven[0].set_gradient_divide_factor(3.0)
+    offloaded = fully_shard(Wide())
+    for group in offloaded._get_fsdp_state()._fsdp_param_groups:
+        group.offload_policy = CPUOffloadPolicy()  # only afterwards: torch makes such a model on a machine with a GPU
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    models = {
+        "a part": part,
+        "ignored": ignoring,
+        "unsynced": unsynced,
+        "uneven": uneven,
+        "hybrid": fully_shard(Wide(), mesh=mesh),
+        "offloaded": offloaded,
+    }
+    return {name: fail(lambda model=model: fit(model)) for name, model in models.items()}
+
+
+def fit_all():
+    """What each way of calling it gives."""
+    rank, found = dist.get_rank(), {}
+    torch.manual_seed(0)
+    model = shard(Wide())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before = bits_of(model, optimizer)
+    plan = fit(model, optimizer=optimizer)
+    found["equal"] = describe(plan)
+    found["warnings"] = plan.warnings
+    found["again"] = describe(fit(model, optimizer=optimizer))
+    found["given"] = describe(fit(model, optimizer=optimizer, share=[3097, 1000]))
+    found["short"] = describe(fit(model, optimizer=optimizer, budget="18MiB" if rank else BUDGET))
+    found["nothing fits"] = fail(lambda: fit(model, optimizer=optimizer, budget="4MiB" if rank else BUDGET))
+    found["speed"] = fail(lambda: fit(model, share="speed"))
+    found["strict"] = fail(lambda: fit(model, check="raise", max_micro_batch=100))
+    try:
+        fit(model, step=failing_step)
+    except Exception as error:
+        found["an error"] = f"{type(error).__name__}: {error}"
+    found["after an error"] = describe(fit(model, optimizer=optimizer))
+    found["changed"] = differences(bits_of(model, optimizer), before)
+    scaler = torch.amp.GradScaler("cpu")
+    found["scaler"] = fail(lambda: autobatch.Runner(plan, model, mean_step, optimizer, scaler=scaler))
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, max_grad_norm=1.0)
+    share = plan.shares[rank]
+    results = [runner.step(make_data(share)) for _ in range(4)]
+    found["steps"] = [(result.retries, result.peak_bytes <= plan.budget_bytes) for result in results]
+    return found | refuse_all()
+
+
+@cache
+def answers():
+    """Asked once."""
+    return run_ranks(fit_all, limit_seconds=200)
+
+
+def results_of(name):
+    """By rank."""
+    return [value[name] for value in values_of(answers())]
+
+
+def test_all_ranks_try_the_same_sizes():
+    """For the largest share; a second search finds the same."""
+    first, second = results_of("equal")
+    assert first["shares"] == second["shares"] == (2049, 2048)
+    assert (sum(first["sizes"]), sum(second["sizes"])) == (2049, 2048)
+    assert first["trials"] == second["trials"]
+    assert first["peak"] == second["peak"]
+    assert first["within"]
+    assert results_of("again") == [first, second]
+    assert results_of("after an error") == [first, second]
+
+
+def test_the_rank_with_the_least_memory_decides():
+    """A size of the trials fits it, too."""
+    first, second = results_of("short")
+    (whole, _), smaller = results_of("equal"), max(first["sizes"])
+    assert first["trials"] == second["trials"]
+    assert smaller < max(whole["sizes"])
+    assert len(first["sizes"]) == len(second["sizes"])
+    assert "oom" in {outcome for _, outcome in first["trials"]} or smaller in {size for size, _ in first["trials"]}
+
+
+def test_shares_may_be_given():
+    """The size is one for the largest share, so that each rank's fits."""
+    first, second = results_of("given")
+    assert first["shares"] == second["shares"] == (3097, 1000)
+    assert (sum(first["sizes"]), sum(second["sizes"])) == (3097, 1000)
+    assert max(second["sizes"]) <= max(size for size, outcome in first["trials"] if outcome == "fits")
+
+
+def test_the_plan_is_what_the_runner_needs():
+    """No retry in its first steps, each within the budget."""
+    assert results_of("steps") == [[(0, True)] * 4] * 2
+
+
+def test_it_leaves_no_trace_on_any_rank():
+    """After six plans and three errors."""
+    assert results_of("changed") == [[], []]
+
+
+def test_the_split_is_not_checked():
+    """And the plan says so."""
+    for warnings in results_of("warnings"):
+        assert any(one.startswith("splitting was not checked: parameters are sharded") for one in warnings)
+    for text in results_of("strict"):
+        assert text.startswith(
+            "InexactSplit: it could not be checked whether splitting is exact: parameters are sharded"
+        )
+
+
+def test_an_error_in_a_trial_of_one_rank_ends_fit_on_all():
+    """It gets its own error, the others hear which rank and why."""
+    first, second = results_of("an error")
+    assert second == "ValueError: my own bug"
+    assert first.startswith("RankFailed: trial ")
+    assert first.endswith("was undone on every rank, as it could not be done on one: rank 1: ValueError: my own bug")
+
+
+def test_nothing_fits_where_it_does_not_fit_one_rank():
+    """All hear what one sample needs."""
+    for text in results_of("nothing fits"):
+        assert text.startswith("DoesNotFit: a micro-batch of 1 sample does not fit on ")
+
+
+REFUSALS = {
+    "speed": (
+        "share='speed' is for DistributedDataParallel: with sharded parameters ranks wait for each other in each "
+        "micro-batch; pass share='equal', or a number of samples for each rank"
+    ),
+    "scaler": (
+        "scaler= is not supported where parameters are sharded: train in bfloat16, as with "
+        "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+    ),
+    "a part": (
+        "fully_shard was called on modules inside Sequential and not on the whole model: call fully_shard(model) last"
+    ),
+    "ignored": (
+        "the parameter 0.weight is not sharded (ignored_params=), so nobody would sum its gradient over the ranks: "
+        "leave it out of ignored_params="
+    ),
+    "unsynced": "gradients are not summed over the ranks: call model.set_requires_gradient_sync(True) before",
+    "uneven": (
+        "the modules divide gradients by different factors: call set_gradient_divide_factor() with the same on each"
+    ),
+    "hybrid": (
+        "the parameter 0.weight is sharded over a mesh of 2 dimensions (HSDP or tensor parallelism), which is not "
+        "supported: call fully_shard() with a mesh of one"
+    ),
+    "offloaded": "fully_shard(offload_policy=CPUOffloadPolicy()) is not supported: leave it out",
+}
+
+
+@pytest.mark.parametrize(("name", "text"), REFUSALS.items())
+def test_what_cannot_be_done_is_refused_on_every_rank(name, text):
+    """At once, in the same words."""
+    assert results_of(name) == [f"InvalidArgument: {text}"] * 2
