@@ -53,7 +53,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
 	"$(PYTHON_ENV)" examples/digits.py
 
-bench: $(BENCH_INSTALLED) ## time, memory, retries and search beside others, some minutes; writes benchmarks/RESULTS.md
+bench: $(BENCH_INSTALLED) ## time, memory, retries, search and several ranks beside others, some minutes; writes benchmarks/RESULTS.md
 	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/results.py
 	PYTHONPATH=. "$(PYTHON_ENV)" benchmarks/aftermath.py
 

@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import peers
+import ranks
 import recomputed
 import runner
 import search
@@ -42,6 +43,9 @@ _PARTS: tuple[Callable[[], Table], ...] = (
     recomputed.measure,
     search.measure,
     waiting.measure,
+    ranks.measure_exchanges,
+    ranks.measure_steps,
+    ranks.measure_shares,
 )
 
 

@@ -15,11 +15,13 @@ import time
 from pathlib import Path
 
 import accuracy
+import child
 import models
 import peaks
 import peers
 import pytest
 import quiet
+import ranks
 import recomputed
 import results
 import runner
@@ -66,6 +68,35 @@ def test_waits_are_measured_in_fresh_processes():
     assert names == ["import autobatch", "fit, the first of the process", "fit, in a budget", "predict"]
     assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in table.rows)
     assert [goal.what for goal in table.goals] == [f"seconds of {name}" for name in (names[0], names[2])]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_are_timed_together():
+    """Each row has the times of both ranks, and what is held against a goal is in the row."""
+    exchanges = ranks.measure_exchanges([2], times=20)
+    assert exchanges.rows[0][0] == "2"
+    assert 0 < float(exchanges.rows[0][1]) <= float(exchanges.rows[0][2])
+    cases = [ranks.Case(8, 1, milliseconds=1, micro_batches=1), ranks.Case(8, 1, milliseconds=1, micro_batches=2)]
+    steps = ranks.measure_steps(cases, seconds=0.02)
+    assert [row[1:4] for row in steps.rows] == [("162", "1", "20"), ("162", "2", "20")]
+    assert len(steps.goals) == 1
+    assert steps.goals[0].found == steps.rows[0][4]
+    shares = ranks.measure_shares(times=2)
+    assert shares.rows[0][:3] == ("equal", "48 and 48", "48 and 16 + 16 + 16")
+    assert float(shares.rows[1][3]) < float(shares.rows[0][3])
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path):
+    """Its end is an error at once, though the other would go on for a minute."""
+    program = tmp_path / "program.py"
+    program.write_text("import os, sys, time\nsys.exit(3) if os.environ['RANK'] == '1' else time.sleep(60)\n")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"a rank failed: they ended with \[None, 3\]"):
+        child.read_ranks(str(program), 2)
+    assert time.monotonic() - began < 30
+    with pytest.raises(RuntimeError, match=r"the ranks took over 0.1 s"):
+        child.read_ranks(str(program), 1, limit_seconds=0.1)
 
 
 def test_the_loop_by_hand_and_the_runner_peak_alike():

@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from workloads import make_batch
 
 import autobatch
+from autobatch.errors import RankLost
 from autobatch.testing import oom_at
 
-__all__ = ["RANK_CASES", "SHARDED_CASES", "prove_on_ranks", "shard"]
+__all__ = ["RANK_CASES", "SHARDED_CASES", "describe", "prove_on_ranks", "shard"]
 
 _SHARES, _LARGEST = (8, 5, 7, 6), (4, 3, 4, 2)
 
@@ -122,22 +123,36 @@ class ShardedTraining(RankTraining):
         return model
 
 
-def prove_on_ranks(name: str, stride: int = 1, *, sharded: bool = False) -> tuple[Counter[str], list[str]]:
-    """What came of an error out of memory at each operation on each rank, and what was wrong."""
+def prove_on_ranks(
+    name: str, stride: int = 1, *, sharded: bool = False, earlier_steps: int = 0
+) -> tuple[Counter[str], list[str]]:
+    """What came of an error out of memory at each operation on each rank, and what was wrong.
+
+    A position at which a rank did not answer within the group's timeout counts as hung, and is the last of its case.
+    """
     case = next(case for case in CASES if case.name == name)
-    kind = ShardedTraining if sharded else RankTraining
-    judge, tally, wrong = RankJudge(case, kind), Counter[str](), list[str]()
-    training = kind(case)
+    kind, options = ShardedTraining if sharded else RankTraining, {"earlier_steps": earlier_steps}
+    judge, tally, wrong = RankJudge(case, kind, **options), Counter[str](), list[str]()
+    training = kind(case, **options)
     with oom_at(10**9) as counted:
         training.runner.step(training.batch)
     for failing, operations in enumerate(_gather(counted.operations)):
         for position in range(1, operations + 1, stride):
             outcome = judge.outcome(oom_at(position) if dist.get_rank() == failing else nullcontext())
             outcomes = _gather(outcome)
-            tally[outcomes[failing] if _agree(outcomes) else "wrong"] += 1
+            has_hung = any(one.startswith(RankLost.__name__) for one in outcomes)
+            tally[outcomes[failing] if _agree(outcomes) else "hung" if has_hung else "wrong"] += 1
             if not _agree(outcomes):
                 wrong.append(f"operation {position} of rank {failing}: {outcomes}")
+            if has_hung:
+                return tally, wrong
     return tally, wrong
+
+
+def describe(tally: Counter[str]) -> str:
+    """One line, in the words of the proof on one process."""
+    outcomes = ", ".join(f"{tally[name]} {name}" for name in (*OUTCOMES, "hung", "wrong"))
+    return f"{sum(tally.values())} positions -> {outcomes}"
 
 
 def _agree(outcomes: tuple[str, ...]) -> bool:
