@@ -20,12 +20,13 @@ CUDA_VENV ?= .venv-cuda
 OLDEST_VENV ?= .venv-oldest
 PYTHONS ?= 3.10 3.12 3.13
 DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
+ENGINES_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-engines)
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench accuracy docs test quick test-gpu test-cuda test-oldest test-pythons proof mutants lint check clean
+.PHONY: help install demo bench accuracy docs test quick test-engines test-gpu test-cuda test-oldest test-pythons proof mutants lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +51,11 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
+# By itself: Ray and what it brings along are 0.5 GB, which nothing else needs.
+$(VENV)/.installed-engines: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[accelerate,lightning,ray]"
+	touch $@
+
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
 	"$(PYTHON_ENV)" examples/digits.py
 
@@ -65,11 +71,15 @@ docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning i
 
 # A file's tests stay in one process: they share what is dear to make.
 test: $(INSTALLED) ## run all tests, the slow ones too, on two cores and in random order; SEED=1234 repeats one
-	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile $(if $(SEED),--randomly-seed=$(SEED))
+	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile --ignore tests/engines $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.
 quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every package; SEED=1234 repeats an order
 	"$(PYTHON_ENV)" -m pytest -m quick --numprocesses 2 --dist loadfile $(if $(SEED),--randomly-seed=$(SEED)) $$(grep -rlw 'mark\.quick' tests --include='test_*.py')
+
+# One after another: each takes both cores.
+test-engines: $(ENGINES_INSTALLED) ## train in accelerate, Lightning and Ray Train, two minutes; installs 0.5 GB the first time
+	"$(PYTHON_ENV)" -m pytest tests/engines $(if $(SEED),--randomly-seed=$(SEED))
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu
@@ -92,7 +102,7 @@ test-cuda: $(CUDA_VENV)/card/libcard.so ## run the tests of CUDA code on a card 
 	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 --timeout 900 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
 
 # What takes long, or a card, is left out: its code is that of the other tests, and `make test` and `make test-cuda` have it.
-MOST_TESTS := -m "not slow" --numprocesses 2 --dist loadfile --ignore tests/gpu --ignore tests/card
+MOST_TESTS := -m "not slow" --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/gpu --ignore tests/card
 OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 
 # Where the index has no CPU build of that torch, it comes with CUDA: the tests run beside either.
@@ -126,7 +136,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m mypy --strict autobatch tests/api/typed_usage.py
 	"$(PYTHON_ENV)" -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
-check: lint docs test ## what CI runs, before test-cuda and test-oldest
+check: lint docs test ## what CI runs, before test-engines, test-cuda and test-oldest
 
 clean: ## remove what tests, linters and builds leave behind; what is installed stays
 	rm -rf build dist site *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

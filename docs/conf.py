@@ -67,7 +67,7 @@ def _borrow(match: re.Match[str]) -> str:
 
 def _read_page(app: Sphinx, name: str, content: list[str]) -> None:
     for match in _BORROWED.finditer(content[0]):  # else a page from an earlier build would stay as it was
-        app.env.dependencies[name].add(str(ROOT / match["file"]))
+        app.env.note_dependency(ROOT / match["file"], docname=name)
     text = _BORROWED.sub(_borrow, content[0])
     for mark, shown in _MARKS.items():
         text = re.sub(rf"^<!-- {mark}: (.+) -->$", shown, text, flags=re.MULTILINE)

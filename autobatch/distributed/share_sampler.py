@@ -79,6 +79,11 @@ class ShareSampler(Sampler[list[int]]):
         """The batch of the epoch with which the next iteration begins: 0, but for the first one after a resume."""
         return self._first_batch
 
+    @property
+    def sampler(self) -> ShareSampler:
+        """Itself: trainers such as Lightning's call ``set_epoch`` of a batch sampler's ``sampler``."""
+        return self
+
     def __len__(self) -> int:
         """Batches of a whole epoch, also where one is resumed in the middle."""
         return self._batches

@@ -101,16 +101,26 @@ _CAUSES = {
 
 
 class BatchDiffers(Event):
-    """A step was given another number of samples than planned; emitted once for each number."""
+    """A step was given another number of samples than planned; emitted once for each number.
+
+    Attributes:
+        samples: Of this rank.
+        planned: For this rank.
+        rank: ``None`` where there is one.
+    """
 
     step: int
     samples: int
     planned: int
+    rank: int | None = None
 
     def __str__(self) -> str:
+        where, all_samples = "", f"the {self.samples}"
+        if self.rank is not None:
+            where, all_samples = f" on rank {self.rank}", "those of all ranks"
         return (
-            f"autobatch: step {self.step} was given {plural(self.samples, 'sample')}, "
-            f"the plan was made for {self.planned}; the update is the mean over the {self.samples}"
+            f"autobatch: step {self.step} was given {plural(self.samples, 'sample')}{where}, "
+            f"the plan was made for {self.planned}; the update is the mean over {all_samples}"
         )
 
 

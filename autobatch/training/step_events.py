@@ -86,7 +86,8 @@ class StepEvents:
 
     def report_size(self, step: int, samples: int) -> None:
         """Report another number of samples than planned."""
-        emit(BatchDiffers(step=step, samples=samples, planned=self._planned), self._hooks)
+        rank = self._plan.rank if self._plan.world_size > 1 else None
+        emit(BatchDiffers(step=step, samples=samples, planned=self._planned, rank=rank), self._hooks)
 
     def report_earlier_gradients(self, step: int) -> None:
         """Report earlier gradients that became part of the step."""

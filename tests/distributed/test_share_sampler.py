@@ -111,6 +111,14 @@ def test_epochs_differ_and_a_seed_gives_them_again():
     assert all(sorted(order) == list(range(40)) for order in orders.values())
 
 
+def test_a_trainer_sets_the_epoch_where_batch_samplers_have_it():
+    """Lightning calls ``set_epoch`` of ``loader.batch_sampler.sampler``, and of nothing else of a batch sampler."""
+    by_hand, by_trainer = samplers((12,)) + samplers((12,))
+    by_hand.set_epoch(1)
+    DataLoader(range(40), batch_sampler=by_trainer).batch_sampler.sampler.set_epoch(1)
+    assert list(by_trainer) == list(by_hand)
+
+
 def test_an_order_neither_reads_nor_moves_what_the_process_has():
     """Global generators stay as they are, and the default device is not asked."""
     (sampler,) = samplers((12,))

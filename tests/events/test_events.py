@@ -83,6 +83,13 @@ EVENTS = [
         id="batch of another size",
     ),
     pytest.param(
+        BatchDiffers(step=3, samples=50, planned=64, rank=1),
+        logging.INFO,
+        "autobatch: step 3 was given 50 samples on rank 1, the plan was made for 64; the update is the mean over those "
+        "of all ranks",
+        id="batch of another size on one of several ranks",
+    ),
+    pytest.param(
         PlanDiffers(plan_id="5f3a", differences=("the optimizer was AdamW, and now is SGD",)),
         logging.WARNING,
         "autobatch: plan 5f3a is not of this training: the optimizer was AdamW, and now is SGD; its sizes may not fit, "

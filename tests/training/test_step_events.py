@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from plans import make_plan, make_rank_plans
 from torch import nn
 
 import autobatch
@@ -37,6 +38,14 @@ def test_a_failed_step_is_told_without_the_users_words(plan, error, reason, out_
     StepEvents(plan, [events.append]).report_failed(3, error)
     [event] = events
     assert (event.step, event.reason, event.out_of_memory) == (3, reason, out_of_memory)
+
+
+def test_a_share_of_another_size_is_reported_with_its_rank():
+    """Where there are several; the plan of one process names none."""
+    events = []
+    for plan in (*make_rank_plans((6, 6), 5), make_plan(12, 5)):
+        StepEvents(plan, [events.append]).report_size(3, 4)
+    assert [(event.samples, event.planned, event.rank) for event in events] == [(4, 6, 0), (4, 6, 1), (4, 12, None)]
 
 
 class Unspeakable(autobatch.AutobatchError):
