@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 
@@ -20,6 +21,7 @@ from autobatch.distributed.reduction import GradientSlot, LossSlot
 from autobatch.distributed.shared_buffers import SharedBuffers
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.errors import InvalidStep
+from autobatch.events.rank_step import RankStep
 
 __all__ = ["SharedStep"]
 
@@ -38,6 +40,7 @@ class SharedStep:
         self.samples = 0
         self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
         self._is_open, self._block = False, ExitStack()
+        self._began, self._seconds, self._own_samples = 0.0, 0.0, 0
 
     def begin(self) -> None:
         """Keep the wrapper from talking by itself, until ``close``."""
@@ -83,6 +86,7 @@ class SharedStep:
             )
         self.weights = {name: math.fsum(one[name] for one in named) for name in (named[0] if named else {"": 0.0})}
         self.samples, self._is_open = sum(one["samples"] for one in said), True
+        self._began, self._own_samples = time.perf_counter(), samples
 
     def combine(
         self,
@@ -134,6 +138,7 @@ class SharedStep:
         self, slots: Sequence[GradientSlot], trains: str, loss: torch.Tensor | None, counted: float, unit: float | None
     ) -> tuple[list[bool], float, bool]:
         """Which gradients any rank has, what all have counted, and whether the loss is summed in float64."""
+        self._seconds = time.perf_counter() - self._began
         bits = "".join("1" if slot.has_any() else "0" for slot in slots)
         said = self._agreement.meet(
             "ready",
@@ -180,10 +185,17 @@ class SharedStep:
             buffers.take_first(self._ranks.model.process_group, self._ranks.channel)
         begin()
 
-    def end(self) -> None:
-        """After the update, on every rank; or where no sample of any counted."""
-        if not self._agreement.is_over:
-            self._agreement.meet("done")
+    def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
+        """After the update, on every rank; or where no sample of any counted.
+
+        Returns:
+            What each rank says of itself, by rank; nothing where no sample counted.
+        """
+        if self._agreement.is_over:
+            return ()
+        own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
+        said = self._agreement.meet("done", did={**own, "samples": self._own_samples, "seconds": self._seconds})
+        return tuple(RankStep(rank=rank, **one["did"]) for rank, one in enumerate(said))
 
 
 def _digest(gradients: Sequence[torch.Tensor | None]) -> str:
