@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autobatch._formatting import show_value
 from autobatch.distributed.channel import Channel, open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
+from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
 from autobatch.distributed.step_agreement import name_error
 from autobatch.errors import InvalidArgument, RankFailed, RankLost
@@ -50,6 +51,7 @@ class Ranks:
         model: Wrapped, as the user gave it.
         channel: Where they talk.
         reduction: Where their gradients are summed.
+        own_time: How long this one works in a step.
         number: Of the last block that all ranks have done; by it they know whether they run the same Runner.
     """
 
@@ -58,6 +60,7 @@ class Ranks:
         self.model = model
         self.channel: Channel = open_channel(model.process_group, timeout)
         self.reduction = Reduction(model.process_group, self.channel)
+        self.own_time = OwnTime(next(model.parameters()).device)
         self.number = 0
 
     @property

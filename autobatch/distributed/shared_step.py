@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 
@@ -40,7 +39,7 @@ class SharedStep:
         self.samples = 0
         self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
         self._is_open, self._block = False, ExitStack()
-        self._began, self._seconds, self._own_samples = 0.0, 0.0, 0
+        self._own_samples = 0
 
     def begin(self) -> None:
         """Keep the wrapper from talking by itself, until ``close``."""
@@ -86,7 +85,8 @@ class SharedStep:
             )
         self.weights = {name: math.fsum(one[name] for one in named) for name in (named[0] if named else {"": 0.0})}
         self.samples, self._is_open = sum(one["samples"] for one in said), True
-        self._began, self._own_samples = time.perf_counter(), samples
+        self._own_samples = samples
+        self._ranks.own_time.start()
 
     def combine(
         self,
@@ -138,7 +138,7 @@ class SharedStep:
         self, slots: Sequence[GradientSlot], trains: str, loss: torch.Tensor | None, counted: float, unit: float | None
     ) -> tuple[list[bool], float, bool]:
         """Which gradients any rank has, what all have counted, and whether the loss is summed in float64."""
-        self._seconds = time.perf_counter() - self._began
+        self._ranks.own_time.stop()
         bits = "".join("1" if slot.has_any() else "0" for slot in slots)
         said = self._agreement.meet(
             "ready",
@@ -194,7 +194,7 @@ class SharedStep:
         if self._agreement.is_over:
             return ()
         own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
-        said = self._agreement.meet("done", did={**own, "samples": self._own_samples, "seconds": self._seconds})
+        said = self._agreement.meet("done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()})
         return tuple(RankStep(rank=rank, **one["did"]) for rank, one in enumerate(said))
 
 

@@ -22,8 +22,8 @@ class RankStep(Record):
         micro_batch_size: The most of them in a micro-batch.
         retries: How often memory ended there.
         peak_bytes: Most bytes in tensors at once there, as in ``StepResult``.
-        seconds: From where all ranks began together until its own gradient was there: it waits for nobody in it. On an
-            asynchronous device the time to enqueue the work.
+        seconds: From where all ranks began together until its own gradient was there: it waits for nobody in it. On
+            CUDA, where the host is ahead, of the last step that the device had finished by then; 0 before the first.
     """
 
     rank: Count

@@ -34,7 +34,7 @@ _AFTER_SETBACK_S = 1.0
 """Of many setbacks in a second the first is written at once and the others together."""
 
 _MOST_WAITING = 1000
-"""Steps that are added up at once."""
+"""Steps, and rows of their ranks, that are added up at once."""
 
 _SLOW_S = 0.25
 _SELDOM = 100
@@ -116,7 +116,7 @@ class _CurrentRun:
         self._steps.append((step, sizes, retries, peak_bytes, seconds, ranks))
         if time.monotonic() - self._tried_at >= self._wait_s and os.getpid() == self._pid:
             self._write(TRAINING_WAITS_S)
-        elif len(self._steps) >= _MOST_WAITING:
+        elif len(self._steps) * (1 + len(ranks)) >= _MOST_WAITING:
             self._add_steps()
 
     def _add_steps(self) -> None:
