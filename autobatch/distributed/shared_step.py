@@ -194,7 +194,9 @@ class SharedStep:
         if self._agreement.is_over:
             return ()
         own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
-        said = self._agreement.meet("done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()})
+        said = self._agreement.meet(
+            "done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()}
+        )
         return tuple(RankStep(rank=rank, **one["did"]) for rank, one in enumerate(said))
 
 

@@ -82,7 +82,7 @@ def unmeasured_plan():
 
 
 def with_ranks(plan, shares, hosts=("gpu-a",), own_seconds=0.31):
-    """The plan of the first of several ranks; each of the others takes half as long as the one before, at least 1 ms."""
+    """The plan of the first of several ranks; each other takes half as long as the one before, at least 1 ms."""
     own = {"micro_batch_size": plan.micro_batch_size, "accumulation_steps": plan.accumulation_steps}
     ranks = tuple(
         RankPlan(
