@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autobatch.events.rank_step import RankStep
 from autobatch.events.runner_events import step_metrics
 
 __all__ = ["StepResult"]
@@ -27,6 +28,7 @@ class StepResult:
             a micro-batch that was not run because it counts for nothing.
         skipped: Whether nothing was done because there was nothing to take a mean over (all labels ignored): then
             ``loss`` is nan, no micro-batch is committed, and everything is as before.
+        ranks: What each rank did, by rank: samples, retries, peak and its own seconds; empty where there is one rank.
     """
 
     loss: torch.Tensor
@@ -36,6 +38,7 @@ class StepResult:
     seconds: float
     aux: tuple[Any, ...] = ()
     skipped: bool = False
+    ranks: tuple[RankStep, ...] = ()
 
     def __init__(  # noqa: PLR0917 - as dataclasses make it
         self,
@@ -46,6 +49,7 @@ class StepResult:
         seconds: float,
         aux: tuple[Any, ...] = (),
         skipped: bool = False,  # noqa: FBT001, FBT002 - in the order of the fields, as dataclasses have it
+        ranks: tuple[RankStep, ...] = (),
     ) -> None:
         """All fields in one write: a frozen dataclass writes each by a call, 17 us in each step (2 CPU cores)."""
         vars(self).update(
@@ -56,8 +60,9 @@ class StepResult:
             seconds=seconds,
             aux=aux,
             skipped=skipped,
+            ranks=ranks,
         )
 
     def metrics(self) -> dict[str, int | float]:
         """Plain numbers for any tracker; the loss is left out, because reading it would wait for the device."""
-        return step_metrics(self.micro_batch_sizes, self.retries, self.peak_bytes, self.seconds)
+        return step_metrics(self.micro_batch_sizes, self.retries, self.peak_bytes, self.seconds, self.ranks)

@@ -723,9 +723,31 @@ MUTANTS = (
     Mutant(
         "a plan that runs is deleted",
         "autobatch/ledger/retention.py",
-        "ORDER BY rowid DESC LIMIT -1 OFFSET ?)\n    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)",
+        "ORDER BY rowid DESC LIMIT -1 OFFSET ?)\n    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id IN (plans.id, "
+        "plans.whole))",
         "ORDER BY rowid DESC LIMIT -1 OFFSET ?)",
         ("tests/ledger/test_retention.py",),
+    ),
+    Mutant(
+        "the plan of each rank is in the list",
+        "autobatch/ledger/store.py",
+        "FROM plans WHERE whole = '' ORDER BY",
+        "FROM plans ORDER BY",
+        ("tests/ledger/test_rank_rows.py",),
+    ),
+    Mutant(
+        "a rank's time is read before its device has passed the mark",
+        "autobatch/distributed/own_time.py",
+        "while self._pending and self._pending[0][1].query():",
+        "while self._pending:",
+        ("tests/distributed/test_own_time.py",),
+    ),
+    Mutant(
+        "the first rank is called the slowest",
+        "autobatch/planning/rank_plan.py",
+        "return max(range(len(seconds)), key=seconds.__getitem__)",
+        "return min(range(len(seconds)), key=seconds.__getitem__)",
+        ("tests/planning/test_rank_plan.py",),
     ),
     Mutant(
         "a smaller plan hides a better one",

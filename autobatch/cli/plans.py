@@ -19,7 +19,7 @@ from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.ledger.database import LedgerUnavailable, find_home, find_ledger, is_damaged, is_enabled, next_file
-from autobatch.ledger.store import Store, plan_id
+from autobatch.ledger.store import Store, runs_id
 from autobatch.plan import Plan
 from autobatch.report.difference import diff_plans, diff_plans_data
 from autobatch.report.text import show_plan
@@ -87,7 +87,10 @@ def _list(options: argparse.Namespace) -> Answer:
 
 def _summarise(plan: Plan, runs: list[Run]) -> str:
     division = f"{plan.target_batch} = {plan.accumulation_steps} x {plan.micro_batch_size}"
-    peak = format_bytes(plan.peak_bytes) if plan.peak_bytes else "-"
+    if plan.world_size > 1:
+        division = f"{plan.target_batch} on {plan.world_size} ranks"
+    peak_bytes = max((one.peak_bytes for one in plan.ranks), default=plan.peak_bytes)
+    peak = format_bytes(peak_bytes) if peak_bytes else "-"
     steps, retries = sum(run.steps for run in runs), sum(run.retries for run in runs)
     went = f"{len(runs)}: {plural(steps, 'step')}, {plural(retries, 'retry', 'retries')}" if runs else "none"
     if runs and runs[0].outcome == "running":  # perhaps killed: what it did since then is not known
@@ -199,7 +202,7 @@ def _find_plan(name: str) -> tuple[Plan, list[Run]]:
         plan = Plan.load(name)
         try:
             with open_store() as store:
-                return plan, store.runs_of(plan_id(plan))[::-1]
+                return plan, store.runs_of(runs_id(plan))[::-1]
         except (InvalidArgument, LedgerUnavailable):  # the file itself is whole, and it is what was asked for
             return plan, []
     if name.endswith(".json"):
@@ -208,4 +211,4 @@ def _find_plan(name: str) -> tuple[Plan, list[Run]]:
         raise InvalidArgument(f"{name} is a folder: name a file that Plan.save wrote, or the beginning of a plan's id")
     with open_store() as store:
         plan = store.find_plan(name)
-        return plan, store.runs_of(plan_id(plan))[::-1]
+        return plan, store.runs_of(runs_id(plan))[::-1]

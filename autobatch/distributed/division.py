@@ -17,6 +17,7 @@ from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_diffe
 from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
+from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.shares import Share, share_target
 from autobatch.step.workload import Workload
 
@@ -30,6 +31,7 @@ class Division:
         target: Samples of an optimizer step over all ranks.
         rank: This one.
         size: How many there are.
+        is_known: Whether the shares are known before the search; with ``share="speed"`` they follow from it.
         samples: What this rank searches a size for; from ``divide`` on, its share. Where parameters are sharded, all
             ranks search one for the largest share.
         shares: Each rank's, once they are known; empty for one rank.
@@ -53,11 +55,11 @@ class Division:
         self.rank, self.size = (ranks.rank, ranks.size) if ranks else (0, 1)
         self._tenants = 1
         even = share_target(target, share, [1.0] * self.size)
-        is_known = not isinstance(share, str) or share == "equal"
-        self.samples = even[self.rank] if is_known else target - self.size + 1
+        self.is_known = not ranks or not isinstance(share, str) or share == "equal"
+        self.samples = even[self.rank] if self.is_known else target - self.size + 1
         if is_sharded:
             self.samples = max(even)
-        self.shares = even if is_known and ranks else ()
+        self.shares = even if self.is_known and ranks else ()
 
     def describe(self, workload: Workload, device: Any, *, objective: str, float32: bool) -> list[dict[str, Any]]:
         """What this rank sends to the others before the search; nothing where there is one rank."""
@@ -109,6 +111,32 @@ class Division:
             self.shares = share_target(self.target, self._share, [one["rate"] for one in said])
             self.samples = self.shares[self.rank]
         return self.samples
+
+    def describe_plan(self, plan_id: str, device: str, sizes: Sequence[int], rate: float, **found: int) -> RankPlan:
+        """What this rank sends to the others when it knows what it will run.
+
+        Args:
+            plan_id: Of this rank's plan.
+            device: Its name.
+            sizes: Of the micro-batches.
+            rate: Samples a second in the trials; 0 where none was timed.
+            **found: ``peak_bytes`` and ``budget_bytes``.
+        """
+        return RankPlan(
+            rank=self.rank,
+            plan_id=plan_id,
+            host=socket.gethostname(),
+            device=device,
+            share=self.samples,
+            micro_batch_size=max(sizes),
+            accumulation_steps=len(sizes),
+            seconds=self.samples / rate if rate else 0.0,
+            **found,
+        )
+
+    def read_plans(self, said: Sequence[Mapping[str, Any]]) -> list[RankPlan]:
+        """What each rank has sent, by rank."""
+        return [RankPlan(**one) for one in said]
 
 
 def _name_memory(workload: Workload, device: Any) -> str:

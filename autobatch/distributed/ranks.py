@@ -23,6 +23,7 @@ from autobatch._formatting import show_value
 from autobatch.distributed.channel import Channel, open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.lockstep import Lockstep
+from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
 from autobatch.distributed.sharding import group_of, is_sharded, refuse_unsupported_sharding
 from autobatch.distributed.step_agreement import name_error, was_told
@@ -54,6 +55,7 @@ class Ranks:
         reduction: Where their gradients are summed.
         lockstep: Of a model whose parameters are sharded: its passes, which all ranks end together. ``None`` of one in
             ``DistributedDataParallel``, whose passes talk to nobody.
+        own_time: How long this one works in a step.
         number: Of the last block that all ranks have done; by it they know whether they run the same Runner.
     """
 
@@ -63,6 +65,7 @@ class Ranks:
         self.channel: Channel = open_channel(group, timeout)
         self.reduction = Reduction(group, self.channel)
         self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
+        self.own_time = OwnTime(next(model.parameters()).device)
         self.number = 0
 
     @property

@@ -88,6 +88,7 @@ class ShardedStep(SharedStep):
 
         Arguments, result and errors are those of ``SharedStep.combine``; gradients were summed in the backward passes.
         """
+        self._ranks.own_time.stop()
         device = next(parameter.device for parameter in parameters)
         reduction = self._ranks.reduction
         reduction.reserve([], device)

@@ -20,6 +20,7 @@ from autobatch.distributed.reduction import GradientSlot, LossSlot
 from autobatch.distributed.shared_buffers import SharedBuffers
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.errors import InvalidStep
+from autobatch.events.rank_step import RankStep
 
 __all__ = ["SharedStep"]
 
@@ -38,6 +39,7 @@ class SharedStep:
         self.samples = 0
         self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
         self._is_open, self._block = False, ExitStack()
+        self._own_samples = 0
 
     def begin(self) -> None:
         """Keep the wrapper from talking by itself, until ``close``."""
@@ -83,6 +85,8 @@ class SharedStep:
             )
         self.weights = {name: math.fsum(one[name] for one in named) for name in (named[0] if named else {"": 0.0})}
         self.samples, self._is_open = sum(one["samples"] for one in said), True
+        self._own_samples = samples
+        self._ranks.own_time.start()
 
     def _describe(self, earlier: Sequence[torch.Tensor | None]) -> str:
         """What differs where the ranks' earlier gradients do."""
@@ -138,6 +142,7 @@ class SharedStep:
         self, slots: Sequence[GradientSlot], trains: str, loss: torch.Tensor | None, counted: float, unit: float | None
     ) -> tuple[list[bool], float, bool]:
         """Which gradients any rank has, what all have counted, and whether the loss is summed in float64."""
+        self._ranks.own_time.stop()
         bits = "".join("1" if slot.has_any() else "0" for slot in slots)
         said = self._agreement.meet(
             "ready",
@@ -184,10 +189,19 @@ class SharedStep:
             buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)
         begin()
 
-    def end(self) -> None:
-        """After the update, on every rank; or where no sample of any counted."""
-        if not self._agreement.is_over:
-            self._agreement.meet("done")
+    def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
+        """After the update, on every rank; or where no sample of any counted.
+
+        Returns:
+            What each rank says of itself, by rank; nothing where no sample counted.
+        """
+        if self._agreement.is_over:
+            return ()
+        own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
+        said = self._agreement.meet(
+            "done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()}
+        )
+        return tuple(RankStep(rank=rank, **one["did"]) for rank, one in enumerate(said))
 
 
 def _digest(gradients: Sequence[torch.Tensor | None]) -> str:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from autobatch._bounds import Count
 from autobatch.records import Record
 
 __all__ = ["Event", "Hook", "emit", "log_event"]
@@ -19,7 +20,20 @@ logger = logging.getLogger("autobatch")
 
 
 class Event(Record):
-    """Something that happened; its text is the log line."""
+    """Something that happened; its text is the log line.
+
+    Attributes:
+        rank: Of the process in which it happened, as in its plan.
+        world_size: How many ranks there are.
+    """
+
+    rank: Count = 0
+    world_size: Count = 1
+
+    @property
+    def source(self) -> str:
+        """How the log line begins: ``"autobatch"``, or ``"autobatch: rank 3 of 8"`` where there are several."""
+        return "autobatch" if self.world_size == 1 else f"autobatch: rank {self.rank} of {self.world_size}"
 
     @property
     def level(self) -> int:

@@ -1,4 +1,4 @@
-"""Defines ``Run``: how a plan's steps went in one process, when memory was short, how it ended.
+"""Defines ``Run``: how a plan's steps went, when memory was short, what each rank did, how it ended.
 
 Covers records without any data of the user's. Does not cover storing (``ledger``) or showing (``report``) them.
 """
@@ -12,7 +12,7 @@ from pydantic import model_validator
 from autobatch._bounds import LISTED, Bytes, Count, Moment, Samples, Seconds, Text
 from autobatch.records import Record
 
-__all__ = ["Outcome", "Run", "Setback", "StepRange"]
+__all__ = ["Outcome", "RankTotal", "Run", "Setback", "StepRange"]
 
 Outcome = Literal["running", "finished", "interrupted", "failed"]
 
@@ -65,20 +65,41 @@ class Setback(Record):
     reason: Text = ""
 
 
+class RankTotal(Record):
+    """All that one of several ranks did in a run; its place in the run is its number.
+
+    Attributes:
+        steps: That it took part in.
+        samples: Of all of them together.
+        micro_batch_size: The most samples in a micro-batch, in any of them.
+        retries: How often memory ended there.
+        peak_bytes: Most bytes in tensors at once in any of them.
+        seconds: Of all of them together, without those in which it waited for other ranks.
+    """
+
+    steps: Count
+    samples: Count = 0
+    micro_batch_size: Count = 0
+    retries: Count = 0
+    peak_bytes: Bytes = 0
+    seconds: Seconds = 0.0
+
+
 class Run(Record):
-    """One process's steps with one plan.
+    """The steps of one process, or of several ranks together, with one plan.
 
     Attributes:
         id: Of the run.
         plan_id: Of the plan.
-        pid: The process, as its own system numbers it.
+        pid: The process, as its own system numbers it; of several ranks the first one's.
         started_at: Seconds since 1970, UTC.
         last_seen_at: When it last wrote anything.
         outcome: ``"interrupted"`` where the user stopped a step (Ctrl-C). ``"running"`` also where the process ended
             without a word: ``last_seen_at`` then grows old.
         reason: The first line of the error that ended it.
-        ranges: How its steps went, in order.
-        setbacks: When memory was short, in order.
+        ranges: How its steps went, in order; with several ranks those of the first.
+        setbacks: When memory was short, in order; with several ranks on the first.
+        ranks: What each rank did, by rank; empty where there is one.
     """
 
     id: Text
@@ -90,6 +111,7 @@ class Run(Record):
     reason: Text = ""
     ranges: Annotated[tuple[StepRange, ...], LISTED] = ()
     setbacks: Annotated[tuple[Setback, ...], LISTED] = ()
+    ranks: Annotated[tuple[RankTotal, ...], LISTED] = ()
 
     @property
     def steps(self) -> int:
@@ -98,10 +120,10 @@ class Run(Record):
 
     @property
     def retries(self) -> int:
-        """How often a step had to begin again with less."""
-        return sum(part.retries for part in self.ranges)
+        """How often a step had to begin again with less, on any rank."""
+        return sum(part.retries for part in self.ranks or self.ranges)
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in tensors at once in any step."""
-        return max((part.peak_bytes for part in self.ranges), default=0)
+        """Most bytes in tensors at once in any step, on any rank."""
+        return max((part.peak_bytes for part in self.ranks or self.ranges), default=0)

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
+from autobatch.events.rank_step import RankStep, find_slowest_step
 
 __all__ = [
     "BatchDiffers",
@@ -53,7 +54,7 @@ class Retried(Event):
 
     def __str__(self) -> str:
         return (
-            f"autobatch: step {self.step} ran out of memory at {plural(self.failed_size, 'sample')}; "
+            f"{self.source}: step {self.step} ran out of memory at {plural(self.failed_size, 'sample')}; "
             f"goes on with at most {self.new_size} ({self.samples_kept} kept, {self.samples_redone} redone); "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "
             f"held by others and us after clean-up; {self.reason}{_warn_of_inexactness(self.inexact)}"
@@ -84,8 +85,8 @@ class SizeChanged(Event):
 
     def __str__(self) -> str:
         return (
-            f"autobatch: from step {self.step} on at most {plural(self.new_size, 'sample')} in a micro-batch, before "
-            f"{self.old_size}: {_CAUSES.get(self.reason, self.reason)}{_warn_of_inexactness(self.inexact)}"
+            f"{self.source}: from step {self.step} on at most {plural(self.new_size, 'sample')} in a micro-batch, "
+            f"before {self.old_size}: {_CAUSES.get(self.reason, self.reason)}{_warn_of_inexactness(self.inexact)}"
         )
 
 
@@ -112,15 +113,12 @@ class BatchDiffers(Event):
     step: int
     samples: int
     planned: int
-    rank: int | None = None
 
     def __str__(self) -> str:
-        where, all_samples = "", f"the {self.samples}"
-        if self.rank is not None:
-            where, all_samples = f" on rank {self.rank}", "those of all ranks"
+        over = "those of all ranks" if self.world_size > 1 else f"the {self.samples}"
         return (
-            f"autobatch: step {self.step} was given {plural(self.samples, 'sample')}{where}, "
-            f"the plan was made for {self.planned}; the update is the mean over {all_samples}"
+            f"{self.source}: step {self.step} was given {plural(self.samples, 'sample')}, "
+            f"the plan was made for {self.planned}; the update is the mean over {over}"
         )
 
 
@@ -132,8 +130,8 @@ class GradientsFound(Event):
 
     def __str__(self) -> str:
         return (
-            f"autobatch: step {self.step} began with gradients from before, which are part of its update; if they were "
-            f"used already, call optimizer.zero_grad() before runner.step()"
+            f"{self.source}: step {self.step} began with gradients from before, which are part of its update; if they "
+            f"were used already, call optimizer.zero_grad() before runner.step()"
         )
 
 
@@ -147,8 +145,8 @@ class PlanDiffers(Event):
     def __str__(self) -> str:
         name = f"plan {self.plan_id}" if self.plan_id else "the plan"
         return (
-            f"autobatch: {name} is not of this training: {'; '.join(self.differences)}; its sizes may not fit, so run "
-            f"fit() again"
+            f"{self.source}: {name} is not of this training: {'; '.join(self.differences)}; its sizes may not fit, so "
+            f"run fit() again"
         )
 
 
@@ -161,8 +159,8 @@ class StepSkipped(Event):
 
     def __str__(self) -> str:
         return (
-            f"autobatch: step {self.step} was skipped: nothing counts in its {plural(self.samples, 'sample')}, so it "
-            f"has no mean; parameters, optimizer and scheduler are as before"
+            f"{self.source}: step {self.step} was skipped: nothing counts in its {plural(self.samples, 'sample')}, so "
+            f"it has no mean; parameters, optimizer and scheduler are as before"
         )
 
 
@@ -181,7 +179,7 @@ class StepFailed(Event):
     level: ClassVar[int] = logging.DEBUG  # the error itself is seen
 
     def __str__(self) -> str:
-        return f"autobatch: step {self.step} failed: {self.reason}"
+        return f"{self.source}: step {self.step} failed: {self.reason}"
 
 
 class StepFinished(Event):
@@ -194,6 +192,7 @@ class StepFinished(Event):
         peak_bytes: Most bytes in tensors at once, in the whole step.
         seconds: Wall time; on an asynchronous device the time to enqueue, the runner adds no synchronisation.
         budget_bytes: What the process may hold; 0 where the device does not say.
+        ranks: What each rank says of the same step, by rank; empty where there is one.
     """
 
     step: int
@@ -202,18 +201,36 @@ class StepFinished(Event):
     peak_bytes: int
     seconds: float
     budget_bytes: int = 0
+    ranks: tuple[RankStep, ...] = ()
     level: ClassVar[int] = logging.DEBUG  # one line a step would hide everything else
 
     def __str__(self) -> str:
         return (
-            f"autobatch: step {self.step}: {plural(len(self.micro_batch_sizes), 'micro-batch', 'micro-batches')} "
+            f"{self.source}: step {self.step}: {plural(len(self.micro_batch_sizes), 'micro-batch', 'micro-batches')} "
             f"of at most {max(self.micro_batch_sizes, default=0)}, {plural(self.retries, 'retry', 'retries')}, "
-            f"peak {format_bytes(self.peak_bytes)}"
+            f"peak {format_bytes(self.peak_bytes)}{self._describe_slowest()}"
         )
 
+    def _describe_slowest(self) -> str:
+        slowest = find_slowest_step(self.ranks)
+        return f"; the slowest rank was {slowest.rank} with {slowest.seconds:.3f} s by itself" if slowest else ""
 
-def step_metrics(sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> dict[str, int | float]:
-    """The numbers of a step under the keys that trackers show, ``autobatch/...``; the loss is the user's to read."""
+
+def step_metrics(
+    sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float, ranks: Sequence[RankStep] = ()
+) -> dict[str, int | float]:
+    """The numbers of a step under the keys that trackers show, ``autobatch/...``; the loss is the user's to read.
+
+    With several ranks also which one is the slowest, its seconds, and the most that any rank held.
+    """
+    slowest = find_slowest_step(ranks)
+    of_all: dict[str, int | float] = {}
+    if slowest is not None:
+        of_all = {
+            "autobatch/slowest_rank": slowest.rank,
+            "autobatch/slowest_rank_seconds": slowest.seconds,
+            "autobatch/largest_peak_bytes": max(one.peak_bytes for one in ranks),
+        }
     return {
         "autobatch/samples": sum(sizes),
         "autobatch/micro_batch_size": max(sizes, default=0),
@@ -221,4 +238,5 @@ def step_metrics(sizes: Sequence[int], retries: int, peak_bytes: int, seconds: f
         "autobatch/retries": retries,
         "autobatch/peak_bytes": peak_bytes,
         "autobatch/seconds": seconds,
+        **of_all,
     }

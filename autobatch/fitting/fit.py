@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
+from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Verdict
@@ -134,7 +136,8 @@ def fit(
         said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
     division.hear(said)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
-    remembered = ledger if reuse and ranks is None else Ledger(None)
+    # Where all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
+    remembered = ledger if reuse and division.is_known and not division.trials.are_shared else Ledger(None)
     wanted = Wanted(
         target_batch=division.samples,
         max_micro_batch=min(bound, division.samples),
@@ -153,19 +156,20 @@ def fit(
                         *(workload, memory, allowance, state),
                         wanted=wanted.model_copy(update={"limit_bytes": allowance.limit_bytes}),
                         hooks=_progress_hooks(progress=progress),
-                        recall=remembered.recall,
+                        recall=lambda measured: remembered.recall(measured, division.rank),
+                        rank=division.rank,
                         world_size=division.size,
                         shared=division.trials,
                     )
                     found.run(batch)
                     said.append({"rate": found.rate})
-                with all_or_none(ranks, "fit(), the check"):
-                    found.finish(division.divide(said))
-                    verdict, warnings = _check(found, check)
+                with all_or_none(ranks, "fit(), the check") as plans:
+                    checked = _check(found, division.divide(said), check)
+                    plans.append(_describe_own(found, division).model_dump())
             memory.reclaim()
-    plan = _make_plan(found, division, verdict, warnings, time.perf_counter() - started)
+    plan = _make_plan(found, division, division.read_plans(plans), checked, time.perf_counter() - started)
     ledger.remember(plan)
-    emit(PlanMade(summary=str(plan), warnings=warnings))
+    emit(PlanMade(summary=str(plan), warnings=checked[1], rank=plan.rank, world_size=plan.world_size))
     return plan
 
 
@@ -213,9 +217,12 @@ def _record(workload: Workload, memory: Device) -> TrainingState:
     )
 
 
-def _check(found: SizeSearch, check: str | None) -> tuple[Verdict | None, tuple[str, ...]]:
+_Checked = tuple[Verdict | None, tuple[str, ...]]
+
+
+def _check(found: SizeSearch, target: int, check: str | None) -> _Checked:
     """The verdict on the split and its warnings, after the last trial has restored the modules' modes."""
-    target = found.wanted.target_batch
+    found.finish(target)
     verdict = None
     if check is not None and target > 1:
         verdict = _NOT_CHECKED if found.shared.are_shared else _compare(found)
@@ -251,17 +258,36 @@ def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: b
     return (*known, str(verdict)) if verdict.unchecked else known
 
 
+def _balance(found: SizeSearch) -> tuple[int, ...]:
+    """The micro-batches of this rank's share."""
+    samples = found.wanted.target_batch
+    check_micro_batches(samples, found.size)
+    return balance(samples, found.size, min(found.smallest, samples))
+
+
+def _describe_own(found: SizeSearch, division: Division) -> RankPlan:
+    return division.describe_plan(
+        secrets.token_hex(6),
+        found.memory.describe().name,
+        _balance(found),
+        found.rate,
+        peak_bytes=found.peak_bytes,
+        budget_bytes=found.allowance.budget_bytes,
+    )
+
+
 def _make_plan(
-    found: SizeSearch, division: Division, verdict: Verdict | None, warnings: tuple[str, ...], seconds: float
+    found: SizeSearch, division: Division, plans: Sequence[RankPlan], checked: _Checked, seconds: float
 ) -> Plan:
+    """The plan of this rank, which has what each runs; ``plans`` of one rank are its own alone."""
     wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
-    check_micro_batches(wanted.target_batch, found.size)
-    sizes = balance(wanted.target_batch, found.size, min(found.smallest, wanted.target_batch))
+    (verdict, warnings), sizes = checked, _balance(found)
     return Plan(
         target_batch=division.target,
         world_size=division.size,
         rank=division.rank,
         shares=division.shares,
+        ranks=tuple(plans) if division.size > 1 else (),
         micro_batch_size=max(sizes),
         micro_batch_sizes=sizes,
         accumulation_steps=len(sizes),
@@ -280,7 +306,7 @@ def _make_plan(
         fingerprint=found.fingerprint,
         seconds=seconds,
         version=__version__,
-        id=secrets.token_hex(6),
+        id=plans[division.rank].plan_id,
         made_at=time.time(),
         model=type(unwrap_model(workload.model)).__name__,
         objective=wanted.objective,

@@ -55,6 +55,7 @@ class SizeSearch:
     wanted: Wanted
     hooks: tuple[Hook, ...]
     recall: Callable[[str], Sequence[PlanRecord]]  # plans of a fingerprint from earlier runs, the newest first
+    rank: int = 0
     world_size: int = 1
     shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))
     example: Layout = field(init=False)  # the samples of the trials, as they were given or found
@@ -67,6 +68,11 @@ class SizeSearch:
     batch_norms: Sequence[str] = ()  # layers that normalise by their micro-batch, in the mode that the user left
     warnings: list[str] = field(default_factory=list)
     _probe: Probe = field(init=False)
+
+    @property
+    def _of(self) -> dict[str, int]:
+        """Whose search it is, in its events."""
+        return {"rank": self.rank, "world_size": self.world_size}
 
     @property
     def peak_bytes(self) -> int:
@@ -172,11 +178,11 @@ class SizeSearch:
         plans = [plan for plan in self.recall(self.fingerprint) if plan.micro_batch_size >= least]
         plan, reason, refused = find_remembered(plans, self.wanted)
         if plan is not None:
-            emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size), self.hooks)
+            emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size, **self._of), self.hooks)
             self._add(self._probe.run(plan.micro_batch_size))
             reason, refused = why_not_confirmed(plan, self.trials[-1], self.allowance.limit_bytes), plan.id
         if reason:
-            emit(PlanRefused(plan_id=refused, reason=reason), self.hooks)
+            emit(PlanRefused(plan_id=refused, reason=reason, **self._of), self.hooks)
         elif plan is not None:
             self.confirmed, self.size = plan, plan.micro_batch_size
 
@@ -220,7 +226,7 @@ class SizeSearch:
 
     def _add(self, trial: Trial) -> None:
         self.trials.append(trial)
-        emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes), self.hooks)
+        emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes, **self._of), self.hooks)
 
     def _try_size(self, size: int) -> Trial:
         try:

@@ -103,7 +103,7 @@ def _log_metrics(write: Callable[[dict[str, int | float], int], None]) -> Hook:
 
     def log(event: Event, /) -> None:
         if isinstance(event, StepFinished):
-            metrics = step_metrics(event.micro_batch_sizes, event.retries, event.peak_bytes, event.seconds)
+            metrics = step_metrics(event.micro_batch_sizes, event.retries, event.peak_bytes, event.seconds, event.ranks)
             write({**metrics, "autobatch/budget_bytes": event.budget_bytes}, event.step)
         elif isinstance(event, Retried):
             write({"autobatch/out_of_memory_at": event.failed_size}, event.step)

@@ -90,17 +90,30 @@ def cause_of(error: Exception) -> str:
     return f"{type(error).__name__} {getattr(error, 'errno', None)}"
 
 
-VERSION = 4
+VERSION = 5
 """Of the tables; a file has its own in ``PRAGMA user_version``. 1 to 3 were never released."""
 
-# `added` and `seen` are seconds of the ledger's own clock. `ranges` and `setbacks` are keyed by their position in the
-# run, so writing one twice leaves it there once; their other columns are the fields of their records, in that order.
+_RANKS = """CREATE TABLE ranks (
+        run_id TEXT NOT NULL REFERENCES runs (id) ON DELETE CASCADE, position INTEGER NOT NULL,
+        steps INTEGER NOT NULL, samples INTEGER NOT NULL, micro_batch_size INTEGER NOT NULL,
+        retries INTEGER NOT NULL, peak_bytes INTEGER NOT NULL, seconds REAL NOT NULL,
+        PRIMARY KEY (run_id, position)) WITHOUT ROWID"""
+# They hold all that a search needs, so that it reads no row: one that is damaged would end it.
+_INDICES = (
+    "CREATE INDEX plans_by_fingerprint ON plans (fingerprint, rank, made_at)",
+    "CREATE INDEX plans_by_whole ON plans (whole, made_at, id)",
+)
+_SET_VERSION = f"PRAGMA user_version = {VERSION}"
+
+# `whole` is the id of the first rank's plan in those of the other ranks, else empty. `added` and `seen` are seconds of
+# the ledger's own clock. `ranges`, `setbacks` and `ranks` are keyed by their position in the run, so writing one twice
+# leaves it there once; their other columns are the fields of their records, in that order.
 _TABLES = (
     """CREATE TABLE plans (
         id TEXT PRIMARY KEY NOT NULL, made_at REAL NOT NULL, fingerprint TEXT NOT NULL, added REAL NOT NULL,
-        content TEXT NOT NULL)""",
+        content TEXT NOT NULL, rank INTEGER NOT NULL DEFAULT 0, whole TEXT NOT NULL DEFAULT '')""",
+    *_INDICES,
     "CREATE INDEX plans_by_age ON plans (made_at)",
-    "CREATE INDEX plans_by_fingerprint ON plans (fingerprint, made_at)",
     "CREATE INDEX plans_by_addition ON plans (added)",
     """CREATE TABLE runs (
         id TEXT PRIMARY KEY NOT NULL, plan_id TEXT NOT NULL REFERENCES plans (id) ON DELETE CASCADE,
@@ -118,10 +131,23 @@ _TABLES = (
         step INTEGER NOT NULL, kind TEXT NOT NULL, old_size INTEGER NOT NULL, new_size INTEGER NOT NULL,
         used_bytes INTEGER NOT NULL, reason TEXT NOT NULL,
         PRIMARY KEY (run_id, position)) WITHOUT ROWID""",
+    _RANKS,
     "CREATE TABLE clock (id INTEGER PRIMARY KEY, elapsed REAL NOT NULL, latest REAL NOT NULL)",
     "CREATE TABLE set_aside (kind TEXT NOT NULL, id TEXT NOT NULL, added REAL NOT NULL, reason TEXT NOT NULL, content)",
-    f"PRAGMA user_version = {VERSION}",
+    _SET_VERSION,
 )
+
+_FROM_4 = (
+    "ALTER TABLE plans ADD COLUMN rank INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE plans ADD COLUMN whole TEXT NOT NULL DEFAULT ''",
+    "DROP INDEX plans_by_fingerprint",
+    *_INDICES,
+    _RANKS,
+    _SET_VERSION,
+)
+
+_READ = (0, 4, VERSION)
+"""Versions of a file whose tables are made those of today where they are not; others are refused."""
 
 _LOCAL = frozenset(
     {"apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "reiserfs", "tmpfs"}
@@ -140,34 +166,34 @@ def open_database(path: Path, patience_s: float) -> sqlite3.Connection:
     # A damaged text must not stop what is read beside it; a backslash is what no JSON has there.
     connection.text_factory = lambda raw: raw.decode("utf-8", "backslashreplace")
     try:
-        is_new = _is_new(connection)
+        version = _read_version(connection)
         _set_journal_mode(connection, path.parent, patience_s)
         connection.execute("PRAGMA foreign_keys = ON")
-        if is_new:
-            _make_tables(connection)
+        if version != VERSION:
+            _update_tables(connection)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _is_new(connection: sqlite3.Connection) -> bool:
-    """Whether the file has no tables of ours yet; one of another version is refused."""
+def _read_version(connection: sqlite3.Connection) -> int:
+    """Of the file's tables, 0 where it has none yet; one that this autobatch does not know is refused."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, VERSION):
+    if version not in _READ:
         age, todo = ("a newer", "get that one here too") if version > VERSION else ("an older", "move it away")
         raise LedgerUnavailable(
             f"it was made by {age} autobatch (its tables are version {version}, this one knows {VERSION}): "
             f"{todo}, or set AUTOBATCH_HOME to another folder"
         )
-    return bool(version == 0)
+    return int(version)
 
 
-def _make_tables(connection: sqlite3.Connection) -> None:
+def _update_tables(connection: sqlite3.Connection) -> None:
     with transaction(connection):
-        if _is_new(connection):  # another process may have made them meanwhile
-            for statement in _TABLES:
-                connection.execute(statement)
+        version = _read_version(connection)  # again: another process may have been faster
+        for statement in {0: _TABLES, 4: _FROM_4}.get(version, ()):
+            connection.execute(statement)
 
 
 @contextmanager

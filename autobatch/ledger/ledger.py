@@ -63,9 +63,9 @@ class Ledger:
         """Store a plan; whether it is now safe, whatever happens to this process."""
         return self._use(lambda store: _add(store, plan), False, _FIT_WAITS_S)
 
-    def recall(self, fingerprint: str) -> list[Plan]:
-        """Plans that were measured on the same, the newest first; none where they cannot be read."""
-        return self._use(lambda store: store.plans_like(fingerprint), [], _FIT_WAITS_S)
+    def recall(self, fingerprint: str, rank: int = 0) -> list[Plan]:
+        """Plans of this rank that were measured on the same, the newest first; none where they cannot be read."""
+        return self._use(lambda store: store.plans_like(fingerprint, rank), [], _FIT_WAITS_S)
 
     def begin_run(self, plan: Plan, run: Run, patience_s: float = TRAINING_WAITS_S) -> bool:
         """Store a run, and its plan, which may come from a file; whether both are now safe."""

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from autobatch._version import __version__
-from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.events.run_history import RankTotal, Run, Setback, StepRange
 from autobatch.ledger.database import is_damaged, transaction, warn_once
 from autobatch.ledger.retention import read_clock
 from autobatch.plan import Plan
@@ -22,7 +22,11 @@ from autobatch.records import spell_invalid
 
 __all__ = ["PARTS", "RUN_COLUMNS", "UnreadablePlanError", "read_plan", "read_runs"]
 
-PARTS = {"ranges": tuple(StepRange.model_fields), "setbacks": tuple(Setback.model_fields)}
+PARTS = {
+    "ranges": tuple(StepRange.model_fields),
+    "setbacks": tuple(Setback.model_fields),
+    "ranks": tuple(RankTotal.model_fields),
+}
 """A run's other tables, with their columns after the run's id and the position in it."""
 
 RUN_COLUMNS = tuple(name for name in Run.model_fields if name not in PARTS)

@@ -72,10 +72,10 @@ _SURPLUS_SET_ASIDE = """
     DELETE FROM set_aside WHERE rowid IN (SELECT rowid FROM set_aside ORDER BY rowid DESC LIMIT -1 OFFSET ?)"""
 _OLD_PLANS = """
     DELETE FROM plans WHERE added < ?
-    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)"""
+    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id IN (plans.id, plans.whole))"""
 _SURPLUS_PLANS = """
     DELETE FROM plans WHERE rowid IN (SELECT rowid FROM plans ORDER BY rowid DESC LIMIT -1 OFFSET ?)
-    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id = plans.id)"""
+    AND NOT EXISTS (SELECT 1 FROM runs WHERE plan_id IN (plans.id, plans.whole))"""
 
 
 def tick(connection: sqlite3.Connection, retention: Retention) -> float:

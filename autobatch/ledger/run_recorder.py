@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autobatch.events import Event, Retried, SizeChanged, StepFailed, StepFinished
+from autobatch.events.rank_step import RankStep
 from autobatch.events.run_history import Outcome, Run
 from autobatch.ledger.ledger import TRAINING_WAITS_S, Ledger
 from autobatch.ledger.run_summary import Tally, shorten_reason
@@ -33,7 +34,7 @@ _AFTER_SETBACK_S = 1.0
 """Of many setbacks in a second the first is written at once and the others together."""
 
 _MOST_WAITING = 1000
-"""Steps that are added up at once."""
+"""Steps, and rows of their ranks, that are added up at once."""
 
 _SLOW_S = 0.25
 _SELDOM = 100
@@ -46,7 +47,8 @@ _EXIT_WAITS_S = 5.0
 class RunRecorder:
     """Records one run of a plan; the run begins with the first event of a step.
 
-    In a forked child it does nothing: the run is the parent's.
+    Of several ranks the first one's process records the run of all. In a forked child it does nothing: the run is the
+    parent's.
 
     Attributes:
         count_step: Counts a finished step, of which no event was made, and writes if it is time.
@@ -70,7 +72,7 @@ class _CurrentRun:
     def __init__(self, plan: Plan, ledger: Ledger, every_s: float) -> None:
         self._plan, self._ledger, self._every_s = plan, ledger, every_s
         self._pid = os.getpid()
-        self._steps: deque[tuple[int, Sequence[int], int, int, float]] = deque()
+        self._steps: deque[tuple[int, Sequence[int], int, int, float, Sequence[RankStep]]] = deque()
         self._run: Run | None = None
         self._tally = Tally(plan.micro_batch_size)
         self._outcome: Outcome = "running"
@@ -82,7 +84,8 @@ class _CurrentRun:
 
     def take(self, event: Event) -> None:
         if isinstance(event, StepFinished):
-            self.count_step(event.step, event.micro_batch_sizes, event.retries, event.peak_bytes, event.seconds)
+            numbers = event.retries, event.peak_bytes, event.seconds, event.ranks
+            self.count_step(event.step, event.micro_batch_sizes, *numbers)
             return
         if self._over or os.getpid() != self._pid:
             return
@@ -99,13 +102,21 @@ class _CurrentRun:
             return
         self._write_if_due()
 
-    def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
+    def count_step(  # noqa: PLR0917 - called in every step
+        self,
+        step: int,
+        sizes: Sequence[int],
+        retries: int,
+        peak_bytes: int,
+        seconds: float,
+        ranks: Sequence[RankStep] = (),
+    ) -> None:
         if self._over:
             return
-        self._steps.append((step, sizes, retries, peak_bytes, seconds))
+        self._steps.append((step, sizes, retries, peak_bytes, seconds, ranks))
         if time.monotonic() - self._tried_at >= self._wait_s and os.getpid() == self._pid:
             self._write(TRAINING_WAITS_S)
-        elif len(self._steps) >= _MOST_WAITING:
+        elif len(self._steps) * (1 + len(ranks)) >= _MOST_WAITING:
             self._add_steps()
 
     def _add_steps(self) -> None:

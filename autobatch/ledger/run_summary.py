@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from autobatch._bounds import Count
 from autobatch.events import Retried, SizeChanged
-from autobatch.events.run_history import Outcome, Run, Setback, StepRange
+from autobatch.events.rank_step import RankStep
+from autobatch.events.run_history import Outcome, RankTotal, Run, Setback, StepRange
 
 __all__ = ["RunUpdate", "Tally", "shorten_reason"]
 
@@ -22,7 +23,7 @@ that its steps add up in the last range and further setbacks are only counted th
 
 
 class RunUpdate(Run):
-    """What is new of a run: its own fields, and its ranges and setbacks from these positions on, counted from 0.
+    """What is new of a run: its own fields, its ranks, and its ranges and setbacks from these positions, from 0 on.
 
     What the ledger has there is replaced, so the last range can grow, and writing twice does no harm.
     """
@@ -44,6 +45,18 @@ class _Sum:
     samples: int = 0
 
 
+@dataclass
+class _RankSum:
+    """A ``RankTotal`` that still grows."""
+
+    steps: int = 0
+    samples: int = 0
+    micro_batch_size: int = 0
+    retries: int = 0
+    peak_bytes: int = 0
+    seconds: float = 0.0
+
+
 class Tally:
     """Steps and setbacks of one run; those that were stored are dropped, all but the last range."""
 
@@ -54,9 +67,19 @@ class Tally:
         self._first_range = 0
         self._setbacks: list[Setback] = []
         self._first_setback = 0
+        self._ranks: list[_RankSum] = []
 
-    def add_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
+    def add_step(  # noqa: PLR0917 - as the recorder has them
+        self,
+        step: int,
+        sizes: Sequence[int],
+        retries: int,
+        peak_bytes: int,
+        seconds: float,
+        ranks: Sequence[RankStep] = (),
+    ) -> None:
         """Count a step: with the last ones, or in a new range where the pace, or having retries, changed."""
+        self._add_ranks(ranks)
         # By the pace, not by the largest micro-batch that came of it: with batches of any length that is another one
         # in each step, and each step would be a range.
         total = self._sums[-1] if self._sums else None
@@ -71,6 +94,16 @@ class Tally:
         total.peak_bytes = max(total.peak_bytes, peak_bytes)
         total.seconds += seconds
         total.samples += sum(sizes)
+
+    def _add_ranks(self, ranks: Sequence[RankStep]) -> None:
+        self._ranks = self._ranks or [_RankSum() for _ in ranks]
+        for total, one in zip(self._ranks, ranks, strict=False):
+            total.steps += 1
+            total.samples += one.samples
+            total.micro_batch_size = max(total.micro_batch_size, one.micro_batch_size)
+            total.retries += one.retries
+            total.peak_bytes = max(total.peak_bytes, one.peak_bytes)
+            total.seconds += one.seconds
 
     def add_setback(self, event: Retried | SizeChanged) -> None:
         """Note that less memory was free, or more again."""
@@ -97,6 +130,7 @@ class Tally:
             "ranges": tuple(StepRange(**vars(total)) for total in self._sums),
             "first_setback": self._first_setback,
             "setbacks": tuple(self._setbacks),
+            "ranks": tuple(RankTotal(**vars(total)) for total in self._ranks),
         }
         return RunUpdate.model_validate({**dict(run), **news})
 

@@ -7,6 +7,7 @@ Whatever fails is raised: ``sqlite3.Error``, ``OSError``, ``LedgerUnavailable``.
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -21,7 +22,7 @@ from autobatch.ledger.retention import find_retention, prune, tick
 from autobatch.ledger.run_summary import RunUpdate
 from autobatch.plan import Plan
 
-__all__ = ["Store", "plan_id"]
+__all__ = ["Store", "plan_id", "runs_id"]
 
 _MOST_ALIKE = 200
 """Each start of a script adds one, and they differ in target and budget: older ones than these are not read."""
@@ -61,8 +62,11 @@ class Store:
             if not self._pruned:  # before, so that an old plan that is used again stays until it has its run
                 prune(connection, retention, elapsed)
             connection.execute(
-                "INSERT INTO plans VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
-                (plan.id, plan.made_at, plan.fingerprint, elapsed, plan.model_dump_json()),
+                "INSERT INTO plans VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING",
+                (
+                    *(plan.id, plan.made_at, plan.fingerprint, elapsed, plan.model_dump_json()),
+                    *(plan.rank, _find_whole(plan)),
+                ),
             )
         self._pruned = True
 
@@ -71,7 +75,7 @@ class Store:
         with transaction(self._connection) as connection:
             values = (*(getattr(run, name) for name in RUN_COLUMNS), tick(connection, find_retention()))
             connection.execute("INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO NOTHING", values)
-            self._write_parts(run, ranges=0, setbacks=0)
+            self._write_parts(run, ranges=0, setbacks=0, ranks=0)
 
     def update_run(self, update: RunUpdate) -> bool:
         """Write what is new of a run, all or nothing; ``False`` where the run is not stored (any more)."""
@@ -82,7 +86,8 @@ class Store:
                 (update.last_seen_at, update.outcome, update.reason, elapsed, update.id),
             ).rowcount
             if found:
-                self._write_parts(update, ranges=update.first_range, setbacks=update.first_setback)
+                first = {"ranges": update.first_range, "setbacks": update.first_setback, "ranks": 0}
+                self._write_parts(update, **first)
             return found > 0
 
     def _write_parts(self, run: Run, **first: int) -> None:
@@ -95,21 +100,24 @@ class Store:
             self._connection.executemany(statement, rows)
 
     def plans(self, model: str | None = None, device: str | None = None, limit: int | None = None) -> list[Plan]:
-        """Plans with these in the names of model and device, the newest first; without those that cannot be read."""
+        """Plans with these in the names of model and device, the newest first; without those that cannot be read.
+
+        Of several ranks the first one's.
+        """
         wanted = (
             plan
-            for plan in self._read_plans("SELECT rowid FROM plans ORDER BY made_at DESC, rowid DESC")
+            for plan in self._read_plans("SELECT rowid FROM plans WHERE whole = '' ORDER BY made_at DESC, rowid DESC")
             if (model or "").lower() in plan.model.lower() and (device or "").lower() in plan.device.name.lower()
         )
         return list(islice(wanted, limit))
 
-    def plans_like(self, fingerprint: str) -> list[Plan]:
-        """The newest plans that were measured on the same, the newest first; none for no fingerprint."""
+    def plans_like(self, fingerprint: str, rank: int = 0) -> list[Plan]:
+        """The newest plans of a rank that were measured on the same, the newest first; none for no fingerprint."""
         query = (
-            "SELECT rowid FROM plans WHERE fingerprint = ? AND fingerprint != '' "
+            "SELECT rowid FROM plans WHERE fingerprint = ? AND fingerprint != '' AND rank = ? "
             "ORDER BY made_at DESC, rowid DESC LIMIT ?"
         )
-        found = self._read_plans(query, fingerprint, _MOST_ALIKE)
+        found = self._read_plans(query, fingerprint, rank, _MOST_ALIKE)
         return [plan for plan in found if plan.fingerprint == fingerprint]
 
     def _read_plans(self, query: str, *values: str | int) -> Iterator[Plan]:
@@ -165,14 +173,38 @@ class Store:
             raise InvalidArgument(f"older_than_seconds={older_than_seconds!r} must be at least 0")
         with transaction(self._connection) as connection:
             if ids is not None:
-                rows = {self._find_row(wanted)[:1] for wanted in ids}
-                return connection.executemany("DELETE FROM plans WHERE rowid = ?", rows).rowcount if rows else 0
+                rows = [self._find_row(wanted)[:1] for wanted in ids]
+                return _delete(connection, [connection.execute(_WHOLE_OF_ROW, row).fetchone() for row in rows])
             # Nothing says how old a row is that cannot be read, and whoever wants old ones gone wants it gone.
             connection.execute("DELETE FROM set_aside")
             if older_than_seconds is None:
-                return connection.execute("DELETE FROM plans").rowcount
+                return _delete(connection, connection.execute(f"SELECT {_WHOLE} FROM plans").fetchall())  # noqa: S608
             limit = time.time() - older_than_seconds
-            return connection.execute("DELETE FROM plans WHERE made_at < ?", (limit,)).rowcount
+            return _delete(connection, connection.execute(_WHOLE_OF_OLD, (limit,)).fetchall())
+
+
+_WHOLE = "CASE whole WHEN '' THEN id ELSE whole END"
+"""The id of the first rank's plan."""
+
+_WHOLE_OF_ROW = f"SELECT {_WHOLE} FROM plans WHERE rowid = ?"  # noqa: S608 - our own names
+_WHOLE_OF_OLD = f"SELECT {_WHOLE} FROM plans WHERE made_at < ?"  # noqa: S608 - the same
+
+
+def _delete(connection: sqlite3.Connection, found: Iterable[tuple[str]]) -> int:
+    """Delete the plans of these first ranks, with those of the others, and return how many; all ranks are one."""
+    wholes = set(found)
+    connection.executemany(f"DELETE FROM plans WHERE {_WHOLE} = ?", wholes)  # noqa: S608 - the same
+    return len(wholes)
+
+
+def _find_whole(plan: Plan) -> str:
+    """The id of the first rank's plan; empty where this is that one, or where there is one rank."""
+    return plan.whole_id if plan.rank else ""
+
+
+def runs_id(plan: Plan) -> str:
+    """The id of the plan whose runs are this one's too: the first rank's."""
+    return plan.whole_id or plan_id(plan)
 
 
 def plan_id(plan: Plan) -> str:

@@ -20,6 +20,7 @@ from autobatch._bounds import (
     Text,
 )
 from autobatch.planning.curve import MemoryCurve
+from autobatch.planning.rank_plan import RankPlan
 from autobatch.records import DeviceInfo, ModelIdentity, Record, Trial, Verdict
 
 __all__ = ["PlanRecord"]
@@ -36,6 +37,8 @@ class PlanRecord(Record):
         rank: Which of them this plan is for, counted from 0.
         shares: Samples of an optimizer step on each rank; empty where one rank has all, or where a plan for several
             does not say.
+        ranks: What each rank runs, by rank, the same in the plans of all; empty where one rank has all, or where a plan
+            for several does not say.
         micro_batch_size: The most samples in one forward and backward.
         micro_batch_sizes: What this rank runs, in order; sums to its share of the target.
         smallest_micro_batch: The fewest samples that the model can run: 2 where one alone raises an error (BatchNorm).
@@ -105,6 +108,7 @@ class PlanRecord(Record):
     identity: ModelIdentity | None = None
     rank: Count = 0
     shares: Annotated[tuple[Samples, ...], LISTED] = ()
+    ranks: Annotated[tuple[RankPlan, ...], LISTED] = ()
 
     def __hash__(self) -> int:
         """Of a few fields; ``batch_lists`` is a dict, which has none."""
@@ -114,6 +118,11 @@ class PlanRecord(Record):
     def limit_bytes(self) -> int:
         """The budget less the headroom: what a trial had to stay within."""
         return self.budget_bytes - self.headroom_bytes
+
+    @property
+    def whole_id(self) -> str:
+        """The id of the first rank's plan, under which the runs of all ranks are stored; of one rank its own."""
+        return self.ranks[0].plan_id if self.ranks else self.id
 
     @property
     def out_of_memory_trials(self) -> int:
@@ -140,6 +149,20 @@ class PlanRecord(Record):
             return {self.shares[self.rank]}
         share = self.target_batch // self.world_size
         return {share, share + (self.target_batch % self.world_size > 0)}  # the first ranks have one more
+
+    @model_validator(mode="after")
+    def _refuse_wrong_ranks(self) -> PlanRecord:
+        if not self.ranks:
+            return self
+        if [one.rank for one in self.ranks] != list(range(self.world_size)):
+            raise ValueError(f"ranks must be one entry for each of world_size={self.world_size} ranks, from 0 on")
+        if tuple(one.share for one in self.ranks) != self.shares:
+            raise ValueError("ranks have other shares than shares")
+        own = self.ranks[self.rank]
+        for name in ("micro_batch_size", "accumulation_steps", "peak_bytes", "budget_bytes"):
+            if getattr(own, name) != getattr(self, name):
+                raise ValueError(f"ranks has {name}={getattr(own, name)} for rank {self.rank}, not the plan's own")
+        return self
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> PlanRecord:

@@ -18,13 +18,13 @@ __all__ = ["Remembered", "Wanted", "find_remembered", "model_differences", "why_
 
 _CHANGED = 0.05  # a peak that differs by more is of another step: the allocator's segments alone move it by less
 _SEGMENTS = 2 * 20 * 2**20  # bytes by which two runs of one step may differ on a small budget, on CUDA
-_QUESTION = ("target_batch", "max_micro_batch", "objective", "accumulate_in_float32")  # in which a plan must agree
+_QUESTION = ("max_micro_batch", "objective", "accumulate_in_float32")  # in which a plan must agree
 
 
 class Wanted(Record):
     """What is asked for now, as far as a plan depends on it beside its fingerprint."""
 
-    target_batch: int
+    target_batch: int  # of this rank: its share, where there are several
     max_micro_batch: int  # the user's own bound, or the target
     objective: Objective
     accumulate_in_float32: bool
@@ -110,7 +110,11 @@ def _tolerance(plan: PlanRecord, known: int) -> float:
 
 def _describe_question(plan: PlanRecord, wanted: Wanted) -> str:
     """What else the plan was made for; empty where it answers the same question."""
-    pairs = ((name, getattr(plan, name), getattr(wanted, name)) for name in _QUESTION)
+    samples = "target_batch" if plan.world_size == 1 else "samples of this rank"
+    pairs = [
+        (samples, sum(plan.micro_batch_sizes), wanted.target_batch),
+        *((name, getattr(plan, name), getattr(wanted, name)) for name in _QUESTION),
+    ]
     return ", and ".join(f"{name}={then!r}, not {now!r}" for name, then, now in pairs if then != now)
 
 

@@ -13,7 +13,7 @@ from textwrap import wrap
 from autobatch._formatting import format_bytes, plural
 from autobatch.prediction.card_table import GPUS
 from autobatch.prediction.record import CardFit, Change, PredictionRecord
-from autobatch.report.tables import Bytes, Cell, Section, Table, format_cell
+from autobatch.report.sections import Bytes, Cell, Section, Table, format_cell
 from autobatch.report.text import describe_division
 
 __all__ = [

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.records import DeviceInfo, Phase, Trial
+from autobatch.report.ranks import advise_ranks
 
 __all__ = ["PHASES", "advise", "explain_refusal", "tenant_lines"]
 
@@ -64,6 +65,7 @@ def advise(plan: PlanRecord) -> Iterator[str]:
     if used and plan.device.kind == "cuda" and gap > plan.peak_bytes // 5:
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         yield f"{format_bytes(gap)} are held but not used by tensors: {setting} often gives most of it back"
+    yield from advise_ranks([one.share for one in plan.ranks], [one.seconds for one in plan.ranks])
     for tenant in plan.device.tenants:
         held = format_bytes(tenant.used_bytes)
         yield f"process {tenant.pid} holds {held} of this device; without it the budget would be larger"

@@ -14,6 +14,7 @@ from typing import Any
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.rank_plan import RankPlan
 from autobatch.report.breakdown import held_bytes
 
 __all__ = ["diff_plans", "diff_plans_data"]
@@ -56,7 +57,7 @@ _WORKLOADS = {
 _WHOLE = {"batch_lists", "verdict"}
 """Fields that are compared as one: keys of the first are the user's, and the second is one sentence."""
 
-_NOT_FIELDS = {"trials", "curve"} | {"id", "made_at", "seconds", "confirms"}
+_NOT_FIELDS = {"trials", "curve", "ranks"} | {"id", "made_at", "seconds", "confirms"}
 """What is compared in its own way, and what differs between any two plans and says nothing of what was found."""
 
 
@@ -69,7 +70,15 @@ def _comparable_fields(plan: PlanRecord) -> dict[str, Any]:
     if plan.verdict is not None:  # what was found, and not how long it took and to which decimal
         found = plan.verdict
         fields["verdict"] = found.unchecked or ("exact" if found.exact else f"not exact: {'; '.join(found.causes)}")
+    fields["ranks"] = [_say_rank(one) for one in plan.ranks]
     return fields
+
+
+def _say_rank(one: RankPlan) -> str:
+    """Without its time and its plan's id, which no two plans have in common."""
+    sizes = f"{one.share} = {one.accumulation_steps} x {one.micro_batch_size}"
+    peak = f"{format_bytes(one.peak_bytes)} of {format_bytes(one.budget_bytes)}"
+    return f"rank {one.rank}: {sizes} on {one.device} of {one.host}, {peak}"
 
 
 def _flatten(fields: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

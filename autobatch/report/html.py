@@ -17,11 +17,13 @@ from markupsafe import Markup
 from autobatch._formatting import plural
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.report import tables
+from autobatch.planning.rank_plan import find_slowest
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.charts import memory_bar, peak_chart, run_chart, speed_chart
+from autobatch.report.rank_chart import rank_chart
+from autobatch.report.sections import Section, Table, format_cell, number_columns
 from autobatch.report.svg import cross, dot, element, polyline, replace_unprintable, triangle
-from autobatch.report.tables import Section, Table, breakdown_table, newest, plan_sections, run_sections
+from autobatch.report.tables import breakdown_table, newest, plan_sections, run_sections
 from autobatch.report.text import summarise_plan
 
 __all__ = ["render_fragment", "render_report", "render_template"]
@@ -95,8 +97,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_finalize,
     )
-    environment.filters["format_cell"] = tables.format_cell
-    environment.globals["number_columns"] = tables.number_columns
+    environment.filters["format_cell"] = format_cell
+    environment.globals["number_columns"] = number_columns
     return environment
 
 
@@ -126,6 +128,7 @@ def _figures(plan: PlanRecord, runs: Sequence[Run]) -> Iterator[_Figure]:
     yield _Figure("Speed by micro-batch size", _markup(speed_chart(plan)), _trial_keys(plan, ()))
     bar = _markup(memory_bar(plan))
     yield _Figure(f"Where the memory goes at {size}", bar, table=breakdown_table(plan), swatches=swatches)
+    yield _Figure("Memory and time of each rank", _markup(rank_chart(plan)), _rank_keys(plan))
     for run in newest(runs):
         yield _Figure(f"Run {run.id}: size and retries by step", _markup(run_chart(run)), _run_keys(run))
 
@@ -158,6 +161,16 @@ def _trial_keys(plan: PlanRecord, others: tuple[str, ...]) -> list[_Key]:
     there = {"curve": plan.curve, "budget": plan.budget_bytes, "limit": plan.headroom_bytes, "chosen": True}
     there |= {trial.outcome: True for trial in plan.trials}
     return [_KEYS[name] for name in ("fits", "thrash", "oom", "chosen", *others) if there.get(name)]
+
+
+def _rank_keys(plan: PlanRecord) -> list[_Key]:
+    keys = [
+        (_swatch("peak"), "the peak"),
+        (_swatch("free"), "the budget"),
+        (_swatch("seconds"), "a step of the rank by itself"),
+    ]
+    slowest = find_slowest([one.seconds for one in plan.ranks])
+    return keys if slowest is None else [*keys, (_swatch("seconds slowest"), f"that of rank {slowest}, the slowest")]
 
 
 def _run_keys(run: Run) -> list[_Key]:

@@ -8,71 +8,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, timezone
-from typing import NamedTuple, TypeVar
 
 from autobatch._bounds import SHORTEST
-from autobatch._formatting import format_bytes, plural
+from autobatch._formatting import format_bytes
 from autobatch.events.run_history import Run, StepRange
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.advice import advise, tenant_lines
 from autobatch.report.breakdown import draw_bar, memory_parts
+from autobatch.report.ranks import rank_section, run_rank_section
+from autobatch.report.sections import UNKNOWN, Bytes, Cell, Section, Table, ends, known
 
-__all__ = [
-    "Bytes",
-    "Cell",
-    "Section",
-    "Table",
-    "breakdown_table",
-    "format_cell",
-    "newest",
-    "number_columns",
-    "plan_sections",
-    "run_sections",
-]
-
-_T = TypeVar("_T")
-
-_UNKNOWN = "-"
-
-_MOST_ROWS = 24
-"""Of a list without an end; half from its beginning, half from its end."""
+__all__ = ["breakdown_table", "newest", "plan_sections", "run_sections"]
 
 _MOST_RUNS = 4
 """Shown one by one, with their steps: the newest."""
-
-
-class Bytes(int):
-    """A number of bytes: a cell that is shown with a unit."""
-
-
-Cell = str | int | float
-
-
-class Table(NamedTuple):
-    """Rows of text, counts, rates (float) or ``Bytes`` under headings, which may be empty; notes are sentences."""
-
-    headings: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-    notes: tuple[str, ...] = ()
-
-
-class Section(NamedTuple):
-    """A heading, and what there is beneath it of these, in this order."""
-
-    title: str
-    bar: str = ""
-    table: Table | None = None
-    planned: int | None = None  # rows that begin with this number are the plan's own
-    lines: Sequence[str] = ()
-    items: Sequence[str] = ()
-    only_text: bool = False  # HTML has it elsewhere, and not as a section
 
 
 def plan_sections(plan: PlanRecord) -> Iterator[Section]:
     """What is known about a plan."""
     size = plan.micro_batch_size
     yield Section("The plan", table=_facts_table(plan))
+    if plan.ranks:
+        yield rank_section(plan)
     yield Section("Budget", table=_budget_table(plan), lines=list(tenant_lines(plan.device)))
     if plan.trials:
         yield Section("Trials", table=_trial_table(plan), planned=size)
@@ -94,27 +52,12 @@ def run_sections(runs: Sequence[Run]) -> Iterator[Section]:
     if runs:
         yield Section("Runs", table=_run_table(runs))
     for run in newest(runs):
+        if run.ranks:
+            yield run_rank_section(run)
         if run.ranges:
             yield Section(f"Run {run.id}: steps", table=_range_table(run))
         if run.setbacks:
             yield Section(f"Run {run.id}: setbacks", table=_setback_table(run))
-
-
-def format_cell(cell: Cell) -> str:
-    """As people read it: bytes with a unit, rates with one decimal."""
-    if isinstance(cell, Bytes):
-        return format_bytes(cell)
-    return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
-
-
-def number_columns(table: Table) -> frozenset[int]:
-    """The columns that hold numbers, which stand below each other."""
-
-    def is_number(cell: Cell) -> bool:
-        return not isinstance(cell, str) or cell == _UNKNOWN or cell.endswith("%")
-
-    columns = enumerate(zip(*table.rows, strict=True))
-    return frozenset(index for index, column in columns if all(map(is_number, column)))
 
 
 def newest(runs: Sequence[Run]) -> Sequence[Run]:
@@ -175,17 +118,13 @@ def _trial_table(plan: PlanRecord) -> Table:
         (
             trial.micro_batch_size,
             trial.outcome,
-            *map(_known, (trial.peak_allocated, trial.peak_reserved, trial.optimizer_peak)),
+            *map(known, (trial.peak_allocated, trial.peak_reserved, trial.optimizer_peak)),
             trial.alloc_retries,
-            trial.samples_per_second or _UNKNOWN,
+            trial.samples_per_second or UNKNOWN,
         )
         for trial in plan.trials
     )
     return Table(headings, tuple(rows), (note, *ended))
-
-
-def _known(size_bytes: int) -> Cell:
-    return Bytes(size_bytes) if size_bytes else _UNKNOWN
 
 
 def breakdown_table(plan: PlanRecord) -> Table:
@@ -208,7 +147,7 @@ def _curve_table(plan: PlanRecord, curve: MemoryCurve) -> Table:
 
 
 def _run_table(runs: Sequence[Run]) -> Table:
-    shown, left_out = _ends(runs, "run")
+    shown, left_out = ends(runs, "run")
     ended = (f"Run {run.id} ended: {run.reason}" for run in shown if run.reason)
     silent = (  # a run that was killed could not say so
         f"Run {run.id} was last heard of at {_format_time(run.last_seen_at)}; what it did since then is not known."
@@ -217,7 +156,7 @@ def _run_table(runs: Sequence[Run]) -> Table:
     )
     one_by_one = (f"Steps and setbacks: of the last {_MOST_RUNS} runs only.",) if len(runs) > _MOST_RUNS else ()
     headings = ("run", "began", "steps", "retries", "peak", "outcome")
-    began = (_format_time(run.started_at).removesuffix(" UTC") or _UNKNOWN for run in shown)
+    began = (_format_time(run.started_at).removesuffix(" UTC") or UNKNOWN for run in shown)
     rows = (
         (run.id, start, run.steps, run.retries, Bytes(run.peak_bytes), run.outcome)
         for run, start in zip(shown, began, strict=True)
@@ -226,7 +165,7 @@ def _run_table(runs: Sequence[Run]) -> Table:
 
 
 def _range_table(run: Run) -> Table:
-    shown, left_out = _ends(run.ranges, "range of steps", "ranges of steps")
+    shown, left_out = ends(run.ranges, "range of steps", "ranges of steps")
     headings = ("steps", "micro-batch", "retries", "peak", "samples/s")
     note = "On a card these rates are of the time until the work was handed over: a runner waits for nothing."
     return Table(headings, tuple(map(_range_row, shown)), (*left_out, note))
@@ -234,24 +173,15 @@ def _range_table(run: Run) -> Table:
 
 def _range_row(part: StepRange) -> tuple[Cell, ...]:
     steps = f"{part.first_step}-{part.last_step}" if part.last_step > part.first_step else str(part.first_step)
-    speed = part.samples / part.seconds if part.seconds > SHORTEST else _UNKNOWN
+    speed = part.samples / part.seconds if part.seconds > SHORTEST else UNKNOWN
     return (steps, part.micro_batch_size, part.retries, Bytes(part.peak_bytes), speed)
 
 
 def _setback_table(run: Run) -> Table:
-    shown, left_out = _ends(run.setbacks, "setback")
+    shown, left_out = ends(run.setbacks, "setback")
     headings = ("step", "kind", "from", "to", "held", "reason")
     rows = (
-        (back.step, back.kind, back.old_size, back.new_size, _known(back.used_bytes), back.reason or _UNKNOWN)
+        (back.step, back.kind, back.old_size, back.new_size, known(back.used_bytes), back.reason or UNKNOWN)
         for back in shown
     )
     return Table(headings, tuple(rows), left_out)
-
-
-def _ends(items: Sequence[_T], singular: str, several: str | None = None) -> tuple[Sequence[_T], tuple[str, ...]]:
-    """A list's beginning and end, and a sentence on what lies between."""
-    if len(items) <= _MOST_ROWS:
-        return items, ()
-    half = _MOST_ROWS // 2
-    missing = plural(len(items) - 2 * half, f"more {singular}", f"more {several}" if several else None)
-    return (*items[:half], *items[-half:]), (f"{missing} between the first {half} and the last {half}, not shown.",)

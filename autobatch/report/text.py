@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from autobatch._formatting import format_bytes, plural, spell
 from autobatch.events.run_history import Run
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.report.tables import Section, Table, format_cell, number_columns, plan_sections, run_sections
+from autobatch.report.sections import Section, Table, format_cell, number_columns
+from autobatch.report.tables import plan_sections, run_sections
 
 __all__ = ["describe_division", "explain_plan", "show_plan", "summarise_plan"]
 

@@ -31,6 +31,7 @@ from autobatch.distributed.sharding import divisor_of
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
+from autobatch.events.rank_step import RankStep
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
 from autobatch.memory.device import Device
@@ -146,8 +147,8 @@ class Runner:
             self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
             self._layout = Layout(None, 0, plan.batch_lists)
             self._sizes_seen = {sum(plan.micro_batch_sizes)}
-            # Steps on a substitute for a device are not recorded.
-            recorder = None if isinstance(device, Device) else RunRecorder(plan, Ledger.open())
+            # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
+            recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, hooks, recorder)
             self._events.report_plan(model, optimizer)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
@@ -257,8 +258,7 @@ class Runner:
             is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
             accumulate = self._accumulate_counted if is_counted else self._accumulate
             accumulated, thrashed = accumulate(layouts, shared, update=update)
-            if shared is not None:
-                shared.end()
+            ranks = () if shared is None else self._end(shared, accumulated)
         except BaseException as error:
             if shared is not None:
                 shared.fail(error)
@@ -276,6 +276,7 @@ class Runner:
             peak_bytes=self._peak_bytes,
             seconds=time.perf_counter() - started,
             aux=tuple(accumulated.aux),
+            ranks=ranks,
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
@@ -293,6 +294,10 @@ class Runner:
             return None
         action, norm = ("step", self._max_grad_norm) if update else ("accumulate", None)
         return begin_step(self._ranks, self.steps, action, self._workload.optimizer, norm)
+
+    def _end(self, shared: SharedStep, accumulated: AccumulationState | None) -> tuple[RankStep, ...]:
+        sizes, retries = (accumulated.micro_batch_sizes, accumulated.retries) if accumulated else ((), 0)
+        return shared.end(micro_batch_size=max(sizes, default=0), retries=retries, peak_bytes=self._peak_bytes)
 
     def _accumulate_counted(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool

@@ -27,6 +27,7 @@ from autobatch.events import (
     StepSkipped,
     emit,
 )
+from autobatch.events.rank_step import RankStep
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.planning.reuse import model_differences
@@ -57,7 +58,15 @@ def check_hooks(hooks: Any) -> tuple[Hook, ...]:
 class StepRecorder(Hook, Protocol):
     """A hook that gets the numbers of finished steps without an event, which would cost time in every step."""
 
-    def count_step(self, step: int, sizes: Sequence[int], retries: int, peak_bytes: int, seconds: float) -> None:
+    def count_step(  # noqa: PLR0917 - called in every step
+        self,
+        step: int,
+        sizes: Sequence[int],
+        retries: int,
+        peak_bytes: int,
+        seconds: float,
+        ranks: Sequence[RankStep] = (),
+    ) -> None:
         """Record a finished step; the numbers are those of ``StepFinished``."""
 
 
@@ -75,6 +84,7 @@ class StepEvents:
         self._plan, self._listeners, self._recorder = plan, hooks, recorder
         self._hooks = hooks if recorder is None else (*hooks, recorder)
         self._planned = sum(plan.micro_batch_sizes)
+        self._of: dict[str, int] = {"rank": plan.rank, "world_size": plan.world_size}
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
 
     def report_plan(self, model: nn.Module, optimizer: Any | None) -> None:
@@ -82,16 +92,15 @@ class StepEvents:
         name = type(unwrap_model(model)).__name__
         differing = tuple(model_differences(self._plan, name, identify_model(model, optimizer)))
         if differing:
-            emit(PlanDiffers(plan_id=self._plan.id, differences=differing), self._hooks)
+            emit(PlanDiffers(plan_id=self._plan.id, differences=differing, **self._of), self._hooks)
 
     def report_size(self, step: int, samples: int) -> None:
         """Report another number of samples than planned."""
-        rank = self._plan.rank if self._plan.world_size > 1 else None
-        emit(BatchDiffers(step=step, samples=samples, planned=self._planned, rank=rank), self._hooks)
+        emit(BatchDiffers(step=step, samples=samples, planned=self._planned, **self._of), self._hooks)
 
     def report_earlier_gradients(self, step: int) -> None:
         """Report earlier gradients that became part of the step."""
-        emit(GradientsFound(step=step), self._hooks)
+        emit(GradientsFound(step=step, **self._of), self._hooks)
 
     def report_retry(self, step: int, shortage: Shortage, new_size: int, used_bytes: int) -> None:
         """Report that memory ended, and the next size."""
@@ -105,18 +114,21 @@ class StepEvents:
             budget_bytes=self._plan.budget_bytes,
             reason=shortage.reason,
             inexact=self._inexact,
+            **self._of,
         )
         emit(retried, self._hooks)
 
     def report_pace(self, step: int, old_size: int, pace: Pace) -> None:
         """Report a new size from one step to the next."""
         inexact = self._inexact if pace.size < old_size else ""
-        change = SizeChanged(step=step, old_size=old_size, new_size=pace.size, reason=str(pace.reason), inexact=inexact)
+        change = SizeChanged(
+            step=step, old_size=old_size, new_size=pace.size, reason=str(pace.reason), inexact=inexact, **self._of
+        )
         emit(change, self._hooks)
 
     def report_skip(self, step: int, samples: int) -> None:
         """Report a step whose weights are all 0."""
-        emit(StepSkipped(step=step, samples=samples), self._hooks)
+        emit(StepSkipped(step=step, samples=samples, **self._of), self._hooks)
 
     def report_failed(self, step: int, error: BaseException) -> None:
         """Report a step that raised; of the user's own errors only the type, and no error here replaces that one."""
@@ -127,13 +139,13 @@ class StepEvents:
         ours = isinstance(error, AutobatchError)
         reason = f"{type(error).__name__}: {error}".partition("\n")[0] if ours else type(error).__name__
         short = isinstance(error, (DoesNotFit, CannotRetry))
-        emit(StepFailed(step=step, reason=reason, out_of_memory=short), self._hooks)
+        emit(StepFailed(step=step, reason=reason, out_of_memory=short, **self._of), self._hooks)
 
     def report_finished(self, step: int, result: StepResult) -> None:
         """Report a step's numbers; an event is made of them only for hooks and the debug log."""
         if self._recorder is not None:
             sizes = result.micro_batch_sizes
-            self._recorder.count_step(step, sizes, result.retries, result.peak_bytes, result.seconds)
+            self._recorder.count_step(step, sizes, result.retries, result.peak_bytes, result.seconds, result.ranks)
         if self._listeners or logger.isEnabledFor(logging.DEBUG):
             finished = StepFinished(
                 step=step,
@@ -142,5 +154,7 @@ class StepEvents:
                 peak_bytes=result.peak_bytes,
                 seconds=result.seconds,
                 budget_bytes=self._plan.budget_bytes,
+                ranks=result.ranks,
+                **self._of,
             )
             emit(finished, self._listeners)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autobatch.plan import Plan
 from autobatch.planning.curve import fit_curve
 from autobatch.planning.planner import balance
+from autobatch.planning.rank_plan import RankPlan
 from autobatch.records import DeviceInfo, Trial
 
 GIB = 2**30
@@ -68,3 +69,29 @@ def make_rank_plans(shares, size=43, **changes):
         )
         for rank, parts in enumerate(sizes)
     ]
+
+
+def describe_ranks(plans, seconds, hosts=("here",)):
+    """What each of these ranks' plans says of itself; ``hosts`` are given out in turn."""
+    return tuple(
+        RankPlan(
+            rank=plan.rank,
+            plan_id=plan.id,
+            host=hosts[plan.rank % len(hosts)],
+            device=plan.device.name,
+            share=sum(plan.micro_batch_sizes),
+            micro_batch_size=plan.micro_batch_size,
+            accumulation_steps=plan.accumulation_steps,
+            peak_bytes=plan.peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            seconds=taken,
+        )
+        for plan, taken in zip(plans, seconds, strict=True)
+    )
+
+
+def make_whole_plans(shares, seconds, size=43, hosts=("here",), **changes):
+    """The plans of ranks that know of each other, by rank; their ids are ``a0``, ``a1``..."""
+    plans = [plan.model_copy(update={"id": f"a{plan.rank}"}) for plan in make_rank_plans(shares, size, **changes)]
+    ranks = describe_ranks(plans, seconds, hosts)
+    return [Plan(**{**dict(plan), "ranks": ranks}) for plan in plans]

@@ -9,10 +9,11 @@ from xml.etree import ElementTree as ET
 
 from hypothesis import strategies as st
 
-from autobatch.events.run_history import Run, Setback, StepRange
+from autobatch.events.run_history import RankTotal, Run, Setback, StepRange
 from autobatch.plan import Plan
 from autobatch.planning.curve import fit_curve, ran
 from autobatch.planning.planner import balance
+from autobatch.planning.rank_plan import RankPlan
 from autobatch.records import DeviceInfo, Tenant, Trial, Verdict
 
 KIB, GIB = 2**10, 2**30
@@ -80,6 +81,43 @@ def unmeasured_plan():
     return make_plan(trials, 32, 64, 0, device=DeviceInfo(kind="mps", name="MPS", total_bytes=0))
 
 
+def with_ranks(plan, shares, hosts=("gpu-a",), own_seconds=0.31):
+    """The plan of the first of several ranks; each other takes half as long as the one before, at least 1 ms."""
+    own = {"micro_batch_size": plan.micro_batch_size, "accumulation_steps": plan.accumulation_steps}
+    ranks = tuple(
+        RankPlan(
+            rank=rank,
+            plan_id=f"{plan.id}{rank or ''}",
+            host=hosts[rank % len(hosts)],
+            device=plan.device.name,
+            share=share,
+            **(own if rank == 0 else {"micro_batch_size": share, "accumulation_steps": 1}),
+            peak_bytes=plan.peak_bytes >> rank,
+            budget_bytes=plan.budget_bytes,
+            seconds=max(own_seconds / 2**rank, 0.001),
+        )
+        for rank, share in enumerate(shares)
+    )
+    fields = {"target_batch": sum(shares), "world_size": len(shares), "shares": shares, "ranks": ranks}
+    return Plan(**{**dict(plan), **fields})
+
+
+def make_rank_run(totals, **changes):
+    """A run of ten steps on several ranks: of each its samples, retries and milliseconds of a step."""
+    ranks = tuple(
+        RankTotal(
+            steps=10,
+            samples=10 * samples,
+            micro_batch_size=min(samples, 43),
+            retries=retries,
+            peak_bytes=(rank + 1) * GIB,
+            seconds=ms / 100,
+        )
+        for rank, (samples, retries, ms) in enumerate(totals)
+    )
+    return make_run([43] * 5, ranks=ranks, **changes)
+
+
 CASES = {
     "card": card_plan(),
     "predicted": card_plan(predicted=True, warnings=(), verdict=None).model_copy(update={"trials": ()}),
@@ -98,6 +136,8 @@ CASES = {
         2 * GIB,
     ),
     "nothing known": make_plan([], 4, 7, 0, device=DeviceInfo(kind="xpu", name="XPU", total_bytes=0)),
+    "ranks": with_ranks(card_plan(), (256, 64, 32)),
+    "ranks on two hosts": with_ranks(card_plan(), (256,) * 30, hosts=("gpu-a", "gpu-b")),
     "no headroom left": make_plan([make_trial(4, GIB)], 4, 7, GIB, GIB // 2),
 }
 

@@ -24,6 +24,8 @@ from autobatch.events import (
     TrialFinished,
     emit,
 )
+from autobatch.events.rank_step import RankStep, find_slowest_step
+from autobatch.events.runner_events import step_metrics
 from autobatch.records import Trial
 
 pytestmark = pytest.mark.quick
@@ -40,6 +42,10 @@ RETRIED = Retried(
     used_bytes=3 * GIB,
     budget_bytes=8 * GIB,
     reason="OutOfMemoryError: CUDA out of memory.",
+)
+RANKS = (
+    RankStep(rank=0, samples=256, micro_batch_size=86, retries=0, peak_bytes=7 * GIB, seconds=0.5),
+    RankStep(rank=1, samples=256, micro_batch_size=86, retries=1, peak_bytes=5 * GIB, seconds=0.2),
 )
 FINISHED = StepFinished(step=7, micro_batch_sizes=(86, 85, 85), retries=1, peak_bytes=5 * GIB, seconds=0.2)
 
@@ -81,13 +87,6 @@ EVENTS = [
         logging.INFO,
         "autobatch: step 3 was given 200 samples, the plan was made for 256; the update is the mean over the 200",
         id="batch of another size",
-    ),
-    pytest.param(
-        BatchDiffers(step=3, samples=50, planned=64, rank=1),
-        logging.INFO,
-        "autobatch: step 3 was given 50 samples on rank 1, the plan was made for 64; the update is the mean over those "
-        "of all ranks",
-        id="batch of another size on one of several ranks",
     ),
     pytest.param(
         PlanDiffers(plan_id="5f3a", differences=("the optimizer was AdamW, and now is SGD",)),
@@ -141,6 +140,20 @@ EVENTS = [
         logging.DEBUG,
         "autobatch: step 0: 1 micro-batch of at most 4, 0 retries, peak 512 bytes",
         id="step in one piece",
+    ),
+    pytest.param(
+        FINISHED.model_copy(update={"rank": 1, "world_size": 2, "ranks": RANKS}),
+        logging.DEBUG,
+        "autobatch: rank 1 of 2: step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB; the slowest rank was 0 "
+        "with 0.500 s by itself",
+        id="step of several ranks",
+    ),
+    pytest.param(
+        BatchDiffers(step=3, samples=200, planned=256, rank=3, world_size=8),
+        logging.INFO,
+        "autobatch: rank 3 of 8: step 3 was given 200 samples, the plan was made for 256; the update is the mean over "
+        "those of all ranks",
+        id="one of several ranks",
     ),
 ]
 
@@ -245,3 +258,15 @@ def test_a_hook_may_stop_the_program(stop: type[BaseException]) -> None:
 
     with pytest.raises(stop):
         emit(FINISHED, hooks=[leave])
+
+
+def test_metrics_of_several_ranks_name_the_slowest():
+    """Beside this rank's own numbers; of one rank there is nothing to name."""
+    own = step_metrics((86, 85, 85), 1, 5 * GIB, 0.2)
+    assert step_metrics((86, 85, 85), 1, 5 * GIB, 0.2, RANKS) == {
+        **own,
+        "autobatch/slowest_rank": 0,
+        "autobatch/slowest_rank_seconds": 0.5,
+        "autobatch/largest_peak_bytes": 7 * GIB,
+    }
+    assert find_slowest_step(()) is None

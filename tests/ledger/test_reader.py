@@ -220,7 +220,7 @@ def test_any_flipped_byte_of_a_row_leaves_the_others(path, tmp_path):
     start = whole.index(content)
     page = (start // 4096) * 4096
     assert start + len(content) < page + 4096
-    columns = whole.rindex(b"bb", page, start) - 7  # the id and the header before it
+    columns = whole.rindex(b"bb", page, start) - 9  # the id and the header before it
     for position in [*range(columns, start), *range(start, start + len(content), 29)]:
         changed = bytearray(whole)
         changed[position] ^= 0x80

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from report_cases import CASES, Page, card_plan, make_run, plans
+from report_cases import CASES, Page, card_plan, make_rank_run, make_run, plans
 
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.html import render_report
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.quick
 RUNS = (
     make_run([43, 43, 20, 43], retries=[2], outcome="failed", reason="CannotRetry: memory ended"),
     make_run([7] * 60, id="0c0c0c0c0c0c"),
+    make_rank_run([(256, 1, 31.0), (64, 0, 155.0)], id="0d0d0d0d0d0d"),
 )
 
 

@@ -1,0 +1,91 @@
+"""Shows what each of several ranks runs and did, names the slowest in words, and says when another share would help.
+
+Covers tables and sentences. Does not cover the picture of the same (``rank_chart``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autobatch._bounds import SHORTEST
+from autobatch.events.run_history import RankTotal, Run
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.rank_plan import RankPlan, find_slowest, seconds_by_speed
+from autobatch.report.sections import UNKNOWN, Cell, Section, Table, ends, known
+
+__all__ = ["advise_ranks", "format_seconds", "rank_section", "run_rank_section"]
+
+_WORTH_IT = 1.25
+"""How many times as long the slowest must take as all would with shares by speed, before these are advised.
+
+Two equal ranks on two cores with much else to do came to 1.00 to 1.18 over 50 steps, in six runs; by single trials, of
+which a plan knows no more, to 1.10 in the median of 25 plans and above this in eight.
+"""
+
+
+def rank_section(plan: PlanRecord) -> Section:
+    """What each rank runs, in how much of its memory and time."""
+    shown, left_out = ends(plan.ranks, "rank")
+    headings = ("rank", "samples", "micro-batches", "peak", "budget", "ms/step", "device")
+    notes = _name_slowest([one.seconds for one in plan.ranks], "is")
+    several_hosts = len({one.host for one in plan.ranks}) > 1
+    rows = tuple(_plan_row(one, with_host=several_hosts) for one in shown)
+    return Section("Ranks", table=Table(headings, rows, (*left_out, *notes)), planned=plan.rank)
+
+
+def _plan_row(one: RankPlan, *, with_host: bool) -> tuple[Cell, ...]:
+    device = f"{one.device} on {one.host}" if with_host and one.host else one.device
+    sizes = f"{one.accumulation_steps} x {one.micro_batch_size}"
+    return (one.rank, one.share, sizes, known(one.peak_bytes), known(one.budget_bytes), _in_ms(one.seconds), device)
+
+
+def run_rank_section(run: Run) -> Section:
+    """What each rank did in a run."""
+    shown, left_out = ends([*enumerate(run.ranks)], "rank")
+    headings = ("rank", "samples", "micro-batch", "retries", "peak", "ms/step")
+    seconds = [_seconds_of_a_step(one) for one in run.ranks]
+    advice = (f"{text[0].upper()}{text[1:]}." for text in advise_ranks([*map(_samples_of_a_step, run.ranks)], seconds))
+    rows = (
+        (rank, one.samples, one.micro_batch_size, one.retries, known(one.peak_bytes), _in_ms(seconds[rank]))
+        for rank, one in shown
+    )
+    notes = (*left_out, *_name_slowest(seconds, "was"), *advice)
+    return Section(f"Run {run.id}: ranks", table=Table(headings, tuple(rows), notes))
+
+
+def _seconds_of_a_step(one: RankTotal) -> float:
+    return one.seconds / one.steps if one.steps else 0.0
+
+
+def _samples_of_a_step(one: RankTotal) -> int:
+    return round(one.samples / one.steps) if one.steps else 0
+
+
+def advise_ranks(samples: Sequence[int], seconds: Sequence[float]) -> Iterator[str]:
+    """That shares by speed would help, where they would by more than two measurements of equal devices differ."""
+    together = seconds_by_speed(samples, seconds)
+    if together > SHORTEST and max(seconds) > _WORTH_IT * together:
+        now, then = format_seconds(max(seconds)), format_seconds(together)
+        yield (
+            f"all ranks wait for the slowest: fit(..., share='speed') divides the target so that each would end after "
+            f"about {then} instead of {now}"
+        )
+
+
+def _name_slowest(seconds: Sequence[float], verb: str) -> Iterator[str]:
+    slowest = find_slowest(seconds)
+    if slowest is not None:
+        others = (sum(seconds) - seconds[slowest]) / (len(seconds) - 1)
+        who = f"the others {format_seconds(others)} on average"
+        if len(seconds) == 2:
+            who = f"rank {1 - slowest} {format_seconds(others)}"
+        yield f"The slowest {verb} rank {slowest}: {format_seconds(seconds[slowest])} a step by itself, {who}."
+
+
+def format_seconds(seconds: float) -> str:
+    """In three digits: ``0.04123`` -> ``"41.2 ms"``, from a second on ``"1.20 s"``."""
+    return f"{1000 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
+
+
+def _in_ms(seconds: float) -> Cell:
+    return 1000 * seconds if seconds > SHORTEST else UNKNOWN

@@ -1,0 +1,78 @@
+"""Defines what a report consists of: sections with tables, and how their numbers are written.
+
+Covers shapes of data. Does not cover what is shown (``tables``, ``ranks``), nor how text and HTML look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from autobatch._formatting import format_bytes, plural
+
+__all__ = ["UNKNOWN", "Bytes", "Cell", "Section", "Table", "ends", "format_cell", "known", "number_columns"]
+
+_T = TypeVar("_T")
+
+UNKNOWN = "-"
+
+_MOST_ROWS = 24
+"""Of a list without an end; half from its beginning, half from its end."""
+
+
+class Bytes(int):
+    """A number of bytes: a cell that is shown with a unit."""
+
+
+Cell = str | int | float
+
+
+class Table(NamedTuple):
+    """Rows of text, counts, rates (float) or ``Bytes`` under headings, which may be empty; notes are sentences."""
+
+    headings: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+class Section(NamedTuple):
+    """A heading, and what there is beneath it of these, in this order."""
+
+    title: str
+    bar: str = ""
+    table: Table | None = None
+    planned: int | None = None  # rows that begin with this number are the plan's own
+    lines: Sequence[str] = ()
+    items: Sequence[str] = ()
+    only_text: bool = False  # HTML has it elsewhere, and not as a section
+
+
+def format_cell(cell: Cell) -> str:
+    """As people read it: bytes with a unit, rates with one decimal."""
+    if isinstance(cell, Bytes):
+        return format_bytes(cell)
+    return f"{cell:.1f}" if isinstance(cell, float) else str(cell)
+
+
+def number_columns(table: Table) -> frozenset[int]:
+    """The columns that hold numbers, which stand below each other."""
+
+    def is_number(cell: Cell) -> bool:
+        return not isinstance(cell, str) or cell == UNKNOWN or cell.endswith("%")
+
+    columns = enumerate(zip(*table.rows, strict=True))
+    return frozenset(index for index, column in columns if all(map(is_number, column)))
+
+
+def ends(items: Sequence[_T], singular: str, several: str | None = None) -> tuple[Sequence[_T], tuple[str, ...]]:
+    """A list's beginning and end, and a sentence on what lies between."""
+    if len(items) <= _MOST_ROWS:
+        return items, ()
+    half = _MOST_ROWS // 2
+    missing = plural(len(items) - 2 * half, f"more {singular}", f"more {several}" if several else None)
+    return (*items[:half], *items[-half:]), (f"{missing} between the first {half} and the last {half}, not shown.",)
+
+
+def known(size_bytes: int) -> Cell:
+    """The bytes, or a dash for 0, where they were not measured."""
+    return Bytes(size_bytes) if size_bytes else UNKNOWN

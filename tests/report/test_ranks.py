@@ -1,0 +1,146 @@
+"""Ranks in reports: a row each, the slowest named, and what would help only where it would."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from plans import make_whole_plans
+from report_cases import CASES, Page, make_rank_run, with_class
+
+from autobatch._formatting import format_bytes
+from autobatch.report.html import render_fragment
+from autobatch.report.rank_chart import rank_chart
+from autobatch.report.ranks import advise_ranks, format_seconds
+from autobatch.report.text import explain_plan, show_plan
+
+pytestmark = pytest.mark.quick
+
+SHARES = (64, 64, 96, 32)
+SECONDS = (0.155, 0.161, 0.231, 0.52)
+
+
+def section(text, title):
+    """Its lines, without the title."""
+    found = re.search(rf"^{re.escape(title)}\n((?:  .*\n?)+)", text, flags=re.MULTILINE)
+    return [] if found is None else found[1].splitlines()
+
+
+def test_a_plan_shows_a_row_for_each_rank():
+    """Share, micro-batches, peak of the budget, milliseconds; then the slowest, in words."""
+    for plan in make_whole_plans(SHARES, SECONDS):
+        assert section(explain_plan(plan), "Ranks") == [
+            "  rank  samples  micro-batches      peak    budget  ms/step  device",
+            "     0       64  2 x 32         18.7 GiB  21.6 GiB    155.0  NVIDIA L4",
+            "     1       64  2 x 32         18.7 GiB  21.6 GiB    161.0  NVIDIA L4",
+            "     2       96  3 x 32         18.7 GiB  21.6 GiB    231.0  NVIDIA L4",
+            "     3       32  1 x 32         18.7 GiB  21.6 GiB    520.0  NVIDIA L4",
+            "  The slowest is rank 3: 520 ms a step by itself, the others 182 ms on average.",
+        ]
+
+
+def test_several_computers_are_named():
+    """Beside the device; of one its name is left out."""
+    plan = make_whole_plans((64, 64), (0.1, 0.2), hosts=("gpu-a", "gpu-b"))[0]
+    rows = section(explain_plan(plan), "Ranks")
+    assert [row.rpartition("  ")[2] for row in rows[1:3]] == ["NVIDIA L4 on gpu-a", "NVIDIA L4 on gpu-b"]
+    assert rows[3] == "  The slowest is rank 1: 200 ms a step by itself, rank 0 100 ms."
+
+
+def test_what_was_not_measured_is_a_dash():
+    """And nobody is the slowest."""
+    plan = make_whole_plans((64, 64), (0.0, 0.2), peak_bytes=0, budget_bytes=0, headroom_bytes=0)[0]
+    assert section(explain_plan(plan), "Ranks")[1:] == [
+        "     0       64  2 x 32            -       -        -  NVIDIA L4",
+        "     1       64  2 x 32            -       -    200.0  NVIDIA L4",
+    ]
+    assert "share='speed'" not in explain_plan(plan)
+
+
+def test_of_many_ranks_the_slowest_is_named_though_it_is_not_shown():
+    """Half of the rows are from the beginning, half from the end."""
+    seconds = [0.1] * 20 + [0.3] + [0.1] * 19
+    rows = section(explain_plan(make_whole_plans((8,) * 40, seconds, size=8)[0]), "Ranks")
+    assert len(rows) == 1 + 24 + 2
+    assert rows[-2] == "  16 more ranks between the first 12 and the last 12, not shown."
+    assert rows[-1] == "  The slowest is rank 20: 300 ms a step by itself, the others 100 ms on average."
+
+
+@pytest.mark.parametrize(
+    ("samples", "seconds", "advice"),
+    [
+        ((48, 48), (0.052, 0.155), "each would end after about 78 ms instead of 155 ms"),
+        ((256, 64, 64), (1.2, 4.0, 1.1), "each would end after about 1.34 s instead of 4.00 s"),
+        ((64, 64), (0.100, 0.170), "each would end after about 127 ms instead of 170 ms"),
+        ((64, 64), (0.100, 0.150), ""),  # two equal devices with much else to do differ by as much
+        ((64, 64), (0.1, 0.1), ""),
+        ((1, 1), (0.1, 0.9), ""),  # one sample each is the least
+        ((72, 24), (0.072, 0.072), ""),
+        ((64, 64), (0.0, 0.1), ""),
+    ],
+)
+def test_shares_by_speed_are_advised_where_they_help(samples, seconds, advice):
+    """By how much, from the rates that were measured."""
+    said = list(advise_ranks(samples, seconds))
+    assert len(said) == bool(advice)
+    assert all(line.endswith(advice) for line in said)
+
+
+def test_a_plan_advises_shares_by_speed():
+    """Among what would help, in text and in a notebook."""
+    plan = make_whole_plans((48, 48), (0.052, 0.155))[0]
+    for shown in (explain_plan(plan), render_fragment(plan).replace("&#39;", "'")):
+        assert "all ranks wait for the slowest: fit(..., share='speed') divides the target so that each" in shown
+
+
+def test_a_run_shows_a_row_for_each_rank():
+    """What each did in all steps, and the most that any rank held in the line of the run."""
+    run = make_rank_run([(256, 1, 31.0), (64, 0, 155.0), (64, 2, 30.0)])
+    text = show_plan(CASES["card"], [run])
+    assert section(text, "Run f0f0f0f0f0f0: ranks") == [
+        "  rank  samples  micro-batch  retries     peak  ms/step",
+        "     0     2560           43        1  1.0 GiB     31.0",
+        "     1      640           43        0  2.0 GiB    155.0",
+        "     2      640           43        2  3.0 GiB     30.0",
+        "  The slowest was rank 1: 155 ms a step by itself, the others 30.5 ms on",
+        "    average.",
+        "  All ranks wait for the slowest: fit(..., share='speed') divides the target so",
+        "    that each would end after about 36.3 ms instead of 155 ms.",
+    ]
+    assert "f0f0f0f0f0f0  2026-09-21 14:13     10        3  3.0 GiB  running" in text
+
+
+def bars(svg, kind):
+    """The widths of the bars of this kind."""
+    return [float(bar.get("width")) for bar in with_class(svg, kind)]
+
+
+def test_the_chart_has_bars_as_long_as_their_numbers():
+    """Peaks within budgets on one scale, seconds on another; the slowest stands out."""
+    plan = CASES["ranks"]
+    (svg,) = Page(rank_chart(plan)).charts().values()
+    budget, most = bars(svg, "free"), max(one.seconds for one in plan.ranks)
+    assert len(set(budget)) == 1
+    peaks = [budget[0] * one.peak_bytes / one.budget_bytes for one in plan.ranks]
+    assert bars(svg, "peak") == pytest.approx(peaks, abs=0.01)
+    assert bars(svg, "seconds") == pytest.approx([budget[0] * one.seconds / most for one in plan.ranks], abs=0.01)
+    assert len(with_class(svg, "slowest")) == 1
+    texts = [text.text for text in svg.iter("text")]
+    for one in plan.ranks:
+        assert {f"rank {one.rank}", format_bytes(one.peak_bytes), format_seconds(one.seconds)} <= set(texts)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_chart_is_there_where_there_are_ranks(name):
+    """In a report too, with its key."""
+    assert bool(rank_chart(CASES[name])) == bool(CASES[name].ranks)
+    assert ("of rank 0, the slowest" in render_fragment(CASES[name])) == bool(CASES[name].ranks)
+
+
+def test_a_rank_of_which_nothing_was_measured_is_named_in_the_chart():
+    """Without bars."""
+    first, second = (one.model_copy(update={"seconds": 0.0}) for one in CASES["ranks"].ranks[:2])
+    plan = CASES["card"].model_copy(update={"ranks": (first, second.model_copy(update={"peak_bytes": 0}))})
+    (svg,) = Page(rank_chart(plan)).charts().values()
+    assert [text.text for text in svg.iter("text")][-1] == "rank 1"
+    assert len(list(svg.iter("rect"))) == 2
