@@ -21,6 +21,10 @@ _RESOLUTION = 2 * MIB_UNITS * UNIT
 """The driver hands out no fewer bytes, so no capacity in between makes a difference."""
 
 
+_Pools = tuple[FixedPool | ExpandablePool, FixedPool | ExpandablePool]
+"""For small and for large blocks."""
+
+
 class AllocatorPeak(Record):
     """The most that a simulation took, up to the end or to where memory ran out."""
 
@@ -45,8 +49,8 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None, *, expandable: bool = False) -> None:
         self._expandable = expandable
-        self.small, self.large = self._make_pools()
-        self._pools = {0: (self.small, self.large)}  # by stream
+        self._pools: dict[int, _Pools] = {0: self._make_pools()}  # by stream
+        self.small, self.large = self._pools[0]
         self._capacity = None if capacity is None else capacity // UNIT
         self.reserved = self.peak_reserved = self.alloc_retries = 0
 
@@ -71,7 +75,7 @@ class CachingAllocator:
         """Give back to the driver all that can be given back."""
         self.reserved -= sum(small.release() + large.release() for small, large in self._pools.values())
 
-    def _make_pools(self) -> tuple[FixedPool, FixedPool] | tuple[ExpandablePool, ExpandablePool]:
+    def _make_pools(self) -> _Pools:
         if self._expandable:
             return ExpandablePool(2 * MIB_UNITS), ExpandablePool(20 * MIB_UNITS)
         return FixedPool(least_rest=1), FixedPool(least_rest=MIB_UNITS + 1)

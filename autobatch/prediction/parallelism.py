@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,11 +47,10 @@ def read_parallelism(
         InvalidArgument: They cannot mean anything, or the model is sharded already.
     """
     inner = module_of(model)
-    is_wrapped = isinstance(model, DistributedDataParallel)
     if data_parallel is not None:
         check_choice("data_parallel", data_parallel, STRATEGIES)
-    if world_size is None and is_wrapped:
-        return inner, Parallelism(data_parallel or _DEFAULT, model.process_group.size())
+    if world_size is None and isinstance(model, DistributedDataParallel):
+        return inner, Parallelism(data_parallel or _DEFAULT, dist.get_world_size(model.process_group))
     ranks = 1 if world_size is None else _check_ranks(world_size)
     if ranks == 1 and data_parallel is not None:
         raise InvalidArgument(
@@ -61,8 +61,10 @@ def read_parallelism(
 
 
 def _check_ranks(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= value <= LONGEST_LIST:
-        raise InvalidArgument(f"world_size={show_value(value)} must be an int from 1 to {LONGEST_LIST}: it counts ranks")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 1 <= int(value) <= LONGEST_LIST:
+        raise InvalidArgument(
+            f"world_size={show_value(value)} must be an int from 1 to {LONGEST_LIST}: it counts ranks"
+        )
     return int(value)
 
 

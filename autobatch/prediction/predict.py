@@ -213,9 +213,7 @@ def _predict(
     )
 
 
-def _share(
-    prediction: Prediction, parallelism: Parallelism, shares: tuple[int, ...], model: nn.Module
-) -> Prediction:
+def _share(prediction: Prediction, parallelism: Parallelism, shares: tuple[int, ...], model: nn.Module) -> Prediction:
     """The same as the first rank's part of a target that several ranks share."""
     names = {id(module): name for name, module in model.named_modules()}
     units = find_units(model) if parallelism.strategy == "fsdp2" else []

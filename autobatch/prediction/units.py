@@ -17,8 +17,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def find_units(model: nn.Module) -> list[nn.Module]:
     """The modules that one would call ``fully_shard`` with, one by one, before the model itself.
 
-    Those are the children of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) that are of one class and have
-    modules of their own: single layers are no units. Nothing inside a unit is another one.
+    Those are the children of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) that are of one class and
+    have modules of their own: single layers are no units. Nothing inside a unit is another one.
     """
     return [*_find(model)]
 

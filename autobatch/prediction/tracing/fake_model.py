@@ -56,7 +56,7 @@ class FakeModel:
         self._recorder = recorder
         self._pairs: dict[int, tuple[Any, Any]] = {}
         self._sharded, self._world_size = set(map(id, sharded)), world_size
-        self.shards: dict[torch.Tensor, nn.Parameter] = {}  # this rank's parts, by the whole fake parameter
+        self.shards: dict[torch.Tensor, torch.Tensor] = {}  # this rank's parts, by the whole fake parameter
 
     def of(self, tensor: torch.Tensor, kind: Kind = "buffer", module: str = "") -> torch.Tensor:
         """The fake tensor for a real one, on the fake device.
@@ -73,7 +73,7 @@ class FakeModel:
         fake: torch.Tensor = known[1]
         return fake
 
-    def _shard(self, whole: nn.Parameter) -> nn.Parameter:
+    def _shard(self, whole: torch.Tensor) -> torch.Tensor:
         """What the first rank holds."""
         part = nn.Parameter(torch.empty(shard_shape(whole.shape, self._world_size), dtype=whole.dtype, device=DEVICE))
         self.shards[whole] = part.requires_grad_(whole.requires_grad)

@@ -184,8 +184,10 @@ class Recorder(DispatchMode):
 
     def finish(self, samples: int) -> TracedStep:
         """All that was recorded."""
-        fields = ("phase", "kind", "module", "stream")
-        made = {label: Block(**dict(zip(fields, label, strict=True))) for label in dict.fromkeys(self._labels)}
+        made = {
+            (phase, kind, module, stream): Block(phase=phase, kind=kind, module=module, stream=stream)
+            for phase, kind, module, stream in dict.fromkeys(self._labels)
+        }
         return TracedStep(
             samples=samples,
             order=tuple(event if isinstance(event, int) else -(event.block + 1) for event in self._events),

@@ -8,6 +8,8 @@ memory. Does not cover ``fully_shard`` itself, mixed precision and offload polic
 the user sets, nor what NCCL takes outside the allocator.
 """
 
+# ruff: noqa: SLF001 - torch has no public name for what is called when a backward pass ends
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +27,7 @@ from autobatch.prediction.units import find_units
 
 __all__ = ["FullySharded"]
 
-_Pair = tuple[torch.Tensor, nn.Parameter]
+_Pair = tuple[torch.Tensor, torch.Tensor]
 """A whole parameter, and this rank's shard of it."""
 
 
@@ -47,7 +49,7 @@ class FullySharded(OneRank):
     """The first rank of a sharded model, whose shards are never smaller than another's."""
 
     def __init__(
-        self, model: nn.Module, recorder: Recorder, shards: Mapping[torch.Tensor, nn.Parameter], world_size: int
+        self, model: nn.Module, recorder: Recorder, shards: Mapping[torch.Tensor, torch.Tensor], world_size: int
     ) -> None:
         """Hook into the model's forward and backward passes.
 
@@ -163,9 +165,10 @@ class FullySharded(OneRank):
         self._reducing = [self._allocate(count, dtype, "reduce-scatter", unit)]
         gradients.clear()
         with torch.no_grad(), self._recorder.on_stream("reduce-scatter"):
-            self._add([shard for _, shard in found], self._allocate(count // self._world_size, dtype, "temporary", unit))
+            reduced = self._allocate(count // self._world_size, dtype, "temporary", unit)
+            self._add([shard for _, shard in found], reduced)
 
-    def _add(self, shards: Sequence[nn.Parameter], reduced: torch.Tensor) -> None:
+    def _add(self, shards: Sequence[torch.Tensor], reduced: torch.Tensor) -> None:
         """Add the reduced gradients to those that are there, or let them be the gradients."""
         for shard, part in zip(shards, reduced.split([shard.numel() for shard in shards]), strict=True):
             gradient = part.view(shard.shape)
@@ -182,7 +185,7 @@ class FullySharded(OneRank):
         return made
 
 
-def _divide(model: nn.Module, shards: Mapping[torch.Tensor, nn.Parameter]) -> Iterator[_Unit]:
+def _divide(model: nn.Module, shards: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[_Unit]:
     """The root, which has what no other unit has, then the others."""
     names = {id(module): name for name, module in model.named_modules()}
     taken: set[int] = set()
@@ -227,7 +230,7 @@ def _after_backward(function: Callable[[], None], inputs: Any) -> Any:
     tensors = _differentiable(leaves)
     if not tensors or not torch.is_grad_enabled():
         return inputs
-    passed = iter(_AfterBackward.apply(function, *tensors))
+    passed = iter(_AfterBackward.apply(function, *tensors))  # type: ignore[no-untyped-call]
     return tree_unflatten(
         [next(passed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec
     )
