@@ -81,7 +81,7 @@ def make_sharded():
         pass
 
     model = nn.Linear(6, 4, bias=False)
-    model.weight.data = torch.zeros(4, 6).as_subclass(DTensor)
+    model.weight = nn.Parameter(torch.zeros(4, 6).as_subclass(DTensor))
     return model
 
 
