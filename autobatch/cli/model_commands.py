@@ -20,6 +20,7 @@ from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count, sav
 from autobatch.errors import InvalidArgument
 from autobatch.exactness.verification import verify
 from autobatch.fitting.fit import fit
+from autobatch.prediction.parallelism import STRATEGIES
 from autobatch.prediction.predict import predict
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.text import explain_changes
@@ -70,6 +71,12 @@ def configure_predict(command: argparse.ArgumentParser) -> None:
         "--gpu", nargs="+", action="extend", metavar="NAME", help="such as L4 or 24GiB; default: the one here"
     )
     cards.add_argument("--all", dest="all_cards", action="store_true", help="every card that is known, in one table")
+    command.add_argument("--world-size", type=read_count, metavar="N", help="ranks that share the target; default: one")
+    command.add_argument(
+        "--data-parallel",
+        choices=STRATEGIES,
+        help="how they share the model: each has all of it (ddp), or a shard (fsdp2)",
+    )
     command.add_argument(
         "--margin", type=float, metavar="SHARE", help="left free on top of the prediction, such as 0.1"
     )

@@ -1,8 +1,9 @@
 """Simulates what a sequence of allocations reserves in CUDA's caching allocator, and whether it runs in so much memory.
 
-Covers one stream, with fixed or expandable segments and torch's default settings. Does not cover the other entries of
-``PYTORCH_CUDA_ALLOC_CONF``, garbage collection, events of other streams, private pools of CUDA graphs, nor what lies
-outside the allocator (the context, NCCL). The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``.
+Covers several streams, none of which takes what another one has freed, with fixed or expandable segments and torch's
+default settings. Does not cover the other entries of ``PYTORCH_CUDA_ALLOC_CONF``, garbage collection, blocks whose end
+waits for another stream (``record_stream``), private pools of CUDA graphs, nor what lies outside the allocator (the
+context, NCCL). The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ __all__ = ["AllocatorPeak", "CachingAllocator", "find_least_capacity", "simulate
 
 _RESOLUTION = 2 * MIB_UNITS * UNIT
 """The driver hands out no fewer bytes, so no capacity in between makes a difference."""
+
+
+_Pools = tuple[FixedPool | ExpandablePool, FixedPool | ExpandablePool]
+"""For small and for large blocks."""
 
 
 class AllocatorPeak(Record):
@@ -37,22 +42,23 @@ class AllocatorPeak(Record):
 
 
 class CachingAllocator:
-    """A small and a large pool, what the driver has given for them, and the retry after it refuses.
+    """A small and a large pool for each stream, what the driver has given for them, and the retry after it refuses.
 
     ``reserved`` is in units, and ``peak_reserved`` the most of them; the driver gives up to ``capacity`` bytes.
     """
 
     def __init__(self, capacity: int | None, *, expandable: bool = False) -> None:
-        self.small: FixedPool | ExpandablePool = FixedPool(least_rest=1)
-        self.large: FixedPool | ExpandablePool = FixedPool(least_rest=MIB_UNITS + 1)
-        if expandable:
-            self.small, self.large = ExpandablePool(2 * MIB_UNITS), ExpandablePool(20 * MIB_UNITS)
+        self._expandable = expandable
+        self._pools: dict[int, _Pools] = {0: self._make_pools()}  # by stream
+        self.small, self.large = self._pools[0]
         self._capacity = None if capacity is None else capacity // UNIT
         self.reserved = self.peak_reserved = self.alloc_retries = 0
 
-    def allocate(self, size: int) -> int:
+    def allocate(self, size: int, stream: int = 0) -> int:
         """A block of at least ``size`` units, or ``NO_BLOCK``: out of memory."""
-        pool = self.small if size <= MIB_UNITS else self.large  # kSmallSize
+        if stream not in self._pools:
+            self._pools[stream] = self._make_pools()
+        pool = self._pools[stream][size > MIB_UNITS]  # kSmallSize
         block = pool.take(size)
         if block == NO_BLOCK and (block := pool.grow(size, self._reserve)) == NO_BLOCK:
             self.release_cached()
@@ -60,14 +66,19 @@ class CachingAllocator:
             block = pool.grow(size, self._reserve)
         return block
 
-    def free(self, block: int) -> None:
-        """Free a block that was handed out."""
+    def free(self, block: int, stream: int = 0) -> None:
+        """Free a block that was handed out to that stream."""
         # No block of the large pool is this small, and one of the small pool is never larger than what was asked for.
-        (self.small if block >> ADDRESS_BITS <= MIB_UNITS else self.large).give(block)
+        self._pools[stream][block >> ADDRESS_BITS > MIB_UNITS].give(block)
 
     def release_cached(self) -> None:
         """Give back to the driver all that can be given back."""
-        self.reserved -= self.large.release() + self.small.release()
+        self.reserved -= sum(small.release() + large.release() for small, large in self._pools.values())
+
+    def _make_pools(self) -> _Pools:
+        if self._expandable:
+            return ExpandablePool(2 * MIB_UNITS), ExpandablePool(20 * MIB_UNITS)
+        return FixedPool(least_rest=1), FixedPool(least_rest=MIB_UNITS + 1)
 
     def _reserve(self, size: int) -> bool:
         reserved = self.reserved + size
@@ -85,20 +96,25 @@ def simulate(
     capacity: int | None = None,
     expandable_segments: bool = False,
     released_at: int = 0,
+    streams: Sequence[int] = (),
 ) -> AllocatorPeak:
     """Make the allocations in their order, as ``TracedStep`` has it, and return what they took at most.
 
     What has no bytes gets no block. The driver gives no more than ``capacity``, where that is not None. Before the
-    entry ``released_at`` the caches go back to the driver, and peaks are those from there on.
+    entry ``released_at`` the caches go back to the driver, and peaks are those from there on. ``streams`` says for each
+    block on which stream it is allocated; by default all are on one.
 
     Raises:
         InvalidArgument: The order frees a block that is not allocated, allocates one that is, or names one without a
             size; or a size is negative.
     """
-    return _run(order, _round(order, sizes), capacity, expandable=expandable_segments, released_at=released_at)
+    rounded = _round(order, sizes)
+    return _run(order, rounded, streams, capacity, expandable=expandable_segments, released_at=released_at)
 
 
-def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandable_segments: bool = False) -> int:
+def find_least_capacity(
+    order: Sequence[int], sizes: Sequence[int], *, expandable_segments: bool = False, streams: Sequence[int] = ()
+) -> int:
     """Bytes in which a timeline runs, perhaps with retries, and in 2 MiB less it does not; arguments as ``simulate``.
 
     More memory does not always help: a retry that comes later can leave other holes. Of 47 394 short random orders 40
@@ -107,10 +123,10 @@ def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandabl
     """
     rounded = _round(order, sizes)
     fails = (most_alive(order, rounded) * UNIT - 1) // _RESOLUTION
-    runs = _run(order, rounded, None, expandable=expandable_segments).reserved // _RESOLUTION
+    runs = _run(order, rounded, streams, None, expandable=expandable_segments).reserved // _RESOLUTION
     while runs - fails > 1:
         middle = (fails + runs) // 2
-        if _run(order, rounded, middle * _RESOLUTION, expandable=expandable_segments).out_of_memory:
+        if _run(order, rounded, streams, middle * _RESOLUTION, expandable=expandable_segments).out_of_memory:
             fails = middle
         else:
             runs = middle
@@ -118,11 +134,18 @@ def find_least_capacity(order: Sequence[int], sizes: Sequence[int], *, expandabl
 
 
 def _run(
-    order: Sequence[int], rounded: Sequence[int], capacity: int | None, *, expandable: bool, released_at: int = 0
+    order: Sequence[int],
+    rounded: Sequence[int],
+    streams: Sequence[int],
+    capacity: int | None,
+    *,
+    expandable: bool,
+    released_at: int = 0,
 ) -> AllocatorPeak:
     allocator = CachingAllocator(capacity, expandable=expandable)
     allocate, free = allocator.allocate, allocator.free
     held = [0] * len(rounded)
+    stream_of = streams or held.copy()
     allocated = peak = 0
     peak_position = oom_position = None
     for position, entry in enumerate(order):
@@ -133,9 +156,9 @@ def _run(
             block = held[-entry - 1]
             if block:
                 allocated -= block >> ADDRESS_BITS
-                free(block)
+                free(block, stream_of[-entry - 1])
         elif size := rounded[entry - 1]:
-            block = allocate(size)
+            block = allocate(size, stream_of[entry - 1])
             if block == NO_BLOCK:
                 oom_position = position
                 break

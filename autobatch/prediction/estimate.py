@@ -136,7 +136,8 @@ class Estimate:
         """In how many bytes ``n`` samples run, the caches going back to the driver where they must."""
 
         def measure(step: TracedStep) -> int:
-            return find_least_capacity(*self.with_workspaces(step), expandable_segments=self.expandable_segments)
+            expandable, streams = self.expandable_segments, _streams_of(step)
+            return find_least_capacity(*self.with_workspaces(step), expandable_segments=expandable, streams=streams)
 
         return self._measure("least capacity", n, measure) + self._untraced_bytes(n)
 
@@ -259,7 +260,8 @@ class Estimate:
 
     def _simulate(self, step: TracedStep, capacity: int | None = None) -> AllocatorPeak:
         order, sizes = self.with_workspaces(step)
-        return simulate(order, sizes, capacity=capacity, expandable_segments=self.expandable_segments)
+        expandable, streams = self.expandable_segments, _streams_of(step)
+        return simulate(order, sizes, capacity=capacity, expandable_segments=expandable, streams=streams)
 
     def with_workspaces(self, step: TracedStep) -> tuple[list[int], list[int]]:
         """The step's order and its blocks' bytes on this card, workspaces among them."""
@@ -296,6 +298,11 @@ def _each_once(runs: Iterable[Convolution]) -> Iterable[Convolution]:
 def _unseen_handles(step: TracedStep) -> int:
     """Handles of cuBLAS that the traced operators did not take, and others may: they are there from the beginning."""
     return _HANDLES - sum(block.kind == _HANDLE for block in step.blocks)
+
+
+def _streams_of(step: TracedStep) -> list[int]:
+    """Of each block of ``Estimate.with_workspaces``."""
+    return [*step.streams, *[0] * _unseen_handles(step)] if step.streams else []
 
 
 def _sizes_of(kind: str, step: TracedStep) -> list[int]:

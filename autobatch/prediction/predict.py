@@ -10,13 +10,14 @@ import numbers
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autobatch._arguments import check_micro_batches, check_switch, check_target
+from autobatch._bounds import LONGEST_LIST
 from autobatch._formatting import show_value
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer
@@ -26,15 +27,18 @@ from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.planner import balance
+from autobatch.planning.shares import share_target
 from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.local_card import read_card
+from autobatch.prediction.parallelism import Parallelism, read_parallelism
 from autobatch.prediction.prediction import Prediction
-from autobatch.prediction.record import Part
+from autobatch.prediction.record import Part, Strategy
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
+from autobatch.prediction.units import find_units
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
@@ -64,6 +68,8 @@ def predict(
     *,
     weigh: Weigh | None = None,
     target_batch: int = 256,
+    world_size: int | None = None,
+    data_parallel: Strategy | None = None,
     gpu: str | int | None = None,
     margin: float = MARGIN,
     expandable_segments: bool = False,
@@ -83,7 +89,12 @@ def predict(
         step: ``step(model, micro_batch)``, as for ``fit``.
         optimizer: Its state and its step's own memory are part of the prediction.
         weigh: As for ``fit``; it is not called.
-        target_batch: Samples one optimizer step should see.
+        target_batch: Samples one optimizer step should see, over all ranks.
+        world_size: Ranks that share the target; default: those of a ``DistributedDataParallel``, else one. What is
+            predicted is of the rank with the largest share.
+        data_parallel: How the ranks share the model. ``"ddp"`` (the default of several): each has all of it, and a
+            bucket or two of gradients. ``"fsdp2"``: each has its shard of parameters, gradients and optimizer state, as
+            if ``fully_shard`` had been called with each of the model's repeated blocks, and then with the model.
         gpu: A card's name (``"H100-80GB"``; of ``"H100"`` it is the commonest, and ``warnings`` says which), all of its
             memory (``"24GiB"``), or ``None`` for the one of this machine.
         margin: The fraction of the predicted peak that is left free on top of it; of all that the process takes.
@@ -114,29 +125,53 @@ def predict(
     }
     for name, switch in switches.items():
         check_switch(name, switch)
+    model, parallelism = read_parallelism(model, world_size, data_parallel)
+    shares = share_target(target_batch, "equal", [1.0] * (parallelism.world_size if parallelism else 1))
     card = _find_local() if gpu is None else find_gpu(gpu, torch.version.cuda)
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
-    example = find_example(model, batch, target_batch)
-    layout, circumstances = example.layout, Circumstances(scaler=scaler)
-    # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
-    is_doubtful = target_batch > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
-    with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
-        timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
-        smallest = ask_smallest() if ask_smallest else None
-    estimate = Estimate(timeline, expandable_segments=expandable_segments, target=target_batch).on_card(card)
-    sizing = Sizing(estimate, card, target_batch, float(margin), smallest or 1, torch.version.cuda)
-    sizing, proof = prove_sizing(sizing, workload, layout, circumstances)
-    # A division that ends in one sample needs a model that can run it.
-    ends_in_one = sizing.largest > 0 and min(balance(target_batch, sizing.largest)) == 1 < target_batch
-    if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
-        sizing, proof = prove_sizing(replace(sizing, smallest=2), workload, layout, circumstances)
-    explained = (run_apart(lambda: explain_loss(workload, layout)),) if workload.step is default_step else ()
+    example = find_example(model, batch, shares[0])
+    circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
+    question = _Question(workload, example.layout, circumstances, card, shares[0], float(margin))
+    sizing, proof = question.find_sizing(expandable_segments=expandable_segments)
+    explained = (run_apart(lambda: explain_loss(workload, example.layout)),) if workload.step is default_step else ()
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
-    prediction = _predict(workload, layout, sizing, proof, warnings, all_cards=all_cards)
-    changes = try_changes(workload, layout, sizing, circumstances) if what_if else ()
+    prediction = _predict(workload, example.layout, sizing, proof, warnings, all_cards=all_cards)
+    if parallelism is not None:
+        prediction = _share(prediction, parallelism, shares, model)
+    changes = try_changes(workload, example.layout, sizing, circumstances) if what_if else ()
     seconds = time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
     return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})
+
+
+@dataclass(frozen=True)
+class _Question:
+    """How large a micro-batch of this step may be, on this card."""
+
+    workload: Workload
+    layout: Layout
+    circumstances: Circumstances
+    card: Gpu
+    share: int  # samples that the rank runs in an optimizer step
+    margin: float
+
+    def find_sizing(self, *, expandable_segments: bool) -> tuple[Sizing, Proof]:
+        """Trace the step, estimate it, and trace it once more at the size that fits."""
+        workload, layout, circumstances, share = self.workload, self.layout, self.circumstances, self.share
+        model = workload.model
+        # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
+        is_doubtful = share > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
+        with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
+            timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
+            smallest = ask_smallest() if ask_smallest else None
+        estimate = Estimate(timeline, expandable_segments=expandable_segments, target=share).on_card(self.card)
+        sizing = Sizing(estimate, self.card, share, self.margin, smallest or 1, torch.version.cuda)
+        sizing, proof = prove_sizing(sizing, workload, layout, circumstances)
+        # A division that ends in one sample needs a model that can run it.
+        ends_in_one = sizing.largest > 0 and min(balance(share, sizing.largest)) == 1 < share
+        if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
+            sizing, proof = prove_sizing(replace(sizing, smallest=2), workload, layout, circumstances)
+        return sizing, proof
 
 
 def _predict(
@@ -176,6 +211,19 @@ def _predict(
         doubt=proof.doubt,
         warnings=warnings,
     )
+
+
+def _share(prediction: Prediction, parallelism: Parallelism, shares: tuple[int, ...], model: nn.Module) -> Prediction:
+    """The same as the first rank's part of a target that several ranks share."""
+    names = {id(module): name for name, module in model.named_modules()}
+    units = find_units(model) if parallelism.strategy == "fsdp2" else []
+    ranks = {"target_batch": sum(shares), "world_size": parallelism.world_size, "shares": shares}
+    own = {
+        "data_parallel": parallelism.strategy,
+        "units": tuple(names[id(unit)] for unit in units[:LONGEST_LIST]),
+        "plan": prediction.plan and prediction.plan.model_copy(update=ranks),
+    }
+    return prediction.model_copy(update={**ranks, **own})
 
 
 def _as_parts(named: Iterable[tuple[str, int]]) -> tuple[Part, ...]:

@@ -6,7 +6,7 @@ Covers what was predicted, for which card, and how sure that is. Does not cover 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,7 +16,10 @@ from autobatch.planning.curve import MemoryCurve
 from autobatch.prediction.cards import Gpu
 from autobatch.records import Record
 
-__all__ = ["CardFit", "Change", "Part", "Point", "PredictionRecord", "Reach"]
+__all__ = ["CardFit", "Change", "Part", "Point", "PredictionRecord", "Reach", "Strategy"]
+
+Strategy = Literal["ddp", "fsdp2"]
+"""How ranks share a model: each has all of it (``DistributedDataParallel``), or a shard (``fully_shard``)."""
 
 
 class Part(Record):
@@ -96,7 +99,7 @@ class PredictionRecord(Record):
 
     Attributes:
         gpu: The card that was asked for.
-        target_batch: Samples an optimizer step should see.
+        target_batch: Samples an optimizer step should see, over all ranks.
         curve: Peaks by micro-batch size, in bytes of the allocator: a convex cover of ``points``.
         points: What was simulated, in order of size; where there are many, a choice of it.
         plan: For the target on this card, marked ``predicted``; ``None`` where not even one sample fits.
@@ -128,6 +131,12 @@ class PredictionRecord(Record):
         doubt: Why it was not; empty where it was.
         warnings: What the user should know before trusting it, a sentence each.
         seconds: How long the prediction took.
+        world_size: Ranks that share the target.
+        data_parallel: How they share the model; ``None`` where there is one process.
+        shares: Samples of an optimizer step on each rank, empty where one has all. All else is said of the first one:
+            no other rank has more samples or larger shards.
+        units: With ``"fsdp2"`` the modules that are taken to be sharded apart, by their paths; the rest of the model is
+            one more.
     """
 
     gpu: Gpu
@@ -154,3 +163,12 @@ class PredictionRecord(Record):
     doubt: Text = ""
     warnings: Annotated[tuple[Text, ...], LISTED] = ()
     seconds: Seconds = 0.0
+    world_size: Target = 1
+    data_parallel: Strategy | None = None
+    shares: Annotated[tuple[Samples, ...], LISTED] = ()
+    units: Annotated[tuple[Text, ...], LISTED] = ()
+
+    @property
+    def share(self) -> int:
+        """Samples of an optimizer step on the rank that the prediction is about."""
+        return self.shares[0] if self.shares else self.target_batch

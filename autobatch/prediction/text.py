@@ -7,7 +7,7 @@ record, or is the sum of two that do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
 from autobatch._formatting import format_bytes, plural
@@ -45,6 +45,7 @@ def explain_prediction(prediction: PredictionRecord) -> str:
     return "\n".join(
         [
             summarise_prediction(prediction),
+            *_section("The ranks", _wrapped(_rank_lines(prediction))),
             *_section(f"What fits: {prediction.gpu.name}", _reach_lines(prediction)),
             *_section(f"Where the memory goes at {size}", _part_lines(_parts(prediction))),
             *_section(f"Its tensors at {size}, by module", _part_lines(_modules(prediction))),
@@ -59,7 +60,7 @@ def explain_prediction(prediction: PredictionRecord) -> str:
 
 def explain_cards(prediction: PredictionRecord) -> str:
     """Every card that was judged, a line each; ends without a newline."""
-    header = f"{plural(prediction.target_batch, 'sample')} a step"
+    header = f"{plural(prediction.share, 'sample')} a step{_of_ranks(prediction)}"
     doubts = _wrapped((*_interpolation_lines(prediction), *(f"! {warning}" for warning in prediction.warnings)))
     return "\n".join([header, *_card_lines(prediction, mark=""), *doubts])
 
@@ -93,11 +94,35 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.3g} %"
 
 
+def _of_ranks(prediction: PredictionRecord) -> str:
+    ranks = prediction.world_size
+    return "" if ranks == 1 else f" on the first of {ranks} ranks, {prediction.target_batch} in all"
+
+
+def _rank_lines(prediction: PredictionRecord) -> Iterator[str]:
+    if prediction.data_parallel is None:
+        return
+    ranks, share = plural(prediction.world_size, "rank"), plural(prediction.share, "sample")
+    how = "each with the whole model (ddp)" if prediction.data_parallel == "ddp" else "each with a shard of it (fsdp2)"
+    yield f"{prediction.target_batch} samples a step on {ranks}, {how}"
+    yield f"all that follows is of the first rank, which has {share}: no other one has more, or larger shards"
+    if prediction.data_parallel == "fsdp2":
+        yield _describe_units(prediction.units)
+
+
+def _describe_units(units: Sequence[str]) -> str:
+    if not units:
+        return "sharded as if fully_shard() had been called with the model alone: it has no blocks that repeat"
+    named = units[0] if len(units) == 1 else f"{units[0]} to {units[-1]}"
+    return f"sharded as if fully_shard() had been called with {plural(len(units), 'module')} ({named}), then the model"
+
+
 def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
-    target, reach = prediction.target_batch, prediction.reach
+    target, reach = prediction.share, prediction.reach
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     if chosen == target:
-        yield f"all {target} of the target at once, with the margin" if target > 1 else "the target, with the margin"
+        what = "target" if prediction.world_size == 1 else "share"
+        yield f"all {target} of the {what} at once, with the margin" if target > 1 else f"the {what}, with the margin"
         return
     yield f"{chosen or 'none':>12}   with the margin: {'the plan' if chosen else 'no plan'}"
     yield f"{_of_target(reach.comfortable, target):>12}   without it, if the allocator never has to give memory back"
@@ -111,8 +136,8 @@ def _reach_lines(prediction: PredictionRecord) -> Iterator[str]:
 
 def _is_bound(prediction: PredictionRecord, size: int) -> bool:
     """Whether a size is the largest that could be judged, so that the card may well take more."""
-    steps = -(-prediction.target_batch // size) if size else 0
-    return steps > 1 and -(-prediction.target_batch // (steps - 1)) > prediction.largest_judged
+    steps = -(-prediction.share // size) if size else 0
+    return steps > 1 and -(-prediction.share // (steps - 1)) > prediction.largest_judged
 
 
 def _of_target(size: int, target: int) -> str:
@@ -158,7 +183,7 @@ def _change_lines(prediction: PredictionRecord) -> Iterator[str]:
     for change in prediction.changes:
         yield from _describe_change(change)
     now = prediction.plan.micro_batch_size if prediction.plan else 0
-    if now == prediction.target_batch:
+    if now == prediction.share:
         yield "all of the target fits as it is: this would only save memory"
     elif _is_bound(prediction, now):
         yield "the plan has the largest size that was judged: this would only save memory"
@@ -216,6 +241,8 @@ def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
         yield f"the card's memory is {gpu.source}"
     if not gpu.context_measured:
         yield f"what CUDA takes for itself is a guess on this card ({gpu.context_source})"
+    if prediction.data_parallel is not None:
+        yield "what NCCL takes outside the allocator is not counted: leave some of the card free for it, by margin="
     yield from _cudnn_lines(prediction)
     at = f"at {plural(prediction.judged_size, 'sample')}"
     if prediction.proven_at:
@@ -254,6 +281,7 @@ def render_prediction(prediction: PredictionRecord) -> str:
         summary=summarise_prediction(prediction).removeprefix("autobatch: "),
         warnings=prediction.warnings,
         sections=[
+            *([Section("The ranks", items=list(_rank_lines(prediction)))] if prediction.data_parallel else []),
             *(section for section in _table_sections(prediction) if section.table and section.table.rows),
             Section("How sure this is", items=list(_trust_lines(prediction))),
         ],

@@ -15,9 +15,12 @@ from pydantic import Field
 from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.records import Record
 
-__all__ = ["Block", "Kind", "Phase", "Timeline", "TracedStep", "align", "combine", "most_alive"]
+__all__ = ["Block", "Kind", "Phase", "Stream", "Timeline", "TracedStep", "align", "combine", "most_alive"]
 
 Phase = Literal["before", "forward", "backward", "optimizer"]
+Stream = Literal["compute", "all-gather", "reduce-scatter"]
+"""On which stream of CUDA's a block is allocated: memory that is freed on one is not used again by another."""
+_STREAMS: tuple[Stream, ...] = ("compute", "all-gather", "reduce-scatter")
 Kind = Literal[
     "parameter",
     "buffer",
@@ -27,6 +30,11 @@ Kind = Literal[
     "temporary",
     "input",
     "aux",
+    "bucket",  # in which DDP or the Runner sums gradients over ranks
+    "gathered parameter",  # a whole one, of shards of all ranks
+    "unsharded gradient",  # of a whole one, before it is reduced
+    "all-gather",  # its buffer
+    "reduce-scatter",  # its input
     "cuDNN workspace",  # without bytes: what cuDNN takes for a convolution is the card's
     "addends",  # no bytes, but how many numbers each result of a sum adds up; "partial sums" is next
     "partial sums",  # bytes of a sum's results: the buffer that it takes follows from both (``reductions``)
@@ -43,6 +51,7 @@ class Block(Record):
     phase: Phase  # in which it was made
     kind: Kind  # "aux" is what a step returns beside its loss, held until all its micro-batches ran
     module: str = ""  # the submodule that made it, or whose parameter it belongs to; "" outside of all
+    stream: Stream = "compute"
 
 
 class TracedStep(Record):
@@ -62,6 +71,12 @@ class TracedStep(Record):
     def kernel_blocks(self) -> list[int]:
         """Which blocks are no tensors, but stand for a kernel's own memory."""
         return [index for index, block in enumerate(self.blocks) if block.kind in _NO_TENSORS]
+
+    @cached_property
+    def streams(self) -> list[int]:
+        """The number of the stream on which each block is allocated; empty where that is one for all."""
+        numbers = [_STREAMS.index(block.stream) for block in self.blocks]
+        return numbers if any(numbers) else []
 
     def tensor_sizes(self) -> list[int]:
         """Bytes of each block that is a tensor, 0 for those that stand for a kernel's own memory."""

@@ -229,6 +229,11 @@ CALLS = {
         f"predict(margin={show_value(v)})": lambda v=v: predict(margin=v)
         for v in (HUGE, True, "0.1", None, float("nan"), 1, -0.1, Fraction(HUGE), 1j)
     },
+    **{f"predict(world_size={show_value(v)})": lambda v=v: predict(world_size=v) for v in NO_COUNTS if v is not None},
+    **{
+        f"predict(data_parallel={show_value(v)})": lambda v=v: predict(world_size=2, data_parallel=v)
+        for v in (HUGE, True, "DDP", b"ddp", [], 1.5, object(), int)
+    },
     **{f"settings({show_value(v)})": lambda v=v: fit().settings(v) for v in (None, 5, [], {}, "keras", HUGE)},
     **{
         f"{call.__name__}({show_value(v)})": lambda call=call, v=v: call(v)

@@ -69,6 +69,22 @@ def run_odd_batch():
     autobatch.Runner(plan, model, mean_step, torch.optim.SGD(model.parameters())).step(make_batch(5))
 
 
+def predict(model=None, **options):
+    """A prediction for an L4."""
+    return autobatch.predict(model or Plain(), make_batch(4), mean_step, gpu="L4", **options)
+
+
+def make_sharded():
+    """A model whose parameter says that it is sharded; without a process group none can be."""
+
+    class DTensor(torch.Tensor):
+        pass
+
+    model = nn.Linear(6, 4, bias=False)
+    model.weight = nn.Parameter(torch.zeros(4, 6).as_subclass(DTensor))
+    return model
+
+
 def divide_anew():
     """A weight that does not add up is seen in the first step."""
     make_runner(weigh=lambda b: 5.0).step(make_batch(16))
@@ -155,6 +171,37 @@ TABLE = [
         (
             "target_batch=1000000000000000000 is more than the 100000000 samples that one optimizer step may have: "
             "count what dimension 0 counts, such as images or texts, not tokens or bytes"
+        ),
+    ),
+    (
+        lambda: predict(world_size=0),
+        "InvalidArgument",
+        "world_size=0 must be an int from 1 to 10000: it counts ranks",
+    ),
+    (
+        lambda: predict(world_size=4, data_parallel="zero3"),
+        "InvalidArgument",
+        "data_parallel='zero3' is not known; one of 'ddp', 'fsdp2'",
+    ),
+    (
+        lambda: predict(data_parallel="fsdp2"),
+        "InvalidArgument",
+        "data_parallel='fsdp2' is of several ranks: pass world_size=2 or more, or leave it out",
+    ),
+    (
+        lambda: predict(world_size=4, target_batch=3),
+        "InvalidArgument",
+        (
+            "target_batch=3 is less than one sample for each of 4 ranks: pass target_batch=4 or more, or run on fewer "
+            "ranks"
+        ),
+    ),
+    (
+        lambda: predict(make_sharded(), world_size=4),
+        "InvalidArgument",
+        (
+            "the parameter weight is sharded (DTensor): predict with the model as it is before fully_shard(), and with "
+            "world_size= and data_parallel='fsdp2'"
         ),
     ),
     (

@@ -411,3 +411,18 @@ def test_a_long_timeline_is_fast(expandable):
         simulate(order, sizes, expandable_segments=expandable)
         seconds.append(time.process_time() - begin)
     assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_what_one_stream_frees_no_other_takes(expandable):
+    """A block is used again by its own stream alone; caches of all streams go back where memory ends."""
+    order, sizes = [1, -1, 2, -2, 3], [30 * MIB, 30 * MIB, 30 * MIB]
+    options = {"expandable_segments": expandable}
+    page = 10 * MIB if expandable else 0  # pages of 20 MiB
+    assert simulate(order, sizes, **options).reserved == 30 * MIB + page
+    assert simulate(order, sizes, streams=[0, 0, 0], **options) == simulate(order, sizes, **options)
+    assert simulate(order, sizes, streams=[0, 1, 0], **options).reserved == 2 * (30 * MIB + page)
+    assert simulate(order, sizes, streams=[0, 1, 2], **options).reserved == 3 * (30 * MIB + page)
+    tight = simulate(order, sizes, streams=[0, 1, 2], capacity=40 * MIB, **options)
+    assert (tight.out_of_memory, tight.alloc_retries) == (False, 2)
+    assert find_least_capacity(order, sizes, streams=[0, 1, 2], **options) == 30 * MIB + page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders.ranks import run_ranks, values_of
 from nets import GPT, ConvNet, images, step, tokens
 from torch import nn
 from torch.nn import functional as F
@@ -302,3 +303,67 @@ def test_what_the_runner_would_refuse_is_refused_here():
     assert autobatch.predict(model, batch, run, optimizer, gpu="L4").plan
     other.requires_grad_(False)
     assert autobatch.predict(model, batch, run, gpu="L4").plan
+
+
+def test_a_prediction_for_several_ranks_is_of_the_largest_share():
+    """The target is of all ranks; record, plan and texts say so, and the plan's sizes sum to the first rank's share."""
+    found = predict(GPT(layers=3), target_batch=258, world_size=4, data_parallel="fsdp2", gpu="L4")
+    assert (found.target_batch, found.world_size, found.data_parallel) == (258, 4, "fsdp2")
+    assert (found.shares, found.share, found.units) == ((65, 65, 64, 64), 65, ("blocks.0", "blocks.1", "blocks.2"))
+    plan = found.plan
+    assert (plan.target_batch, plan.world_size, plan.rank, plan.shares) == (258, 4, 0, found.shares)
+    assert sum(plan.micro_batch_sizes) == 65
+    assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
+    assert type(found).model_validate_json(found.model_dump_json()) == found
+    assert "rank 0 of 4: 65 of 258 = 1 x 65" in str(found)
+    assert "258 samples a step on 4 ranks, each with a shard of it (fsdp2)" in found.explain()
+    assert "called with 3 modules (blocks.0 to blocks.2), then the model" in found.explain()
+    assert "65 samples a step on the first of 4 ranks, 258 in all" in found.explain_cards()
+    assert "The ranks" in found._repr_html_()
+    assert max(card.micro_batch_size for card in found.cards) == 65
+
+
+def test_sharding_takes_less_and_replicas_take_more():
+    """Of the model, by kind: a quarter of it on each of four ranks, or all of it and buckets of its gradients."""
+    kinds = {}
+    for strategy in (None, "ddp", "fsdp2"):
+        ranks = {} if strategy is None else {"world_size": 4, "data_parallel": strategy}
+        found = predict(GPT(layers=3), target_batch=8 * (4 if ranks else 1), **ranks)
+        kinds[strategy] = {part.name: part.byte_count for part in found.breakdown}
+        assert found.proven_at == found.judged_size
+    whole = kinds[None]["parameter"]
+    trained = sum(p.numel() for p in GPT(layers=3).parameters())
+    assert kinds["ddp"]["bucket"] == 4 * trained + 4 * (trained + 1) + 8
+    assert kinds["ddp"]["parameter"] == whole
+    assert kinds["fsdp2"]["parameter"] == pytest.approx(whole / 4, rel=0.01)
+    assert kinds["fsdp2"]["optimizer state"] == pytest.approx(kinds[None]["optimizer state"] / 4, rel=0.01)
+
+
+def predict_wrapped():
+    """The same for a wrapped model, a wrapped one with the ranks named, and the model inside it."""
+    model = GPT()
+    wrapped, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+
+    def ask(model, **ranks):
+        found = autobatch.predict(model, tokens(), step, optimizer, gpu="2GiB", target_batch=64, **ranks)
+        return found.peak_bytes, found.shares, found.data_parallel
+
+    return ask(wrapped), ask(wrapped, world_size=2), ask(model, world_size=2, data_parallel="ddp")
+
+
+def test_a_wrapped_model_is_unwrapped():
+    """It says how many ranks there are; nothing is sent, so one of them may ask alone."""
+    for answers in values_of(run_ranks(predict_wrapped)):
+        assert len(set(answers)) == 1
+        assert answers[0][1:] == ((32, 32), "ddp")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_nothing_of_a_rank_is_left(strategy):
+    """Parameters, hooks and generators are as before, in a process that has no group."""
+    model = GPT()
+    before, hooks = bits_of(model), [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    predict(model, world_size=3, data_parallel=strategy)
+    assert not differences(before, bits_of(model))
+    assert hooks == [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    assert not torch.distributed.is_initialized()

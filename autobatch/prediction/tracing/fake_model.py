@@ -16,7 +16,7 @@ import types
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from autobatch._formatting import name_type
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Kind
+from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.step.reachable import parts_of, walk
 
-__all__ = ["FakeModel", "Location", "modules_of"]
+__all__ = ["FakeModel", "Location", "modules_of", "shard_shape"]
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 _LEADS = (nn.Module, partial, types.FunctionType, types.MethodType, list, tuple, dict)
@@ -44,9 +45,18 @@ class FakeModel:
     Made and used while a ``FakeMode`` and its recorder are active.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, sharded: Sequence[nn.Parameter] = (), world_size: int = 1) -> None:
+        """Nothing is made yet.
+
+        Args:
+            recorder: The active one.
+            sharded: Real parameters of which this rank holds its part alone, as ``fully_shard`` divides them.
+            world_size: Over how many ranks.
+        """
         self._recorder = recorder
         self._pairs: dict[int, tuple[Any, Any]] = {}
+        self._sharded, self._world_size = set(map(id, sharded)), world_size
+        self.shards: dict[torch.Tensor, torch.Tensor] = {}  # this rank's parts, by the whole fake parameter
 
     def of(self, tensor: torch.Tensor, kind: Kind = "buffer", module: str = "") -> torch.Tensor:
         """The fake tensor for a real one, on the fake device.
@@ -56,10 +66,18 @@ class FakeModel:
         """
         known = self._pairs.get(id(tensor))
         if known is None:
-            known = self._pairs[id(tensor)] = (tensor, _imitate(tensor))
-            self._recorder.label(known[1], kind, module)
+            is_sharded = id(tensor) in self._sharded
+            with self._recorder.unrecorded() if is_sharded else nullcontext():
+                known = self._pairs[id(tensor)] = (tensor, _imitate(tensor))
+            self._recorder.label(self._shard(known[1]) if is_sharded else known[1], kind, module)
         fake: torch.Tensor = known[1]
         return fake
+
+    def _shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """What the first rank holds."""
+        part = nn.Parameter(torch.empty(shard_shape(whole.shape, self._world_size), dtype=whole.dtype, device=DEVICE))
+        self.shards[whole] = part.requires_grad_(whole.requires_grad)
+        return part
 
     def copy(self, value: Any, *, reads_scalars: bool = False) -> Any:
         """A tree with fake tensors, in containers of its own; modules and other objects stay.
@@ -123,6 +141,11 @@ class FakeModel:
             return empty
         items = map(copy, value)
         return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+def shard_shape(whole: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """What each rank holds of a parameter: rows as ``torch.chunk`` divides them, the last ones padded."""
+    return (-(-whole[0] // world_size), *whole[1:]) if whole else ()
 
 
 def _choose_foreach(optimizer: Any) -> None:

@@ -20,8 +20,10 @@ from torch import nn
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
 from autobatch.errors import InvalidStep
+from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors
 from autobatch.prediction.tracing.fake_model import FakeModel
+from autobatch.prediction.tracing.rank import take_part
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.state.gradients import Float32Sums, GradientStamps
 from autobatch.state.module_state import ModuleState
@@ -44,6 +46,7 @@ class Circumstances(NamedTuple):
     steps: int = 2  # the first makes the optimizer's state, the second begins with it
     scaler: bool = False  # whether the loss is scaled, and gradients unscaled
     zeroes_gradients: bool = False  # in place after a step; else they are dropped
+    parallelism: Parallelism | None = None  # None: one process
 
     def once(self) -> Circumstances:
         """The same with one step, whose trace is the beginning of that of two and takes half as long."""
@@ -56,15 +59,19 @@ class DryRun:
     def __init__(
         self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
     ) -> None:
+        self._rank = take_part(circumstances.parallelism, workload.model, recorder, fakes)
         self.recorder, self._names = recorder, names
         self._workload, self._circumstances = _without_counts(workload), circumstances
         self._modules = [*workload.model.modules()]
         owned = [(name, p) for name, module in workload.model.named_modules() for p in module._parameters.values()]
-        self._owners = {id(parameter): name for name, parameter in reversed(owned)}
+        self._owners = {id(self._rank.part_of(p)): name for name, p in reversed(owned) if p is not None}
         self._optimizer = None if workload.optimizer is None else fakes.optimizer(workload.optimizer)
         groups = () if self._optimizer is None else self._optimizer.param_groups
         parameters = [*workload.model.parameters(), *(p for group in groups for p in group["params"])]
-        self._parameters = list({id(parameter): parameter for parameter in parameters}.values())
+        self._leaves = list({id(parameter): parameter for parameter in parameters}.values())
+        self._parameters = [*map(self._rank.part_of, self._leaves)]
+        for group in groups:
+            group["params"] = [*map(self._rank.part_of, group["params"])]
         self._sums = Float32Sums()
         self._outputs: list[Any] = []  # of the step before: losses, and what was returned beside them
         self._scale = torch.empty(1, device=DEVICE) if circumstances.scaler else None
@@ -102,12 +109,13 @@ class DryRun:
             self._run_micro_batch(batch, outputs, is_placed=is_placed)
             del here
         self.recorder.phase = "optimizer"
-        self._sums.write()
+        self._rank.reduce(self._parameters, self._sums)
         self._sums.end()
         self._label_gradients()
         if self._optimizer is not None:
             make_state(self._optimizer)
             self._unscale()
+            self._rank.share_buffers()
 
     def _run_micro_batch(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
         with self._names:
@@ -123,7 +131,7 @@ class DryRun:
                 stamps.refuse_change()
                 share = 1 / self._circumstances.micro_batches
                 loss = reduce(torch.add, [term.loss * share for term in output.terms])
-                check_leaves(loss, self._parameters)
+                check_leaves(loss, self._leaves)
             for tensor in tensors_of(output.aux):
                 self.recorder.label_new(tensor, "aux", first)
             outputs.append((loss.detach().float(), output.aux))

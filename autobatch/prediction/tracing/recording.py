@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autobatch.errors import CannotPredict
 from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.timeline import Block, Kind, Phase, TracedStep
+from autobatch.prediction.timeline import Block, Kind, Phase, Stream, TracedStep
 from autobatch.prediction.tracing.convolutions import find_calls
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
@@ -96,11 +96,14 @@ class Recorder(DispatchMode):
         self._operators = Operators(mode)
         self._events: list[Any] = []  # as ``TracedStep.order``, but for what was freed: its weak reference
         self.sizes: list[int] = []  # bytes, by block
-        self._labels: list[tuple[Phase, Kind, str]] = []
+        self._stream: Stream = "compute"
+        self._labels: list[tuple[Phase, Kind, str, Stream]] = []
         self._live: dict[int, _Reference] = {}
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._convolutions: dict[int, Convolution] = {}  # by the block of its workspace
         self._handles: set[bool] = set()  # of cuBLAS: in the calling thread, in autograd's
+        self._ignored: dict[int, torch.UntypedStorage] = {}
+        self._ignores = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -134,19 +137,37 @@ class Recorder(DispatchMode):
             if is_on_device(tensor):
                 self._record_storage(tensor.untyped_storage(), kind)
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """What is made while this lasts is never recorded: other blocks stand for its memory."""
+        self._ignores = True
+        try:
+            yield
+        finally:
+            self._ignores = False
+
     def label(self, tensor: torch.Tensor, kind: Kind, module: str | None = None) -> None:
         """Set what a tensor that is alive is for."""
         if is_on_device(tensor):
             self.record(tensor, kind)
             block = self._live[tensor.untyped_storage()._cdata].block
-            phase, _, before = self._labels[block]
-            self._labels[block] = (phase, kind, before if module is None else module)
+            phase, _, before, stream = self._labels[block]
+            self._labels[block] = (phase, kind, before if module is None else module, stream)
 
     def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
         """``label`` a tensor that was made as block ``first`` or a later one."""
         reference = self._find(tensor.untyped_storage()) if is_on_device(tensor) else None
         if reference is not None and reference.block >= first:
             self.label(tensor, kind)
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        """What is made while this lasts is allocated on that stream."""
+        before, self._stream = self._stream, stream
+        try:
+            yield
+        finally:
+            self._stream = before
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -157,13 +178,16 @@ class Recorder(DispatchMode):
         finally:
             self.phase = "backward"
         for reference in self._live.values():
-            phase, kind, module = self._labels[reference.block]
+            phase, kind, module, stream = self._labels[reference.block]
             if reference.block >= first and kind == "temporary" and reference() is not None:
-                self._labels[reference.block] = (phase, "activation", module)
+                self._labels[reference.block] = (phase, "activation", module, stream)
 
     def finish(self, samples: int) -> TracedStep:
         """All that was recorded."""
-        made = {label: Block(phase=label[0], kind=label[1], module=label[2]) for label in dict.fromkeys(self._labels)}
+        made = {
+            (phase, kind, module, stream): Block(phase=phase, kind=kind, module=module, stream=stream)
+            for phase, kind, module, stream in dict.fromkeys(self._labels)
+        }
         return TracedStep(
             samples=samples,
             order=tuple(event if isinstance(event, int) else -(event.block + 1) for event in self._events),
@@ -211,6 +235,10 @@ class Recorder(DispatchMode):
             self._events.append(len(self.sizes))
 
     def _record_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
+        if self._ignores:
+            self._ignored[storage._cdata] = storage
+        if storage._cdata in self._ignored:
+            return
         size, known = storage.nbytes(), self._find(storage)
         if known is not None:
             if self.sizes[known.block] == size:
@@ -227,7 +255,7 @@ class Recorder(DispatchMode):
 
     def _add_block(self, size: int, kind: Kind) -> None:
         self.sizes.append(size)
-        self._labels.append((self.phase, kind, self._module()))
+        self._labels.append((self.phase, kind, self._module(), self._stream))
 
     def _find(self, storage: torch.UntypedStorage) -> _Reference | None:
         """What was recorded of it; not of one that is gone and had the same address."""

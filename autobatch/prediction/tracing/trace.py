@@ -24,6 +24,7 @@ from autobatch.batch.tree import holds_registered
 from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
+from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.failures import TooLong, explain
@@ -163,7 +164,7 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
         location = Location(workload.model)
         with torch.enable_grad(), _collected_between_steps(), present(), FakeMode() as mode:
             recorder = Recorder(mode, location.name, sole_holder(), most_events)
-            fakes = FakeModel(recorder)
+            fakes = _make_fakes(workload.model, recorder, circumstances.parallelism)
             with (
                 recorder,
                 fakes.substitute(modules),
@@ -180,6 +181,12 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
         raise CannotPredict(explain(error)) from error
     finally:
         random_state.restore()
+
+
+def _make_fakes(model: nn.Module, recorder: Recorder, parallelism: Parallelism | None) -> FakeModel:
+    if parallelism is None or parallelism.strategy != "fsdp2":
+        return FakeModel(recorder)
+    return FakeModel(recorder, [*model.parameters()], parallelism.world_size)
 
 
 def _check(model: nn.Module) -> None:

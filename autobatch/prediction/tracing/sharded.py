@@ -1,0 +1,236 @@
+"""Allocates and frees what FSDP2 (``fully_shard``) does around the forward and backward passes of a rank's step.
+
+Covers a rank's shards and their gradients, buffers of all-gathers and reduce-scatters, and whole parameters and their
+gradients for as long as they are there, in the order of torch 2.13 (``torch/distributed/fsdp/_fully_shard``): with
+``reshard_after_forward`` at its default, one unit gathered ahead in the backward pass, and gradients reduced after each
+micro-batch. Whole parameters are fake tensors of which nothing is recorded, and blocks beside them stand for their
+memory. Does not cover ``fully_shard`` itself, mixed precision and offload policies, hybrid sharding, prefetching that
+the user sets, nor what NCCL takes outside the allocator.
+"""
+
+# ruff: noqa: SLF001 - torch has no public name for what is called when a backward pass ends
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from autobatch.prediction.tracing.fake_device import DEVICE
+from autobatch.prediction.tracing.one_rank import OneRank
+from autobatch.prediction.tracing.recording import Recorder
+from autobatch.prediction.units import find_units
+
+__all__ = ["FullySharded"]
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""A whole parameter, and this rank's shard of it."""
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Parameters that are gathered together, and what of them is there now."""
+
+    module: nn.Module
+    name: str
+    pairs: Sequence[_Pair]
+    reshards: bool  # after the forward pass
+    gathered: list[torch.Tensor] = field(default_factory=list)  # an all-gather's buffer
+    whole: list[torch.Tensor] = field(default_factory=list)
+    phase: str = ""  # "forward", "backward" or "reduced"; else none
+    forwards: list[int] = field(default_factory=list)  # whose backward passes are still to come, by their numbers
+
+
+class FullySharded(OneRank):
+    """The first rank of a sharded model, whose shards are never smaller than another's."""
+
+    def __init__(
+        self, model: nn.Module, recorder: Recorder, shards: Mapping[torch.Tensor, torch.Tensor], world_size: int
+    ) -> None:
+        """Hook into the model's forward and backward passes.
+
+        Args:
+            model: Its parameters are fake tensors of which nothing is recorded.
+            recorder: Records the rest.
+            shards: This rank's part of each.
+            world_size: How many ranks there are.
+        """
+        self._recorder, self._shards, self._world_size = recorder, shards, world_size
+        self._root, *others = _divide(model, shards)
+        self._units = [self._root, *others]
+        self._forwards: list[_Unit] = []  # in order, of this micro-batch
+        self._copied: list[torch.Tensor] = []  # an all-gather's buffer, until the next one has begun
+        self._reducing: list[torch.Tensor] = []  # a reduce-scatter's input, until the next one begins
+        self._ends_backward = False
+        for unit in self._units:
+            self._follow(unit)
+
+    def part_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Its shard."""
+        return self._shards.get(parameter, parameter)
+
+    def _follow(self, unit: _Unit) -> None:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._enter_forward(unit, args, kwargs)
+
+        def leave(_: nn.Module, _args: Any, output: Any) -> None:
+            self._leave_forward(unit, output)
+
+        unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        unit.module.register_forward_hook(leave)
+
+    def _enter_forward(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
+        if unit.phase == "backward":  # a checkpoint runs it again
+            self._gather(unit)
+            self._copy_out(unit)
+        if unit.phase == "backward" or not unit.pairs:
+            return args, kwargs
+        unit.phase = "forward"
+        self._gather(unit)
+        if unit.gathered:
+            self._copied = []  # its copies may overlap with the all-gather that has just begun
+            self._copied = self._copy_out(unit)
+        return _after_backward(lambda: self._reduce(unit), (args, kwargs))
+
+    def _leave_forward(self, unit: _Unit, output: Any) -> None:
+        if unit is self._root:
+            self._copied = []
+        if unit.phase == "backward" or not unit.pairs:
+            return
+        if unit.reshards:
+            unit.whole = []
+        unit.forwards.append(len(self._forwards))
+        self._forwards.append(unit)
+        unit.phase = ""
+        for tensor in _differentiable(tree_flatten(output)[0]):
+            tensor.register_hook(lambda _: self._begin_backward(unit))
+
+    def _begin_backward(self, unit: _Unit) -> None:
+        if not self._ends_backward:
+            self._ends_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if unit.phase == "backward":
+            return
+        unit.phase = "backward"
+        self._gather(unit)
+        self._copy_out(unit)
+        number = unit.forwards.pop() if unit.forwards else 0
+        if number:
+            self._gather(self._forwards[number - 1])
+
+    def _end_backward(self) -> None:
+        for unit in self._units:
+            if unit.phase != "reduced":
+                self._reduce(unit)
+            unit.phase, unit.gathered, unit.forwards = "", [], []
+        self._forwards, self._reducing, self._ends_backward = [], [], False
+
+    def _gather(self, unit: _Unit) -> None:
+        """Begin an all-gather, unless there is one or its result is there."""
+        if not unit.whole and not unit.gathered:
+            byte_count = sum(_padded(shard, self._world_size) * shard.element_size() for _, shard in unit.pairs)
+            with self._recorder.on_stream("all-gather"):
+                unit.gathered = [self._allocate(byte_count, torch.uint8, "all-gather", unit)]
+
+    def _copy_out(self, unit: _Unit) -> list[torch.Tensor]:
+        """Make whole parameters from an all-gather's buffer, which is returned."""
+        buffer, unit.gathered = unit.gathered, []
+        if buffer:
+            unit.whole = [
+                self._allocate(_padded(shard, self._world_size), shard.dtype, "gathered parameter", unit)
+                for _, shard in unit.pairs
+            ]
+        return buffer
+
+    def _reduce(self, unit: _Unit) -> None:
+        """Reduce the gradients of its whole parameters to those of its shards, and reshard it."""
+        unit.phase = "reduced"
+        found = [(whole, shard) for whole, shard in unit.pairs if whole.grad is not None]
+        gradients = []
+        for whole, _ in found:
+            assert whole.grad is not None  # noqa: S101 - narrows for mypy
+            self._recorder.label(whole.grad, "unsharded gradient", unit.name)
+            gradients.append(whole.grad)
+            whole.grad = None
+        unit.whole = []
+        self._reducing = []
+        if not found:
+            return
+        dtype = gradients[0].dtype
+        count = sum(_padded(shard, self._world_size) for _, shard in found)
+        self._reducing = [self._allocate(count, dtype, "reduce-scatter", unit)]
+        gradients.clear()
+        with torch.no_grad(), self._recorder.on_stream("reduce-scatter"):
+            reduced = self._allocate(count // self._world_size, dtype, "temporary", unit)
+            self._add([shard for _, shard in found], reduced)
+
+    def _add(self, shards: Sequence[torch.Tensor], reduced: torch.Tensor) -> None:
+        """Add the reduced gradients to those that are there, or let them be the gradients."""
+        for shard, part in zip(shards, reduced.split([shard.numel() for shard in shards]), strict=True):
+            gradient = part.view(shard.shape)
+            if shard.grad is None:
+                shard.grad = gradient
+            else:
+                shard.grad.add_(gradient)
+            for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(shard)
+
+    def _allocate(self, count: int, dtype: torch.dtype, kind: Any, unit: _Unit) -> torch.Tensor:
+        made = torch.empty(count, dtype=dtype, device=DEVICE)
+        self._recorder.label(made, kind, unit.name)
+        return made
+
+
+def _divide(model: nn.Module, shards: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[_Unit]:
+    """The root, which has what no other unit has, then the others."""
+    names = {id(module): name for name, module in model.named_modules()}
+    taken: set[int] = set()
+    others = []
+    for module in find_units(model):
+        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+        taken.update(map(id, own))
+        others.append(_Unit(module, names[id(module)], [(p, shards[p]) for p in own], reshards=True))
+    rest = [(parameter, shards[parameter]) for parameter in model.parameters() if id(parameter) not in taken]
+    yield _Unit(model, "", rest, reshards=False)
+    yield from others
+
+
+def _padded(shard: torch.Tensor, world_size: int) -> int:
+    """Numbers of a whole parameter whose last rows are padded, so that each rank has as many."""
+    return shard.numel() * world_size
+
+
+def _differentiable(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
+
+
+class _AfterBackward(torch.autograd.Function):
+    """Passes tensors on, and calls a function when all their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[], None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tensors."""
+        ctx.function = function
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients."""
+        ctx.function()
+        return (None, *gradients)
+
+
+def _after_backward(function: Callable[[], None], inputs: Any) -> Any:
+    """The same inputs; the function is called when the backward pass has come back to them."""
+    leaves, spec = tree_flatten(inputs)
+    tensors = _differentiable(leaves)
+    if not tensors or not torch.is_grad_enabled():
+        return inputs
+    passed = iter(_AfterBackward.apply(function, *tensors))  # type: ignore[no-untyped-call]
+    return tree_unflatten(
+        [next(passed) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec
+    )
