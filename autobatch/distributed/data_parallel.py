@@ -70,7 +70,9 @@ def _refuse_module(name: str, module: nn.Module) -> None:
             f"DistributedDataParallel"
         )
     if type(module).__name__ == "FullyShardedDataParallel":
-        raise InvalidArgument("FullyShardedDataParallel is not supported: use fully_shard(model) or DistributedDataParallel(model)")
+        raise InvalidArgument(
+            "FullyShardedDataParallel is not supported: use fully_shard(model) or DistributedDataParallel(model)"
+        )
 
 
 def _refuse_options(model: DistributedDataParallel) -> None:
