@@ -52,6 +52,9 @@ DISPATCH = "autobatch/torch_internals/dispatch_mode.py"
 DISTRIBUTED = "autobatch/distributed/"
 RANK_TESTS = ("tests/distributed/test_runner_on_ranks.py",)
 RANK_FAILURE_TESTS = ("tests/distributed/test_failures_on_ranks.py",)
+SHARDED_TESTS = ("tests/distributed/test_sharded_runner.py",)
+SHARDED_FAILURE_TESTS = ("tests/distributed/test_sharded_failures.py",)
+SHARDED_FIT_TESTS = ("tests/distributed/test_sharded_fit.py",)
 RANK_FIT_TESTS = ("tests/distributed/test_fit_on_ranks.py",)
 RANK_WRAPPER_TESTS = ("tests/distributed/test_wrapper_on_ranks.py",)
 
@@ -864,8 +867,8 @@ MUTANTS = (
     Mutant(
         "a rest that no size divides is kept",
         TRANSACTION,
-        "and is_clean and can_divide_rest:",
-        "and is_clean:",
+        "self.can_keep(progress) and can_divide_rest:",
+        "self.can_keep(progress):",
         SMALLEST_TESTS,
     ),
     Mutant(
@@ -1044,7 +1047,7 @@ MUTANTS = (
     Mutant(
         "what a trial writes into outside the model is not copied",
         "autobatch/fitting/probe.py",
-        "self.state.record() if records else nullcontext()",
+        "self.state.record(self.shared.gathered_tensors()) if records else nullcontext()",
         "nullcontext()",
         ("tests/step/test_outside_tensors.py",),
     ),
@@ -1149,7 +1152,7 @@ MUTANTS = (
     Mutant(
         "ranks: buffers stay each rank's own",
         DISTRIBUTED + "shared_step.py",
-        "            buffers.take_first(self._ranks.model.process_group, self._ranks.channel)\n",
+        "            buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)\n",
         "",
         RANK_WRAPPER_TESTS,
     ),
@@ -1163,8 +1166,8 @@ MUTANTS = (
     Mutant(
         "ranks: gradients from before may differ",
         DISTRIBUTED + "shared_step.py",
-        "earlier=_digest(earlier))",
-        'earlier="")',
+        "        return _digest(earlier)\n",
+        '        return ""\n',
         RANK_FAILURE_TESTS,
     ),
     Mutant(
@@ -1194,6 +1197,69 @@ MUTANTS = (
         """        if len({one["trains"] for one in said}) > 1:\n""",
         "        if False:\n",
         RANK_FAILURE_TESTS,
+    ),
+    Mutant(
+        "ranks: a rank that fails in a pass leaves the others in it",
+        DISTRIBUTED + "pass_record.py",
+        "        if not self._is_followed:  # the others ask before each: they hear\n",
+        "        if True:\n",
+        SHARDED_FAILURE_TESTS,
+    ),
+    Mutant(
+        "ranks: a pass that nobody has seen is not asked for",
+        DISTRIBUTED + "pass_record.py",
+        "            self.ask(collective.describe())\n",
+        "",
+        SHARDED_FAILURE_TESTS,
+    ),
+    Mutant(
+        "ranks: losses are not multiplied by what gradients of shards are divided by",
+        "autobatch/training/runner.py",
+        "    return lambda loss: loss * divisor\n",
+        "    return lambda loss: loss * 1.0\n",
+        SHARDED_TESTS,
+    ),
+    Mutant(
+        "ranks: gradients of shards are clipped by each rank's own norm",
+        DISTRIBUTED + "sharded_step.py",
+        """math.fsum(one["square"] for one in said)""",
+        "_sum_squares(gradients)",
+        SHARDED_TESTS,
+    ),
+    Mutant(
+        "ranks: stated counts have a unit of each rank's own",
+        "autobatch/training/lockstep_accumulation.py",
+        "        progress.denominators = progress.denominators.with_common_unit()\n",
+        "",
+        SHARDED_TESTS,
+    ),
+    Mutant(
+        "ranks: a rank in whose samples nothing counts does not correct its shards",
+        DISTRIBUTED + "sharded_step.py",
+        """            unit = next(one["unit"] for one in said if one["runs"])\n""",
+        "",
+        SHARDED_TESTS,
+    ),
+    Mutant(
+        "ranks: a pass that counts for nothing leaves a trace",
+        "autobatch/training/lockstep_accumulation.py",
+        "        here.restore()\n",
+        "",
+        SHARDED_TESTS,
+    ),
+    Mutant(
+        "ranks: after a backward pass that was dropped finished micro-batches stay",
+        "autobatch/training/lockstep_accumulation.py",
+        """        can_keep = self._ended_in == "forward" and divides""",
+        "        can_keep = divides",
+        SHARDED_FAILURE_TESTS,
+    ),
+    Mutant(
+        "ranks: each rank's own limit counts in trials of all",
+        DISTRIBUTED + "shared_trials.py",
+        "        return min((limit for limit in self._hear(limit_bytes) if limit), default=0)\n",
+        "        self._hear(limit_bytes)\n        return limit_bytes\n",
+        SHARDED_FIT_TESTS,
     ),
 )
 

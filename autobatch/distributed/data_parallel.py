@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from autobatch.distributed.sharding import FSDPModule
+from autobatch.distributed.sharding import is_sharded
 from autobatch.errors import InvalidArgument, InvalidStep
 
 __all__ = ["broadcast_buffers_of", "module_of", "refuse_unsupported", "undisturbed"]
@@ -48,7 +48,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     inner = module_of(model)
     for name, module in inner.named_modules():
         _refuse_module(name, module)
-    for name, parameter in inner.named_parameters() if not isinstance(inner, FSDPModule) else ():
+    for name, parameter in () if is_sharded(inner) else inner.named_parameters():
         if type(parameter.data).__name__ == "DTensor":
             raise InvalidArgument(
                 f"the parameter {name} is a DTensor, and fully_shard was not called on the model (tensor parallelism), "

@@ -7,6 +7,7 @@ cover their collectives (``pass_record``) nor how ranks end a pass together (``l
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from autobatch.errors import InvalidArgument
 
 __all__ = [
-    "FSDPModule",
     "divisor_of",
     "gathered_tensors",
     "group_of",
@@ -26,25 +26,17 @@ __all__ = [
     "sharded_modules",
 ]
 
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # a torch that was built without torch.distributed
-
-    class FSDPModule:  # type: ignore[no-redef]
-        """Nothing is one."""
-
-
 _NEEDED = ("reset_iter_state", "set_custom_all_gather", "set_custom_reduce_scatter")
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ``fully_shard`` was called on it, or on any module in it."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return isinstance(model, nn.Module) and any(map(_gathers, model.modules()))
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
     """The modules that gather and scatter by themselves."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module for module in model.modules() if _gathers(module)]
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup:
@@ -92,7 +84,7 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
     Raises:
         InvalidArgument: One line that says what to use instead.
     """
-    if not isinstance(model, FSDPModule):
+    if not _gathers(model):
         raise InvalidArgument(
             f"fully_shard was called on modules inside {type(model).__name__} and not on the whole model: call "
             f"fully_shard(model) last"
@@ -109,6 +101,12 @@ def refuse_unsupported_sharding(model: nn.Module) -> None:
         raise InvalidArgument(
             "the modules divide gradients by different factors: call set_gradient_divide_factor() with the same on each"
         )
+
+
+def _gathers(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on it: then it was imported, which takes 0.6 s (2 cores)."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, getattr(fsdp, "FSDPModule", ()))
 
 
 def _refuse_parameter(name: str, parameter: Any) -> None:

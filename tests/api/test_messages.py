@@ -733,7 +733,8 @@ def test_many_ranks_are_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     expected = (
         "4 ranks are running and the model is Plain, whose gradients nobody sums over them: pass "
-        "torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()"
+        "torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
+        "plan.settings()"
     )
     for call in (fit, make_runner):
         with pytest.raises(errors.AutobatchError) as caught:

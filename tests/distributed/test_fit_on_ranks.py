@@ -157,7 +157,8 @@ def test_shares_follow_the_speed():
             "plain",
             (
                 "2 ranks are running and the model is Plain, whose gradients nobody sums over them: pass "
-                "torch.nn.parallel.DistributedDataParallel(model), or plan on one rank and use plan.settings()"
+                "torch.nn.parallel.DistributedDataParallel(model) or fully_shard(model), or plan on one rank and use "
+                "plan.settings()"
             ),
         ),
         (

@@ -146,9 +146,8 @@ def errors_of(size):
     return run_ranks(step_through_all, size=size, limit_seconds=300)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("size", DIVISIONS)
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_and_the_weights_are_those_of_the_whole_target(name, size):
     """However the samples are divided, also where a rank has none; clipped by the norm of all ranks."""
@@ -236,3 +235,40 @@ def test_a_rank_without_samples_in_its_first_step_is_told_so():
     first, second = values_of(run_ranks(begin_without_samples, size=2))
     assert second.startswith("InvalidBatch: this rank has no samples, and had none before: parameters are sharded")
     assert first.startswith("RankFailed: step 0 was undone on every rank, as it could not be done on one: rank 1: Inv")
+
+
+class Moving(nn.Module):
+    """Draws and moves statistics in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.head = nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)
+
+    def forward(self, inputs):
+        return self.head(self.drop(self.norm(inputs)))
+
+
+def run_more_passes():
+    """The second rank has one micro-batch where the first has three."""
+    torch.manual_seed(0)
+    model = shard(Moving())
+    rank = dist.get_rank()
+    plan = make_rank_plans((8, 8), 2, smallest_micro_batch=2, **SMALL)[rank]
+    device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autobatch.Runner(plan, model, mean_step, optimizer, device=device)
+    batch, passes, found = make_batch(2 if rank else 6), 1 if rank else 3, []
+    for number in range(3):  # in the first step writes are recorded, in the third not
+        torch.manual_seed(number)
+        runner.step(batch)
+        state = torch.get_rng_state()
+        torch.manual_seed(number)
+        for _ in range(passes):
+            nn.functional.dropout(batch[0][:2], 0.5)
+        found.append((bool(torch.equal(state, torch.get_rng_state())), model.norm.num_batches_tracked.item() / passes))
+    return found
+
+
+def test_a_pass_that_counts_for_nothing_leaves_no_trace():
+    """Generator and statistics are those of the rank's own micro-batches."""
+    assert values_of(run_ranks(run_more_passes, size=2)) == [[(True, 1), (True, 2), (True, 3)]] * 2
