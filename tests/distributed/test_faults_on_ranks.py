@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 
 import pytest
-from builders.rank_faults import RANK_CASES, SHARDED_CASES, describe, prove_on_ranks
+from builders.rank_faults import RANK_CASES, SHARDED_CASES, describe, needs_sharding, prove_on_ranks
 from builders.ranks import run_ranks, values_of
 
 STRIDE = os.environ.get("STRIDE", "")
@@ -59,12 +59,14 @@ def test_the_proof_on_ranks(part, size, stride, capsys, total):
     check(NAMES[part::3], size, stride, capsys, total)
 
 
+@needs_sharding
 def test_an_oom_at_operations_of_a_step_with_sharded_parameters(capsys):
     """One small model in every run, in a step whose passes are known and in one whose are not."""
     for earlier_steps in (0, 1):
         check(SHARDED[:1], 2, 23, capsys, ({}, Counter()), sharded=True, earlier_steps=earlier_steps)
 
 
+@needs_sharding
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 100)
 @pytest.mark.parametrize(("size", "stride"), [(2, 29), (3, 97)] if not STRIDE else [(2, int(STRIDE)), (3, int(STRIDE))])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from datetime import timedelta
 
 import pytest
 import torch
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
@@ -84,3 +87,22 @@ def test_what_differs_between_the_ranks_is_named():
     assert str(caught.value) == (
         "target_batch= differs between the ranks (rank 0: 8; rank 1: 9): pass the same on each"
     )
+
+
+def test_sharding_of_an_older_torch_is_refused(monkeypatch):
+    """It has no way to clear a pass that broke off."""
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    fsdp = types.SimpleNamespace(FSDPModule=Sharded)
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", fsdp)
+    with pytest.raises(InvalidArgument) as caught:
+        find_ranks(Sharded())
+    assert str(caught.value) == (
+        "fully_shard needs torch 2.13 or later here, and this is 2.8.0: use DistributedDataParallel"
+    )
+
+
+class Sharded(nn.Linear):
+    """As fully_shard would make it there."""
+
+    def __init__(self):
+        super().__init__(2, 2)

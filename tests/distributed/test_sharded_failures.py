@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
-from builders.rank_faults import shard
+from builders.rank_faults import needs_sharding, shard
 from builders.ranks import run_ranks, values_of
 from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
@@ -19,6 +19,8 @@ from workloads import bits_of, differences, make_batch, mean_step
 import autobatch
 from autobatch.planning.planner import spread
 from autobatch.testing import FakeDevice
+
+pytestmark = needs_sharding
 
 SIZE = 3
 TARGET = 24

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from builders.rank_faults import shard
+from builders.rank_faults import needs_sharding, shard
 from builders.ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +17,8 @@ from workloads import bits_of, differences
 
 import autobatch
 from autobatch.errors import AutobatchError
+
+pytestmark = needs_sharding
 
 TARGET = 4097
 BUDGET = "24MiB"

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
-from builders.rank_faults import shard
+from builders.rank_faults import needs_sharding, shard
 from builders.rank_losses import (
     count_some,
     mean_of_some,
@@ -25,6 +25,8 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.planning.planner import spread
 from autobatch.testing import FakeDevice
+
+pytestmark = needs_sharding
 
 DIVISIONS = {
     2: [(8, 8), (11, 5), (1, 15), (16, 0), (0, 16)],
