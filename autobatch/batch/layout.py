@@ -36,7 +36,16 @@ from autobatch.batch.tree import (
 )
 from autobatch.errors import InvalidArgument, InvalidBatch
 
-__all__ = ["Layout", "count_bytes", "count_elements", "describe", "is_one_batch", "map_tensors", "tensors_of"]
+__all__ = [
+    "Layout",
+    "count_bytes",
+    "count_elements",
+    "describe",
+    "is_empty",
+    "is_one_batch",
+    "map_tensors",
+    "tensors_of",
+]
 
 
 _KEY = attrgetter("shape", "device", "layout", "requires_grad", "is_nested")
@@ -215,6 +224,16 @@ def is_one_batch(batches: Any) -> bool:
     if isinstance(batches, tuple):
         return bool(batches) and all(isinstance(part, torch.Tensor) for part in batches)
     return isinstance(batches, torch.Tensor | Mapping)
+
+
+def is_empty(batch: Any) -> bool:
+    """Whether it has no samples: ``None``, an empty list or mapping, or tensors of which none has rows."""
+    if (registered := find_type(batch)) is not None:
+        return registered.count(batch) == 0
+    if batch is None or (isinstance(batch, list | tuple | Mapping) and not batch):
+        return True
+    with_rows = [tensor for tensor in tensors_of(batch) if tensor.ndim]
+    return bool(with_rows) and not any(map(len, with_rows))
 
 
 def _read_traits(leaves: Sequence[Any], latest: _Traits | None = None) -> _Traits | None:

@@ -59,7 +59,7 @@ class Channel:
         """
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
-        self.timeout = timeout or _timeout_of(group)
+        self.timeout = timeout or timeout_of(group)
         own: Any = group or dist.group.WORLD
         self._name, self._lost, self._exchanges = own.group_name, "", 0
         self.agreed = 0
@@ -76,6 +76,13 @@ class Channel:
         except RuntimeError as error:
             raise RankLost(f"the {self.size} ranks did not meet ({_first_line(error)})") from error
         self._processes = [Process(*said) for said in self.exchange(find_process())]
+
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """Set how long an exchange waits for the others, on this rank alone."""
+        if timeout != self.timeout:
+            self.timeout = timeout
+            backend: Any = self._group._get_backend(torch.device("cpu"))
+            backend._set_default_timeout(timeout)
 
     def exchange(self, message: Any) -> list[Any]:
         """Say something that JSON can hold; returns what each rank said, by rank.
@@ -159,9 +166,12 @@ class Channel:
 
 
 def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Channel:
-    """The channel of a process group, made once for each timeout; collective the first time."""
+    """The channel of a process group; collective the first time.
+
+    One for each group, whatever the timeout: ranks that were given different ones must find each other to hear of it.
+    """
     own: Any = group or dist.group.WORLD
-    key = f"{own.group_name} {id(own)} {timeout}"
+    key = f"{own.group_name} {id(own)}"
     if key not in _channels:
         _channels[key] = Channel(group, timeout)
     return _channels[key]
@@ -184,7 +194,7 @@ def _ask_store(question: Callable[[Any], Any]) -> Any:
     return answers[0] if answers else None
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """The process group's own: ``new_group`` takes half an hour, whatever the group that trains has."""
     try:
         own: Any = group or dist.group.WORLD

@@ -69,6 +69,7 @@ class Division:
             "target_batch=": self.target,
             "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],
             "objective=": objective,
+            "timeout=": self._ranks.channel.timeout.total_seconds(),
             "accumulate_in_float32=": float32,
             "weigh=": "None" if workload.weigh is None else "given",
             "optimizer=": "None" if workload.optimizer is None else type(workload.optimizer).__name__,
@@ -84,7 +85,7 @@ class Division:
         """
         if self._ranks is None:
             return
-        refuse_differences([one["same"] for one in said])
+        refuse_differences([one["same"] for one in said], self._ranks)
         self._tenants = sum(one["memory"] == said[self.rank]["memory"] for one in said)
 
     def reserve(self, workload: Workload) -> list[torch.Tensor]:

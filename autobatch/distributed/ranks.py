@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch._formatting import show_value
-from autobatch.distributed.channel import Channel, open_channel
+from autobatch.distributed.channel import Channel, open_channel, timeout_of
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.own_time import OwnTime
@@ -51,7 +51,6 @@ class Ranks:
 
     Attributes:
         model: Wrapped, as the user gave it.
-        channel: Where they talk.
         reduction: Where their gradients are summed.
         lockstep: Of a model whose parameters are sharded: its passes, which all ranks end together. ``None`` of one in
             ``DistributedDataParallel``, whose passes talk to nobody.
@@ -62,11 +61,18 @@ class Ranks:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
         """Collective the first time that a process group is used."""
         self.model = model
-        self.channel: Channel = open_channel(group, timeout)
+        self._channel = open_channel(group, timeout)
+        self._timeout = timeout or timeout_of(group)
         self.reduction = Reduction(group, self.channel)
         self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
         self.own_time = OwnTime(next(model.parameters()).device)
         self.number = 0
+
+    @property
+    def channel(self) -> Channel:
+        """Where they talk; another Runner of the same group may wait for less long."""
+        self._channel.wait_at_most(self._timeout)
+        return self._channel
 
     @property
     def wrapper(self) -> DistributedDataParallel:
@@ -160,11 +166,12 @@ def all_or_none(ranks: Ranks | None, call: str) -> AbstractContextManager[list[A
     return nullcontext([]) if ranks is None else ranks.all_or_none(call)
 
 
-def refuse_differences(said: Sequence[Mapping[str, Any]]) -> None:
+def refuse_differences(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
     """Refuse what must be the same on each rank and is not.
 
     Args:
-        said: By rank; each names the same things.
+        said: By rank; each names the same things. Nothing where this process is alone.
+        ranks: Who said it.
 
     Raises:
         InvalidArgument: On every rank, since all have heard the same.
@@ -172,7 +179,8 @@ def refuse_differences(said: Sequence[Mapping[str, Any]]) -> None:
     for name in said[0] if said else ():
         values = [one[name] for one in said]
         if any(value != values[0] for value in values):
-            listed = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            members = range(len(values)) if ranks is None else ranks.channel.members
+            listed = "; ".join(f"rank {rank}: {value}" for rank, value in zip(members, values, strict=True))
             raise InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each")
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from autobatch._arguments import check_choice
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
-from autobatch.batch.layout import Layout, describe, is_one_batch
-from autobatch.batch.tree import tensors_of
+from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.distributed.ranks import (
+    Ranks,
     all_or_none,
     describe_parameters,
     find_ranks,
@@ -155,8 +155,8 @@ class Runner:
             self._largest_elements, self._has_larger = 0.0, False
             self._peak_bytes, self._has_reported_gradients = 0, False
             if self._ranks is not None:
-                said.append(_describe_binding(plan, self._workload, scaler, scheduler, max_grad_norm))
-        refuse_differences(said)
+                said.append(_describe_binding(self._ranks, plan, self._workload, max_grad_norm, scaler, scheduler))
+        refuse_differences(said, self._ranks)
 
     def _make_update(self, optimizer: Any, scaler: Any, max_grad_norm: float | None, scheduler: Any) -> Update:
         this, plan = weakref.proxy(self), self.plan
@@ -347,7 +347,7 @@ class Runner:
     def _describe(self, batches: Sequence[Any]) -> list[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
         if self._ranks is not None:
-            batches = [batch for batch in batches if not _is_empty(batch)]
+            batches = [batch for batch in batches if not is_empty(batch)]
         elif not batches:
             raise InvalidBatch("step_over() was given no batches")
         layouts, samples = [], 0
@@ -424,23 +424,19 @@ def _begin_sharded_scaling(model: nn.Module, scaler: Any) -> Callable[[torch.Ten
     return lambda loss: loss * divisor
 
 
-def _is_empty(batch: Any) -> bool:
-    """Whether a rank has no samples: ``None``, or tensors without rows."""
-    tensors = [] if batch is None else [*tensors_of(batch)]
-    return batch is None or (bool(tensors) and all(tensor.ndim and not len(tensor) for tensor in tensors))
-
-
 def _describe_binding(
-    plan: Plan, workload: Workload, scaler: Any, scheduler: Any, max_grad_norm: float | None
+    ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, *others: Any
 ) -> dict[str, Any]:
-    """What must be the same on each rank."""
-    given = {"optimizer=": workload.optimizer, "scaler=": scaler, "scheduler=": scheduler, "weigh=": workload.weigh}
+    """What must be the same on each rank; ``others`` are the scaler and the scheduler."""
+    given = [workload.optimizer, workload.weigh, *others]
+    names = ["optimizer=", "weigh=", "scaler=", "scheduler="]
     return {
         "plan.target_batch": plan.target_batch,
         "plan.accumulate_in_float32": plan.accumulate_in_float32,
+        "timeout=": ranks.channel.timeout.total_seconds(),
         "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
         "the model": describe_parameters(workload.parameters()),
-        **{name: "None" if value is None else type(value).__name__ for name, value in given.items()},
+        **{name: "None" if one is None else type(one).__name__ for name, one in zip(names, given, strict=True)},
     }
 
 

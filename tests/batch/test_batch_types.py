@@ -26,7 +26,7 @@ from workloads import cut
 
 import autobatch
 from autobatch.batch import registry
-from autobatch.batch.layout import count_elements, describe
+from autobatch.batch.layout import count_elements, describe, is_empty
 from autobatch.batch.tree import map_tensors, tensors_of
 from autobatch.batches import Fields, register
 from autobatch.errors import InvalidArgument, InvalidBatch
@@ -439,6 +439,12 @@ def test_the_nearest_class_counts() -> None:
     register(Longer, count=lambda batch: 1, take=lambda batch, indices: batch)
     assert describe(make_ragged(1, 2)).count == 2
     assert describe(make_ragged(1, 2, kind=Longer)).count == 1
+
+
+def test_a_registered_batch_of_no_samples_is_empty() -> None:
+    """As its own count says, whatever tensors are in it."""
+    register_ragged(count=lambda batch: 0)
+    assert is_empty(make_ragged(1, 2))
 
 
 def test_a_later_registration_replaces_an_earlier_one() -> None:

@@ -17,6 +17,7 @@ from workloads import cut
 from autobatch.batch.layout import (
     count_elements,
     describe,
+    is_empty,
     tensors_of,
 )
 from autobatch.batch.tree import fields_of
@@ -354,3 +355,26 @@ def test_elements_grow_with_samples() -> None:
     """Twice the samples have twice the elements."""
     batch = (torch.zeros(4, 3), [{"boxes": torch.zeros(index, 4)} for index in range(4)])
     assert count_elements(describe(batch).grow(8)) == 2 * count_elements(batch) == 2 * (12 + 24)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (None, True),
+        ([], True),
+        ((), True),
+        ({}, True),
+        (torch.zeros(0, 3), True),
+        ((torch.zeros(0, 3), torch.zeros(0)), True),
+        ({"x": torch.zeros(0, 3), "temperature": torch.tensor(2.0)}, True),
+        (UserDict(x=torch.zeros(0, 3)), True),
+        (torch.tensor(2.0), False),
+        ((torch.zeros(0, 3), torch.zeros(2)), False),
+        (["a text"], False),
+        ({"texts": ["one"]}, False),
+        (torch.zeros(1, 0), False),
+    ],
+)
+def test_a_batch_without_samples_is_told_from_a_wrong_one(batch: Any, expected: bool) -> None:
+    """A rank may have none in a step; what cannot be counted is refused elsewhere."""
+    assert is_empty(batch) is expected

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from builders.plans import make_rank_plans
 from builders.ranks import run_ranks, values_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -82,6 +83,14 @@ def fail(model, **changes):
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def fail_to_bind(model, **options):
+    """The error of a Runner."""
+    plan = make_rank_plans((20, 20), 4)[dist.get_rank()]
+    with pytest.raises(AutobatchError) as caught:
+        autobatch.Runner(plan, model, mean_step, None, **options)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def fit_all():
     """What each way of calling it gives."""
     rank = dist.get_rank()
@@ -97,6 +106,8 @@ def fit_all():
         "changed": differences(bits_of(model.module, optimizer), before),
         "other target": fail(model, target_batch=40 + rank),
         "other share": fail(model, share="speed" if rank else "equal"),
+        "other timeout": fail(model, timeout=60 + rank),
+        "other Runner": fail_to_bind(model, timeout=60 + rank),
         "wrong share": fail(model, share=[20, 21]),
         "no memory": fail(model, device=FakeDevice(lambda n: 10 + n, total_bytes=10 + (rank == 0))),
         "plain": fail(Plain()),
@@ -152,6 +163,8 @@ def test_shares_follow_the_speed():
     [
         ("other target", "target_batch= differs between the ranks (rank 0: 40; rank 1: 41): pass the same on each"),
         ("other share", "share= differs between the ranks (rank 0: equal; rank 1: speed): pass the same on each"),
+        ("other timeout", "timeout= differs between the ranks (rank 0: 60.0; rank 1: 61.0): pass the same on each"),
+        ("other Runner", "timeout= differs between the ranks (rank 0: 60.0; rank 1: 61.0): pass the same on each"),
         ("wrong share", "share=[20, 21] makes 41 samples, not target_batch=40: pass [20, 20] for these proportions"),
         (
             "plain",

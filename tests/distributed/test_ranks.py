@@ -80,12 +80,14 @@ def test_a_wrong_timeout_is_refused(wrong):
 
 
 def test_what_differs_between_the_ranks_is_named():
-    """With what each has."""
-    refuse_differences([{"target_batch=": 8}, {"target_batch=": 8}])
+    """With what each has, by its rank among all processes."""
+    refuse_differences([{"target_batch=": 8}, {"target_batch=": 8}], None)
+    of_two = types.SimpleNamespace(channel=types.SimpleNamespace(members=[2, 3]))
     with pytest.raises(InvalidArgument) as caught:
-        refuse_differences([{"share=": "equal", "target_batch=": 8}, {"share=": "equal", "target_batch=": 9}])
+        said = [{"share=": "equal", "target_batch=": 8}, {"share=": "equal", "target_batch=": 9}]
+        refuse_differences(said, of_two)
     assert str(caught.value) == (
-        "target_batch= differs between the ranks (rank 0: 8; rank 1: 9): pass the same on each"
+        "target_batch= differs between the ranks (rank 2: 8; rank 3: 9): pass the same on each"
     )
 
 
