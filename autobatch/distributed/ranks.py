@@ -37,6 +37,7 @@ __all__ = [
     "find_ranks",
     "read_timeout",
     "refuse_differences",
+    "take_module",
     "world_size",
 ]
 
@@ -89,15 +90,6 @@ class Ranks:
     def size(self) -> int:
         """How many there are."""
         return self.channel.size
-
-    def take_module(self) -> nn.Module:
-        """The module inside, whose passes talk to no other rank.
-
-        Raises:
-            InvalidArgument: Something in it would.
-        """
-        refuse_unsupported(self.model)
-        return module_of(self.model)
 
     @contextmanager
     def all_or_none(self, call: str) -> Iterator[list[Any]]:
@@ -159,6 +151,20 @@ def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | No
             f"plan.settings()"
         )
     return None
+
+
+def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
+    """The module inside ``DistributedDataParallel``, whose passes talk to no other rank.
+
+    Also where it is parallel over one rank: with ``static_graph=True`` the wrapper cannot run two forward passes in a
+    row, and with ``gradient_as_bucket_view=True`` it moves gradients.
+
+    Raises:
+        InvalidArgument: Something in it would talk to the others.
+    """
+    if ranks is not None:
+        refuse_unsupported(model)
+    return module_of(model)
 
 
 def all_or_none(ranks: Ranks | None, call: str) -> AbstractContextManager[list[Any]]:

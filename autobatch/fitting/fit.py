@@ -19,7 +19,7 @@ from autobatch._arguments import check_choice, check_count, check_micro_batches,
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.distributed.division import Division
-from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout
+from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout, take_module
 from autobatch.errors import InexactSplit
 from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.verification import check_split
@@ -130,7 +130,7 @@ def fit(
     with all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = _check_sizes(target_batch, max_micro_batch)
         _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
-        model = model if ranks is None else ranks.take_module()
+        model = take_module(model, ranks)
         workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
         division = Division(ranks, target_batch, share)
         said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))

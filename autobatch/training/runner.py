@@ -25,6 +25,7 @@ from autobatch.distributed.ranks import (
     find_ranks,
     read_timeout,
     refuse_differences,
+    take_module,
 )
 from autobatch.distributed.sharded_step import begin_step
 from autobatch.distributed.sharding import divisor_of
@@ -132,7 +133,7 @@ class Runner:
             check_plan(plan, weigh)
             if self._ranks is not None:
                 check_rank(plan, self._ranks.rank, self._ranks.size)
-                model = self._ranks.take_module()
+            model = take_module(model, self._ranks)
             (optimizer, scaler), scheduler = unwrap_for_training(optimizer, scaler), unwrap_scheduler(scheduler)
             check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
             hooks = check_hooks(hooks)

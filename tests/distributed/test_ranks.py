@@ -46,6 +46,22 @@ def test_a_wrapped_model_on_one_rank_needs_no_exchange(ranks):
     assert find_ranks(torch.nn.parallel.DistributedDataParallel(Plain())) is None
 
 
+@pytest.mark.parametrize("ranks", [1], indirect=True)
+def test_the_module_inside_a_wrapper_of_one_rank_is_trained(ranks):
+    """A wrapper with a static graph cannot run two forward passes in a row, and one with views moves gradients."""
+    models = []
+
+    def step(model, batch):
+        models.append(type(model))
+        return mean_step(model, batch)
+
+    wrapped = torch.nn.parallel.DistributedDataParallel(Plain(), static_graph=True, gradient_as_bucket_view=True)
+    batch = make_batch(4, torch.float64)
+    plan = autobatch.fit(wrapped, 8, batch=batch, step=step, max_micro_batch=2, reuse=False)
+    autobatch.Runner(plan, wrapped, step, None).accumulate(batch)
+    assert set(models) == {Plain}
+
+
 @pytest.mark.parametrize("ranks", [4], indirect=True)
 def test_a_model_that_is_not_wrapped_is_refused_with_a_way_out(ranks):
     """How many ranks, why, and what to do."""

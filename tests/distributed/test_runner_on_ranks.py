@@ -26,6 +26,7 @@ from autobatch.planning.planner import spread
 from autobatch.testing import FakeDevice
 
 DIVISIONS = {
+    1: [(16,)],  # as torchrun --nproc-per-node 1 starts it
     2: [(8, 8), (11, 5), (1, 15), (16, 0), (0, 16)],
     3: [(6, 5, 5), (14, 1, 1), (0, 13, 3), (0, 0, 16)],
     4: [(4, 4, 4, 4), (9, 0, 6, 1)],
