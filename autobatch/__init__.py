@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from autobatch.prediction.prediction import Prediction
     from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
-    from autobatch.step.losses import Mean, PerStep, Sum
+    from autobatch.step.losses import Mean, Part, PerStep, Sum
     from autobatch.training.runner import Runner
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
+    "Part",
     "PerStep",
     "Plan",
     "Prediction",
@@ -79,6 +80,7 @@ _MODULES = {
     "DeviceInfo": "autobatch.records",
     "Mean": "autobatch.step.losses",
     "MemoryCurve": "autobatch.planning.curve",
+    "Part": "autobatch.step.losses",
     "PerStep": "autobatch.step.losses",
     "Plan": "autobatch.plan",
     "Prediction": "autobatch.prediction.prediction",

@@ -29,6 +29,7 @@ WATCHED_BATCH = "autobatch/training/batch_mutation.py"
 MICRO_BATCHES = "autobatch/training/micro_batches.py"
 ACCUMULATION_STATE = "autobatch/training/accumulation_state.py"
 DENOMINATORS = "autobatch/training/loss_denominators.py"
+GIVEN_BACKWARD = "autobatch/training/given_backward.py"
 UPDATE = "autobatch/training/optimizer_step.py"
 GRADIENTS = "autobatch/state/gradients.py"
 REWIND_POINT = "autobatch/state/rewind_point.py"
@@ -59,6 +60,8 @@ RANK_FIT_TESTS = ("tests/distributed/test_fit_on_ranks.py",)
 RANK_WRAPPER_TESTS = ("tests/distributed/test_wrapper_on_ranks.py",)
 
 ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
+DENOMINATOR_TESTS = ("tests/training/test_loss_denominators.py",)
+GIVEN_BACKWARD_TESTS = ("tests/training/test_given_backward.py",)
 RUNNER_TESTS = ("tests/training/test_runner.py",)
 FAULT_TESTS = ("tests/training/test_faults.py",)
 WATCHED_TESTS = ("tests/training/test_batch_mutation.py",)
@@ -100,6 +103,41 @@ MUTANTS = (
         TRANSACTION,
         "stamps.unchanged() and progress.denominators.are_exact",
         "progress.denominators.are_exact",
+    ),
+    Mutant(
+        "a Part is divided once more",
+        DENOMINATORS,
+        "return term.multiply(1.0)  # a tensor",
+        "return term.multiply(self._average_part(weights))  # a tensor",
+        DENOMINATOR_TESTS,
+    ),
+    Mutant(
+        "the loss is summed in the tensor of a Part",
+        DENOMINATORS,
+        "return term.multiply(1.0)  # a tensor",
+        "return term.loss  # a tensor",
+        DENOMINATOR_TESTS,
+    ),
+    Mutant(
+        "a narrow Part is corrected with the other terms",
+        DENOMINATORS,
+        'return term.multiply(self.weights[""] / unit)',
+        "return term.multiply(1.0)",
+        DENOMINATOR_TESTS,
+    ),
+    Mutant(
+        "a given backward may skip a later micro-batch",
+        GIVEN_BACKWARD,
+        "if len(arrived) != 1:",
+        "if len(arrived) != 1 and not self._factor_is_known:",
+        GIVEN_BACKWARD_TESTS,
+    ),
+    Mutant(
+        "a given backward may divide the loss once more",
+        GIVEN_BACKWARD,
+        "self._check_factor(float(arrived[0]))",
+        "self._check_factor(1.0)",
+        GIVEN_BACKWARD_TESTS,
     ),
     Mutant(
         "a piece is kept that drew from NumPy",
@@ -288,10 +326,10 @@ MUTANTS = (
         RUNNER_TESTS,
     ),
     Mutant(
-        "a term of the step counts by samples",
+        "a term of the step counts by the first term",
         DENOMINATORS,
         "term.multiply(self._average_part(weights))",
-        "term.multiply(micro_batch.size / self.samples)",
+        "term.multiply(next(iter(weights.values())) / max(self.weights.values()))",
         ("tests/training/test_loss_denominators.py",),
     ),
     Mutant(

@@ -1,7 +1,7 @@
 """Defines what a step may return, a loss or several, and reads what each is a mean over.
 
-Covers ``Mean``, ``Sum`` and ``PerStep``, which state what a bare tensor leaves open, and what ``weigh`` returned. Does
-not cover how terms of many micro-batches are divided (``training.loss_denominators``).
+Covers ``Mean``, ``Sum``, ``PerStep`` and ``Part``, which state what a bare tensor leaves open, and what ``weigh``
+returned. Does not cover how terms of many micro-batches are divided (``training.loss_denominators``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from autobatch.errors import InvalidBatch, InvalidStep
 from autobatch.state.gradients import NARROW
 
-__all__ = ["Mean", "PerStep", "Sum", "Term", "Weigh", "read_terms", "read_weights", "states_counts"]
+__all__ = ["Mean", "Part", "PerStep", "Sum", "Term", "Weigh", "read_terms", "read_weights", "states_counts"]
 
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
-_Kind = Literal["mean", "sum", "per step"]
+_Kind = Literal["mean", "sum", "per step", "part"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,23 @@ class PerStep:
     loss: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A loss that has been divided by the whole step's count: the parts of all micro-batches and ranks add up.
+
+    For code that knows the step's total before its first micro-batch, as Hugging Face's Trainer does
+    (``num_items_in_batch``). The step that is compared whole in ``verify`` and ``fit(check=)`` has fewer samples than a
+    training step, and so must its divisor be the same in all micro-batches of one step: a constant, or set before.
+
+    Where ``weigh=`` counts nothing in a micro-batch that one is not run, and its part is 0.
+
+    Attributes:
+        loss: A tensor of one element, any floating dtype.
+    """
+
+    loss: torch.Tensor
+
+
 @dataclass(eq=False)
 class Term:
     """One loss of one micro-batch, read.
@@ -73,7 +90,7 @@ class Term:
     Attributes:
         name: Its key, or ``""`` for a step that returns one loss.
         loss: 0-dim, with a graph.
-        kind: What it is: the mean over its count, the sum, or a term that counts once a step.
+        kind: What it is: the mean over its count, the sum, a term that counts once a step, or divided already.
         count: What the step states; ``None`` where ``weigh`` or the number of samples says it.
         is_narrow: Whether the loss is bfloat16 or float16, so that its gradient rounds whatever it is multiplied by.
     """
@@ -88,6 +105,11 @@ class Term:
         """This term's part of the mean over ``total``, of which it covers ``count``."""
         factor = 1 / total if self.kind == "sum" else count / total
         return (self.loss.float() if self.is_narrow else self.loss) * factor
+
+    @property
+    def has_count(self) -> bool:
+        """Whether it is divided by a total, so that what it counts for matters."""
+        return self.kind in {"mean", "sum"}
 
     def multiply(self, factor: float) -> torch.Tensor:
         """The loss times a factor; in float32 where it is narrower, since a third in bfloat16 is off by 0.1 %."""
@@ -118,6 +140,8 @@ def _read_term(name: str, returned: Any) -> Term:
             kind, count = "sum", _read_count(stated, f"Sum(count=){of_term}")
         case PerStep(loss):
             kind = "per step"
+        case Part(loss):
+            kind = "part"
         case loss:
             pass
     if not isinstance(loss, torch.Tensor):
@@ -143,7 +167,7 @@ def states_counts(returned: Any) -> bool:
     """Whether a step says itself, in a loss that it returned, what that loss was divided by."""
     loss = returned[0] if isinstance(returned, tuple) and returned else returned
     terms = loss.values() if isinstance(loss, Mapping) else (loss,)
-    return any(isinstance(term, Mean | Sum) for term in terms)
+    return any(isinstance(term, Mean | Sum | Part) for term in terms)
 
 
 def read_weights(returned: Any, samples: int) -> dict[str, float]:

@@ -32,6 +32,7 @@ from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batch_mutation import WatchedBatch, refuse_write
+from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import Denominators, DividedLoss
 from autobatch.training.micro_batches import MicroBatch, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.training.transaction import Transaction
@@ -65,6 +66,7 @@ class Accumulation:
         keep: Objects of the user that the step changes; see ``state.user_objects``.
         had_gradients: Whether gradients from before the last batch have become part of its gradient.
         owns_batches: Whether the batches are copies that the user does not see.
+        backward: Called with each micro-batch's loss, scaled, in place of ``loss.backward()``.
     """
 
     workload: Workload
@@ -79,6 +81,7 @@ class Accumulation:
     keep: Sequence[Any] = ()
     had_gradients: bool = False
     owns_batches: bool = False
+    backward: Backward | None = None
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
     _parameters: Sequence[torch.Tensor] = ()
@@ -212,7 +215,11 @@ class Accumulation:
             if not self.leaves_are_known:
                 self.workload.check_leaves(loss)
                 self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
-            (loss if self.scale is None else self.scale(loss)).backward()
+            loss = loss if self.scale is None else self.scale(loss)
+            if self.backward is None:
+                loss.backward()
+            else:
+                self.backward(loss)
         if self._state.may_be_sparse or stamps.any_sparse:
             self._join_sparse_rows(progress, stamps)
         if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:

@@ -137,7 +137,7 @@ class LockstepAccumulation(Accumulation):
         self._lockstep.start("forward")
         divided, aux = super()._run_micro_batch(micro_batch, progress, stamps)
         if divided is None:  # the step has counted nothing, but the other ranks run their backward pass
-            _run_backward(self._zeros)
+            self._run_empty_backward(self._zeros)
         self._zeros = []
         if self._sums.hooks:
             self._sums.take_in(stamps.parameters)  # torch calls no hook of a sharded parameter
@@ -170,8 +170,17 @@ class LockstepAccumulation(Accumulation):
         (micro_batch,) = self._cut([(spare, 0, spare.count)], None)
         with _collect_zeros(self.workload.model) as zeros:
             self.workload.call_step(self._move(micro_batch))
-        _run_backward(zeros)
+        self._run_empty_backward(zeros)
         here.restore()
+
+    def _run_empty_backward(self, zeros: Sequence[torch.Tensor]) -> None:
+        """A backward pass whose gradients are 0."""
+        if not zeros:
+            raise InvalidStep(
+                "step() did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
+                "micro-batch has to run a backward pass: return the loss of what the model has returned"
+            )
+        (self.backward or torch.Tensor.backward)(sum(zeros[1:], start=zeros[0]))
 
     def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
         """Go back with all other ranks, and cut this one's samples smaller where its own memory has ended."""
@@ -198,16 +207,6 @@ class LockstepAccumulation(Accumulation):
 def _count(progress: AccumulationState) -> int:
     """Micro-batches that will be run: one in which nothing counts is not."""
     return sum(micro_batch.counts for micro_batch in progress.todo)
-
-
-def _run_backward(zeros: Sequence[torch.Tensor]) -> None:
-    """A backward pass whose gradients are 0."""
-    if not zeros:
-        raise InvalidStep(
-            "step() did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
-            "micro-batch has to run a backward pass: return the loss of what the model has returned"
-        )
-    sum(zeros[1:], start=zeros[0]).backward()
 
 
 def _copy_samples(layout: Layout, count: int) -> Layout:

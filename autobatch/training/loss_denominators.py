@@ -9,6 +9,8 @@ micro-batch: then losses are divided by a power of two near it, which rounds not
 by power / total once, before the update. That works for one denominator only, since gradients of different terms cannot
 be separated once they are added.
 
+A ``Part`` was divided by the whole step's count before it came here, and is added as it is.
+
 The same is done where losses are bfloat16 or float16 and have one denominator: their gradients would round the factor.
 """
 
@@ -97,27 +99,28 @@ class Denominators:
             is_narrow |= term.is_narrow
             is_stated |= term.count is not None
         if is_stated and not self.weighed:
+            _refuse_parts(terms)
             count = _find_common_count(terms, micro_batch.size)
             return self._divide_by_unit(micro_batch.size, terms, count, unit)
-        if is_narrow and "" in weights:
+        if is_narrow and "" in weights and any(term.kind != "part" for term in terms):
             for term in terms:
                 _check_count(term, weights[""])
             return self._divide_by_unit(micro_batch.size, terms, weights[""], unit)
         if "" not in weights:
             _check_names(terms, weights)
-        total: torch.Tensor | None = None
-        for term in terms:
-            name = term.name if term.name in weights else ""
-            if term.count is not None:
-                _check_count(term, weights[name])
-            if term.kind == "per step":
-                part = term.multiply(self._average_part(weights))
-            elif weights[name]:
-                part = term.divide(weights[name], self.weights[name])
-            else:  # 0 x nan is nan
-                continue
-            total = part if total is None else total + part
-        return None if total is None else (total, 0.0, None)
+        parts = [part for term in terms if (part := self._divide_by_total(term, weights)) is not None]
+        return (functools.reduce(torch.add, parts), 0.0, None) if parts else None
+
+    def _divide_by_total(self, term: Term, weights: Mapping[str, float]) -> torch.Tensor | None:
+        name = term.name if term.name in weights else ""
+        if term.count is not None:
+            _check_count(term, weights[name])
+        if term.kind == "part":
+            return term.multiply(1.0)  # a tensor of its own: the running loss is summed in it in place
+        if term.kind == "per step":
+            return term.multiply(self._average_part(weights))
+        # 0 x nan is nan
+        return term.divide(weights[name], self.weights[name]) if weights[name] else None
 
     def _average_part(self, weights: Mapping[str, float]) -> float:
         """The part of the step that these weights are, averaged over the terms; all micro-batches' add up to 1."""
@@ -131,8 +134,13 @@ class Denominators:
             # A lone micro-batch is the whole: nothing has to be corrected.
             whole = count if size == self.samples else _power_of_two_near(count * self.samples / size)
             unit = self.unit or whole
-        parts = [term.multiply(count / unit) if term.kind == "per step" else term.divide(count, unit) for term in terms]
+        parts = [self._divide_term(term, count, unit) for term in terms]
         return functools.reduce(torch.add, parts), count, unit
+
+    def _divide_term(self, term: Term, count: float, unit: float) -> torch.Tensor:
+        if term.kind == "part":  # all is multiplied by unit / total at the end
+            return term.multiply(self.weights[""] / unit)
+        return term.multiply(count / unit) if term.kind == "per step" else term.divide(count, unit)
 
 
 @functools.lru_cache(maxsize=256)
@@ -145,7 +153,7 @@ def _power_of_two_near(number: float) -> float:
 
 
 def _find_common_count(terms: Sequence[Term], samples: int) -> float:
-    counts = {t.name: float(samples) if t.count is None else t.count for t in terms if t.kind != "per step"}
+    counts = {t.name: float(samples) if t.count is None else t.count for t in terms if t.has_count}
     first, *rest = counts.values()
     if any(not math.isclose(first, other, rel_tol=1e-6) for other in rest):
         stated = ", ".join(f"{name!r}: {count:g}" for name, count in counts.items())
@@ -156,14 +164,23 @@ def _find_common_count(terms: Sequence[Term], samples: int) -> float:
     return first
 
 
+def _refuse_parts(terms: Sequence[Term]) -> None:
+    parts = [repr(term.name) for term in terms if term.kind == "part"]
+    if parts:
+        raise InvalidStep(
+            f"step() returns a Part ({', '.join(parts)}) beside a Mean or Sum, whose total is known only after the "
+            f"last micro-batch: pass weigh= that counts before, or return Parts only"
+        )
+
+
 def _check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
-    named = {term.name for term in terms if term.kind != "per step"}
+    named = {term.name for term in terms if term.has_count}
     missing = [name for name, weight in weights.items() if weight > 0 and name not in named]
     unknown = named - weights.keys()
     if missing or unknown:
         raise InvalidStep(
             f"weigh() gives counts for the terms {sorted(weights)}, and step() returned {sorted(named)}: the "
-            f"names must be the same (a PerStep term has no count)"
+            f"names must be the same (PerStep and Part terms have no count)"
         )
 
 

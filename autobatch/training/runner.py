@@ -51,6 +51,7 @@ from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
+from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.step_errors import (
@@ -91,6 +92,7 @@ class Runner:
         scheduler: Any | None = None,
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
+        backward: Backward | None = None,
         enforce: Literal["auto", "always"] = "auto",
         timeout: float | None = None,
     ) -> None:
@@ -112,6 +114,10 @@ class Runner:
             keep: Objects outside the model that the step changes, such as metrics: a step that is undone or retried
                 puts them back. Each has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict()``,
                 or is a module, a tensor, a generator, or a dict or list of these.
+            backward: Called with each micro-batch's loss, divided and scaled, in place of ``loss.backward()``: a
+                framework's own, such as ``accelerator.backward``. It has to run one backward pass and not to divide the
+                loss again; a framework's scaler in it is its own ``step()``'s to take out, and then ``scaler=`` stays
+                ``None``.
             device: The device's memory; default: where the model is.
             enforce: On a CPU, where a budget is enforced by counting what each operator returns: ``"always"`` counts
                 every step. ``"auto"`` does not count steps that cannot come near the budget, nor, near it, steps like
@@ -144,7 +150,7 @@ class Runner:
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
             self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
-            self._accumulation = self._make_accumulation(scaler, check_objects(keep))
+            self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
             self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
             self._layout = Layout(None, 0, plan.batch_lists)
             self._sizes_seen = {sum(plan.micro_batch_sizes)}
@@ -156,7 +162,17 @@ class Runner:
             self._largest_elements, self._has_larger = 0.0, False
             self._peak_bytes, self._has_reported_gradients = 0, False
             if self._ranks is not None:
-                said.append(_describe_binding(self._ranks, plan, self._workload, max_grad_norm, scaler, scheduler))
+                said.append(
+                    _describe_binding(
+                        self._ranks,
+                        plan,
+                        self._workload,
+                        max_grad_norm,
+                        scaler=scaler,
+                        scheduler=scheduler,
+                        backward=backward,
+                    )
+                )
         refuse_differences(said, self._ranks)
 
     def _make_update(self, optimizer: Any, scaler: Any, max_grad_norm: float | None, scheduler: Any) -> Update:
@@ -170,7 +186,7 @@ class Runner:
             scheduler=scheduler,
         )
 
-    def _make_accumulation(self, scaler: Any, keep: Sequence[Any]) -> Accumulation:
+    def _make_accumulation(self, scaler: Any, keep: Sequence[Any], backward: Backward | None) -> Accumulation:
         this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
         model, device = self._workload.model, self._device
         return (LockstepAccumulation if self._is_sharded else Accumulation)(
@@ -181,6 +197,7 @@ class Runner:
             in_float32=self.plan.accumulate_in_float32,
             smallest=self.plan.smallest_micro_batch,
             keep=keep,
+            backward=None if backward is None else GivenBackward(backward, is_scaled=scaler is not None),
         )
 
     @property
@@ -426,18 +443,17 @@ def _begin_sharded_scaling(model: nn.Module, scaler: Any) -> Callable[[torch.Ten
 
 
 def _describe_binding(
-    ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, *others: Any
+    ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
-    """What must be the same on each rank; ``others`` are the scaler and the scheduler."""
-    given = [workload.optimizer, workload.weigh, *others]
-    names = ["optimizer=", "weigh=", "scaler=", "scheduler="]
+    """What must be the same on each rank."""
+    given |= {"optimizer": workload.optimizer, "weigh": workload.weigh}
     return {
         "plan.target_batch": plan.target_batch,
         "plan.accumulate_in_float32": plan.accumulate_in_float32,
         "timeout=": ranks.channel.timeout.total_seconds(),
         "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
         "the model": describe_parameters(workload.parameters()),
-        **{name: "None" if one is None else type(one).__name__ for name, one in zip(names, given, strict=True)},
+        **{f"{name}=": "None" if value is None else type(value).__name__ for name, value in given.items()},
     }
 
 

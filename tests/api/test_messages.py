@@ -90,6 +90,12 @@ def divide_anew():
     make_runner(weigh=lambda b: 5.0).step(make_batch(16))
 
 
+def part_beside_a_mean(model, batch):
+    """The mean's total is not known before."""
+    loss = mean_step(model, batch)
+    return {"mean": autobatch.Mean(loss, over=len(batch[0])), "part": autobatch.Part(loss / 4)}
+
+
 def two_counts(model, batch):
     """Two terms whose totals cannot be told apart in one gradient."""
     loss = mean_step(model, batch)
@@ -406,7 +412,33 @@ TABLE = [
         "InvalidStep",
         (
             "weigh() gives counts for the terms ['left'], and step() returned ['left', 'right']: the names "
-            "must be the same (a PerStep term has no count)"
+            "must be the same (PerStep and Part terms have no count)"
+        ),
+    ),
+    (
+        lambda: make_runner(step=part_beside_a_mean).step(make_batch(16)),
+        "InvalidStep",
+        (
+            "step() returns a Part ('part') beside a Mean or Sum, whose total is known only after the last "
+            "micro-batch: pass weigh= that counts before, or return Parts only"
+        ),
+    ),
+    (
+        lambda: make_runner(backward="backward"),
+        "InvalidArgument",
+        "backward='backward' cannot be called with a loss: pass backward(loss), such as accelerator.backward",
+    ),
+    (
+        lambda: make_runner(backward=lambda loss: None).step(make_batch(16)),
+        "InvalidStep",
+        ("backward= ran no backward pass: it has to run one, such as loss.backward(), on the loss that it is given"),
+    ),
+    (
+        lambda: make_runner(backward=lambda loss: (loss / 4).backward()).step(make_batch(16)),
+        "InvalidStep",
+        (
+            "backward= multiplies the loss by 0.25, and the Runner has divided it by the whole step's count already: "
+            "switch the framework's own accumulation off, such as gradient_accumulation_steps=1"
         ),
     ),
     (

@@ -40,6 +40,16 @@ def stated_step(model: nn.Module, batch: Batch) -> dict[str, autobatch.Mean | au
     }
 
 
+def part_step(model: nn.Module, batch: Batch) -> autobatch.Part:
+    """Divided by the whole step's samples."""
+    return autobatch.Part(cross_entropy(model(batch[0]), batch[1], reduction="sum") / 16)
+
+
+def run_backward(loss: Tensor) -> None:
+    """As a framework does."""
+    loss.backward()
+
+
 def step_with_outputs(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """A loss, and what comes back as ``result.aux``."""
     outputs: Tensor = model(batch[0])
@@ -192,6 +202,7 @@ def main(folder: Path) -> None:
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=10),
         hooks=[counter, autobatch.hooks.jsonl(folder / "events.jsonl"), autobatch.hooks.console()],
         keep=[torch.zeros(1)],
+        backward=run_backward,
     )
     with autobatch.testing.oom_at(8):
         use_result(runner.step(batch))
@@ -200,6 +211,7 @@ def main(folder: Path) -> None:
     assert (runner.steps, counter.steps, counter.retries) == (3, 3, 1)
     verdict: autobatch.Verdict = autobatch.verify(model, batch=batch, step=stated_step, device="cpu")
     causes: tuple[str, ...] = verdict.causes
+    assert autobatch.verify(model, batch=batch, step=part_step, device="cpu").exact
     assert verdict.exact
     assert verdict.relative_error < 1e-5
     assert not causes

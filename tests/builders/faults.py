@@ -176,6 +176,18 @@ def count_terms(batch: Any) -> dict[str, Any]:
     return {"classes": len(batch[1]), "value": (batch[1] > 0).sum()}
 
 
+def parts_step(model: nn.Module, batch: Any) -> autobatch.Part:
+    """Divided by the whole step's count, which is known before."""
+    return autobatch.Part(mean_step(model, batch) * (len(batch[0]) / SAMPLES))
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """A framework's own backward function, with something before and after the pass."""
+    torch.zeros(1).add_(1)
+    loss.backward()
+    torch.zeros(1).add_(1)
+
+
 @dataclass(frozen=True)
 class Case:
     """One training that memory is to end in."""
@@ -190,6 +202,7 @@ class Case:
     scheduled: bool = False
     max_grad_norm: float | None = 0.05
     taught: bool = False
+    backward: Callable[[torch.Tensor], object] | None = None
 
     def make_step(self) -> tuple[Callable[[nn.Module, Any], Any], tuple[Any, ...]]:
         """The step, and what it changes outside the model."""
@@ -271,6 +284,7 @@ CASES = (
     Case("sparse embedding, plain SGD", Embedded, plain_sgd, max_grad_norm=None),
     Case("sparse embedding, SparseAdam", Embedded, sparse_adam, max_grad_norm=None),
     Case("sparse embedding, Adagrad", Embedded, adagrad, max_grad_norm=None),
+    Case("parts, a backward of one's own, SGD", Everything, sgd, parts_step, backward=run_backward),
     Case("teacher outside the model, kept, SGD", lambda: nn.Linear(6, 4), sgd, taught=True),
 )
 
@@ -338,6 +352,7 @@ class Training:
             scheduler=self.scheduler,
             hooks=[self.events.append],
             keep=self.kept,
+            backward=case.backward,
             device=self.device,
         )
 

@@ -66,8 +66,14 @@ class Checkpointed(Plain):
         super().__init__(checkpointed=True)
 
 
+def state_part(model, batch):
+    """Divided by the samples of all ranks."""
+    return autobatch.Part(mean_step(model, batch) * (len(batch[0]) / SAMPLES))
+
+
 CASES = {
     "samples": (mean_step, None, mean_step, Plain, {}),
+    "parts": (state_part, None, mean_step, Deep, {}),
     "deep": (mean_step, None, mean_step, Deep, {}),
     "tokens": (mean_of_some, count_some, mean_of_some, Deep, {}),
     "class weights": (weighted_classes, weigh_classes, weighted_classes, Deep, {}),

@@ -11,7 +11,7 @@ from workloads import Plain, bits_of, differences, full_batch_gradient, gradient
 from autobatch.batch.layout import describe
 from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
-from autobatch.step.losses import Mean, PerStep, Sum
+from autobatch.step.losses import Mean, Part, PerStep, Sum
 from autobatch.step.workload import Workload
 from autobatch.testing import oom_at
 from autobatch.training.accumulation import Accumulation
@@ -63,6 +63,10 @@ def both(model, batch):
     return ce(model, batch) + 0.3 * ce(model, batch, task=2) + 0.01 * penalise(model)
 
 
+LABELS = 15
+"""How many of the first task count in the whole batch: known before its first micro-batch."""
+
+
 CASES = {
     "mean over tokens, stated": (lambda m, b: Mean(ce(m, b), over=count(b)), None, plain),
     "mean over tokens, stated and counted before": (lambda m, b: Mean(ce(m, b), over=count(b)), count, plain),
@@ -112,6 +116,26 @@ CASES = {
         lambda m, b: {"a": m(b[0]).square().mean(), "b": m(b[0]).abs().mean()},
         None,
         lambda m, b: m(b[0]).square().mean() + m(b[0]).abs().mean(),
+    ),
+    "parts of a total that is known": (lambda m, b: Part(ce(m, b, reduction="sum") / LABELS), None, plain),
+    "parts of a total that is known, weighed": (lambda m, b: Part(ce(m, b, reduction="sum") / LABELS), count, plain),
+    "parts beside a mean over samples": (
+        lambda m, b: {
+            "parts": Part(ce(m, b, reduction="sum") / LABELS),
+            "mean": m(b[0]).square().mean(),
+            "l2": PerStep(0.01 * penalise(m)),
+        },
+        None,
+        lambda m, b: ce(m, b) + m(b[0]).square().mean() + 0.01 * penalise(m),
+    ),
+    "parts beside terms that are counted before": (
+        lambda m, b: {
+            "parts": Part(m(b[0]).square().sum() / 7),
+            "first": Mean(ce(m, b), over=count(b)),
+            "second": 0.3 * m(b[0]).abs().mean(),
+        },
+        lambda b: {"first": count(b), "second": len(b[0])},
+        lambda m, b: m(b[0]).square().sum() / 7 + ce(m, b) + 0.3 * m(b[0]).abs().mean(),
     ),
     "a regulariser alone": (lambda m, b: PerStep(penalise(m)), None, lambda m, b: penalise(m)),
 }
@@ -277,7 +301,43 @@ def test_a_narrow_loss_is_weighed_without_rounding(dtype, weigh, wrap):
     assert model.weight.grad.item() == pytest.approx(1, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a mean"])
+def test_a_narrow_part_is_added_as_it_is(dtype, beside):
+    """Neither its gradient nor the sum of the losses is rounded to its dtype."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+
+    def step(model, part):
+        divided = Part((model(part[0]).sum() / 16).to(dtype))
+        return {"part": divided, "mean": model(part[0]).mean().to(dtype)} if beside else divided
+
+    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe((torch.ones(16, 1),))], 3)
+    assert float(done.loss) == pytest.approx(1 + beside, rel=1e-6)
+    assert model.weight.grad.item() == pytest.approx(1 + beside, rel=1e-3 if beside else 1e-7)
+
+
+def test_a_part_that_is_kept_beside_the_loss_keeps_its_value():
+    """The running loss is summed in place, in no tensor of the user's."""
+
+    def step(model, part):
+        loss = model(part[0]).square().sum()
+        return Part(loss), loss.detach()
+
+    model, batch = make_model(), make_tasks(8)
+    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 2)
+    expected = [model(rows).square().sum() for rows in batch[0].split(2)]
+    assert [value.item() for value in done.aux] == pytest.approx([value.item() for value in expected], rel=1e-12)
+    assert float(done.loss) == pytest.approx(sum(expected).item(), rel=1e-12)
+
+
 REFUSED = {
+    "a part beside a stated mean": (
+        lambda m, b: {"first": Mean(ce(m, b), count(b)), "second": Part(ce(m, b, task=2))},
+        None,
+        InvalidStep,
+        r"returns a Part \('second'\) beside a Mean or Sum, whose total is known only after",
+    ),
     "several counts, no weigh": (
         lambda m, b: {"first": Mean(ce(m, b), count(b)), "second": Mean(ce(m, b, task=2), count(b, 2))},
         None,
