@@ -30,6 +30,7 @@ MICRO_BATCHES = "autobatch/training/micro_batches.py"
 ACCUMULATION_STATE = "autobatch/training/accumulation_state.py"
 DENOMINATORS = "autobatch/training/loss_denominators.py"
 GIVEN_BACKWARD = "autobatch/training/given_backward.py"
+RUNNER_STATE = "autobatch/training/runner_state.py"
 UPDATE = "autobatch/training/optimizer_step.py"
 GRADIENTS = "autobatch/state/gradients.py"
 REWIND_POINT = "autobatch/state/rewind_point.py"
@@ -61,6 +62,7 @@ RANK_WRAPPER_TESTS = ("tests/distributed/test_wrapper_on_ranks.py",)
 
 ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
 DENOMINATOR_TESTS = ("tests/training/test_loss_denominators.py",)
+RUNNER_STATE_TESTS = ("tests/training/test_runner_state.py",)
 GIVEN_BACKWARD_TESTS = ("tests/training/test_given_backward.py",)
 RUNNER_TESTS = ("tests/training/test_runner.py",)
 FAULT_TESTS = ("tests/training/test_faults.py",)
@@ -103,6 +105,20 @@ MUTANTS = (
         TRANSACTION,
         "stamps.unchanged() and progress.denominators.are_exact",
         "progress.denominators.are_exact",
+    ),
+    Mutant(
+        "a resumed Runner begins with the plan's size",
+        RUNNER_STATE,
+        "            size=self.size,\n            reason=self.reason,\n",
+        "",
+        RUNNER_STATE_TESTS,
+    ),
+    Mutant(
+        "a resumed Runner forgets what failed",
+        RUNNER_STATE,
+        "tuple(Setback(**saved.model_dump()) for saved in self.setbacks)",
+        "()",
+        RUNNER_STATE_TESTS,
     ),
     Mutant(
         "a Part is divided once more",

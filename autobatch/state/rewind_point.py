@@ -164,6 +164,16 @@ class StepState:
         self.moves_modules = self._draws = self._draws_on_host = False
         self.is_recording = self.is_looked_over = self.is_still = self.may_be_sparse = self.makes_sparse = False
 
+    def learnt(self) -> dict[str, bool]:
+        """What is known of micro-batches, by name; where tensors lie that they write into is found anew."""
+        return {"moves_modules": self.moves_modules, "draws": self._draws, "draws_on_host": self._draws_on_host}
+
+    def relearn(self, *, moves_modules: bool, draws: bool, draws_on_host: bool) -> None:
+        """Know it from now on, beside what is known already."""
+        self.moves_modules |= moves_modules
+        self._draws |= draws
+        self._draws_on_host |= draws_on_host
+
     def begin(self) -> RewindPoint:
         """Record everything, before a step."""
         self.is_looked_over = self._begun == self._next_recorded

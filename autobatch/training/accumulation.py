@@ -61,6 +61,7 @@ class Accumulation:
         smallest: The fewest samples that the model can run; no batch is cut into smaller micro-batches.
         leaves_are_known: Whether the first graph was searched for parameters outside model and optimizer already.
         known_state: What its steps are known to change; default: nothing yet.
+        state: The same, learnt as steps run.
         stands_for: Micro-batches of the step of which a trial runs the first two: sparse gradients get the rows that
             all of them may have. 0: all are run.
         keep: Objects of the user that the step changes; see ``state.user_objects``.
@@ -92,7 +93,7 @@ class Accumulation:
         """Find out what steps change, where ``known_state`` does not say it."""
         self._home = self.device.torch_device
         compiled = is_compiled(self.workload.model, self.workload.step)
-        self._state = self.known_state or StepState(
+        self.state = self.known_state or StepState(
             self.workload.model, self.device.torch_device, self.keep, records=not compiled
         )
 
@@ -125,9 +126,9 @@ class Accumulation:
             DoesNotFit: A copy of the model's buffers does not fit, or ``weigh``, or what follows the last backward
                 pass. Errors of ``shrink`` and ``update`` pass through.
         """
-        start = self._try_twice(_COPYING, self._state.begin)
+        start = self._try_twice(_COPYING, self.state.begin)
         parameters = self._find_parameters(start.modules)
-        with Transaction(self._state, start, self.workload, parameters, self._sums) as transaction:
+        with Transaction(self.state, start, self.workload, parameters, self._sums) as transaction:
             self.had_gradients = transaction.aside.are_there
             if self.had_gradients:
                 transaction.set_aside()
@@ -160,7 +161,7 @@ class Accumulation:
 
     def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
         """Run the micro-batches that are not finished; returns why memory ended, with no reference to the error."""
-        state, stamps, todo = self._state, transaction.stamps, progress.todo
+        state, stamps, todo = self.state, transaction.stamps, progress.todo
         if not todo:  # a rank without samples
             return None
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
@@ -220,15 +221,15 @@ class Accumulation:
                 loss.backward()
             else:
                 self.backward(loss)
-        if self._state.may_be_sparse or stamps.any_sparse:
+        if self.state.may_be_sparse or stamps.any_sparse:
             self._join_sparse_rows(progress, stamps)
-        if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
+        if [*map(_VERSION, progress.batch)] != progress.versions and not self.state.is_looked_over:
             refuse_write(stays=not self.owns_batches)
         return divided, aux
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
-        transaction.begin_micro_batch(self._try_twice(_COPYING, self._state.begin_micro_batch, transaction.start))
-        if self.in_float32 and self._state.moves_modules and len(progress.todo) > 1:
+        transaction.begin_micro_batch(self._try_twice(_COPYING, self.state.begin_micro_batch, transaction.start))
+        if self.in_float32 and self.state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
     def _run_watched(
@@ -237,12 +238,12 @@ class Accumulation:
         """In steps that are looked over: find what the micro-batch writes into."""
         watch: AbstractContextManager[object] = nullcontext()
         record: AbstractContextManager[object] = nullcontext()
-        if self._state.is_looked_over:
+        if self.state.is_looked_over:
             samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
             watch = watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
-            if self._state.is_recording:
+            if self.state.is_recording:
                 apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors(), *self._find_apart()]
-                record = self._state.record([transaction.start, transaction.here], apart, watched.save)
+                record = self.state.record([transaction.start, transaction.here], apart, watched.save)
         with watch, record:
             return self._run_micro_batch(micro_batch, progress, transaction.stamps)
 

@@ -166,7 +166,7 @@ class LockstepAccumulation(Accumulation):
 
     def _run_spare(self, spare: Layout, transaction: Transaction) -> None:
         self._lockstep.start("forward")
-        here = self._state.begin_micro_batch(transaction.start)
+        here = self.state.begin_micro_batch(transaction.start)
         (micro_batch,) = self._cut([(spare, 0, spare.count)], None)
         with _collect_zeros(self.workload.model) as zeros:
             self.workload.call_step(self._move(micro_batch))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,16 +19,13 @@ from autobatch._arguments import check_choice
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.distributed.ranks import (
-    Ranks,
     all_or_none,
-    describe_parameters,
     find_ranks,
     read_timeout,
     refuse_differences,
     take_module,
 )
 from autobatch.distributed.sharded_step import begin_step
-from autobatch.distributed.sharding import divisor_of
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
@@ -39,21 +36,19 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
-from autobatch.planning.planner import compiled_ladder, eager_ladder
-from autobatch.planning.retry_size import CLEAN_STEPS
 from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
 from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
-from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
+from autobatch.training.binding import describe_binding, make_accumulation, make_pace
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
-from autobatch.training.given_backward import Backward, GivenBackward
-from autobatch.training.lockstep_accumulation import LockstepAccumulation
+from autobatch.training.given_backward import Backward
 from autobatch.training.optimizer_step import Update, check_options
+from autobatch.training.runner_state import RunnerState, read_state
 from autobatch.training.step_errors import (
     check_plan,
     check_rank,
@@ -68,7 +63,9 @@ __all__ = ["Runner"]
 _NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 
 _ALWAYS_COUNTED = 2
-"""Steps counted in any case: in the first the optimizer makes its state, from the second on it has one."""
+"""Steps counted in any case, also after a state was loaded.
+
+In the first the optimizer makes its state, from the second on it has one."""
 
 
 class Runner:
@@ -144,14 +141,14 @@ class Runner:
             check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
             hooks = check_hooks(hooks)
             check_choice("enforce", enforce, ("auto", "always"))
-            self.plan, self.steps, self._max_grad_norm = plan, 0, max_grad_norm
+            self.plan, self.steps, self._begun_at, self._max_grad_norm = plan, 0, 0, max_grad_norm
             self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
             self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
             self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
-            self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
+            self._pace = make_pace(plan, self._workload, plan.smallest_micro_batch)
             self._layout = Layout(None, 0, plan.batch_lists)
             self._sizes_seen = {sum(plan.micro_batch_sizes)}
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
@@ -163,7 +160,7 @@ class Runner:
             self._peak_bytes, self._has_reported_gradients = 0, False
             if self._ranks is not None:
                 said.append(
-                    _describe_binding(
+                    describe_binding(
                         self._ranks,
                         plan,
                         self._workload,
@@ -188,16 +185,15 @@ class Runner:
 
     def _make_accumulation(self, scaler: Any, keep: Sequence[Any], backward: Backward | None) -> Accumulation:
         this = weakref.proxy(self)  # in place of self: in a reference cycle the model would be freed late
-        model, device = self._workload.model, self._device
-        return (LockstepAccumulation if self._is_sharded else Accumulation)(
+        return make_accumulation(
+            self.plan,
             self._workload,
-            device,
+            self._device,
             lambda shortage: this._shrink(shortage),  # noqa: PLW0108, SLF001 - a bound method would hold self
-            _begin_sharded_scaling(model, scaler) if self._is_sharded else _begin_scaling(scaler, device),
-            in_float32=self.plan.accumulate_in_float32,
-            smallest=self.plan.smallest_micro_batch,
+            is_sharded=self._is_sharded,
+            scaler=scaler,
             keep=keep,
-            backward=None if backward is None else GivenBackward(backward, is_scaled=scaler is not None),
+            backward=backward,
         )
 
     @property
@@ -265,6 +261,37 @@ class Runner:
             DoesNotFit: Memory ended at one sample; everything is as before.
         """
         return self._run([batch], update=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What decides the sizes of the next steps, as plain numbers, texts, lists and dicts.
+
+        With it, a resumed run is bit for bit the one that was not interrupted, also after a shortage has made the size
+        smaller (sizes decide how gradients are rounded), as far as the same memory is free. Parameters, optimizers,
+        schedulers, scalers, generators and what ``keep=`` names are yours to save. On several ranks each has its own.
+        """
+        state = self._accumulation.state.learnt()
+        return RunnerState.of(
+            self.plan, self._pace, steps=self.steps, batch_lists=dict(self._layout.lists), **state
+        ).model_dump(mode="json")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from where ``state_dict`` was, between two steps.
+
+        Args:
+            state: From a Runner of the same plan, as by ``Plan.load``; also after ``json`` or ``torch.save``.
+
+        Raises:
+            InvalidArgument: It is no such state, or another plan's; nothing has changed.
+        """
+        found = read_state(state, self.plan)
+        pace = found.resume(make_pace(self.plan, self._workload, found.smallest_micro_batch))
+        self._accumulation.state.relearn(
+            moves_modules=found.moves_modules, draws=found.draws, draws_on_host=found.draws_on_host
+        )
+        self._accumulation.smallest = found.smallest_micro_batch
+        self._layout = Layout(None, 0, found.batch_lists)
+        self.steps = self._begun_at = found.steps
+        self._change_pace(pace, self.steps)
 
     def _run(self, batches: Iterable[Any], *, update: bool) -> StepResult:
         started = time.perf_counter()
@@ -348,7 +375,7 @@ class Runner:
                 raise
         # A plan without trials does not know it. Everything is as before the step: it can be run again.
         self._accumulation.smallest = 2
-        self._pace = _set_pace(self.plan, self._workload, smallest=2)
+        self._pace = make_pace(self.plan, self._workload, smallest=2)
         return self._accumulate(layouts, shared, update=update)
 
     def _look_ahead(self) -> Pace:
@@ -384,7 +411,7 @@ class Runner:
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
         """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""
-        is_new, self._has_larger = self.steps < _ALWAYS_COUNTED or self._has_larger, False
+        is_new, self._has_larger = self.steps - self._begun_at < _ALWAYS_COUNTED or self._has_larger, False
         device = self._device
         if (is_new or self._enforce == "always") and device.measures:
             return True
@@ -418,47 +445,3 @@ class Runner:
         self._pace = self._pace.after_shortage(shortage.failed_size, self._free_memory.target(), least)
         self._events.report_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
-
-
-def _begin_scaling(
-    scaler: torch.amp.GradScaler | None, device: Device
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The scaler's ``scale``; its two tensors are made now, as memory that ends between them would break it."""
-    if scaler is None:
-        return None
-    if scaler.is_enabled():
-        scaler.scale(torch.zeros((), device=device.torch_device))
-    return scaler.scale
-
-
-def _begin_sharded_scaling(model: nn.Module, scaler: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Losses are multiplied by what torch divides the sum of the ranks' gradients by."""
-    if scaler is not None:
-        raise InvalidArgument(
-            "scaler= is not supported where parameters are sharded: train in bfloat16, as with "
-            "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-        )
-    divisor = divisor_of(model)
-    return lambda loss: loss * divisor
-
-
-def _describe_binding(
-    ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, **given: Any
-) -> dict[str, Any]:
-    """What must be the same on each rank."""
-    given |= {"optimizer": workload.optimizer, "weigh": workload.weigh}
-    return {
-        "plan.target_batch": plan.target_batch,
-        "plan.accumulate_in_float32": plan.accumulate_in_float32,
-        "timeout=": ranks.channel.timeout.total_seconds(),
-        "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
-        "the model": describe_parameters(workload.parameters()),
-        **{f"{name}=": "None" if value is None else type(value).__name__ for name, value in given.items()},
-    }
-
-
-def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
-    size = plan.micro_batch_size
-    if is_compiled(workload.model, workload.step):
-        return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
-    return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)

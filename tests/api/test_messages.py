@@ -424,6 +424,19 @@ TABLE = [
         ),
     ),
     (
+        lambda: make_runner().load_state_dict({**make_runner().state_dict(), "target_batch": 256}),
+        "InvalidArgument",
+        (
+            "the state is of a plan with target_batch=256, and this Runner's has target_batch=16: make it with the "
+            "plan with which it was saved (plan.save(path), Plan.load(path))"
+        ),
+    ),
+    (
+        lambda: make_runner().load_state_dict({"epoch": 3}),
+        "InvalidArgument",
+        "state={'epoch': 3}: pass what state_dict() of a Runner returned",
+    ),
+    (
         lambda: make_runner(backward="backward"),
         "InvalidArgument",
         "backward='backward' cannot be called with a loss: pass backward(loss), such as accelerator.backward",

@@ -70,6 +70,8 @@ SIGNATURES = {
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
     "Runner.step_over": "batches",
+    "Runner.state_dict": "",
+    "Runner.load_state_dict": "state",
     "ShareSampler": "plan dataset * shuffle=True seed=0 drop_last=False",
     "ShareSampler.set_epoch": "epoch",
     "ShareSampler.state_dict": "batches_done",

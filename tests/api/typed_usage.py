@@ -209,6 +209,8 @@ def main(folder: Path) -> None:
     use_result(runner.step_over([batch, batch]))
     use_result(runner.accumulate(batch))
     assert (runner.steps, counter.steps, counter.retries) == (3, 3, 1)
+    saved: dict[str, object] = runner.state_dict()
+    runner.load_state_dict(saved)
     verdict: autobatch.Verdict = autobatch.verify(model, batch=batch, step=stated_step, device="cpu")
     causes: tuple[str, ...] = verdict.causes
     assert autobatch.verify(model, batch=batch, step=part_step, device="cpu").exact

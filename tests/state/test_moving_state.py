@@ -151,7 +151,7 @@ def test_what_is_not_written_is_not_copied():
     runner, _ = make_runner(model)
     for _ in range(3):
         runner.step(make_batch(8))
-    assert runner._accumulation._state.begin().memory == {}
+    assert runner._accumulation.state.begin().memory == {}
 
 
 def test_memory_that_died_is_forgotten():
@@ -170,7 +170,7 @@ def test_memory_that_died_is_forgotten():
     runner = autobatch.Runner(runner.plan, model, step, optimizer, device=FakeDevice(lambda n: n, total_bytes=1000))
     for _ in range(70):
         runner.step(make_batch(8))
-    assert len(runner._accumulation._state.begin().memory) <= 2
+    assert len(runner._accumulation.state.begin().memory) <= 2
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_a_recorder_is_released_after_its_step():
     gc.disable()
     try:
         runner.step(make_batch(8))
-        assert runner._accumulation._state._recorder is None
+        assert runner._accumulation.state._recorder is None
         assert not [item for item in gc.get_objects() if isinstance(item, WriteRecorder)]
     finally:
         gc.enable()
@@ -297,6 +297,6 @@ def test_known_storages_are_learnt_anew_in_recorded_steps():
     key, found = bank.untyped_storage()._cdata, []
     for _ in range(6):
         runner.step(make_batch(8))
-        found.append(key in runner._accumulation._state._memory.known)
+        found.append(key in runner._accumulation.state._memory.known)
     assert found[0]
     assert not found[-1]

@@ -1,0 +1,113 @@
+"""Makes what runs a plan's steps out of what a Runner was given: the accumulation, the update, the first size.
+
+Covers scaling of losses, and what has to be the same on each rank. Does not cover checks of single arguments
+(``optimizer_step``, ``step_errors``) nor running a step (``runner``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.distributed.ranks import Ranks, describe_parameters
+from autobatch.distributed.sharding import divisor_of
+from autobatch.errors import InvalidArgument
+from autobatch.memory.device import Device
+from autobatch.plan import Plan
+from autobatch.planning.pacing import Pace
+from autobatch.planning.planner import compiled_ladder, eager_ladder
+from autobatch.planning.retry_size import CLEAN_STEPS
+from autobatch.step.model_info import is_compiled
+from autobatch.step.workload import Workload
+from autobatch.training.accumulation import Accumulation
+from autobatch.training.accumulation_state import Shortage
+from autobatch.training.given_backward import Backward, GivenBackward
+from autobatch.training.lockstep_accumulation import LockstepAccumulation
+
+__all__ = ["describe_binding", "make_accumulation", "make_pace"]
+
+
+def make_accumulation(
+    plan: Plan,
+    workload: Workload,
+    device: Device,
+    shrink: Callable[[Shortage], int],
+    *,
+    is_sharded: bool,
+    scaler: Any | None,
+    keep: Sequence[Any],
+    backward: Backward | None,
+) -> Accumulation:
+    """The accumulation of a Runner's steps.
+
+    Args:
+        plan: For the smallest micro-batch, and whether sums are in float32.
+        workload: Model, step, weights, optimizer.
+        device: Where micro-batches go.
+        shrink: Called after each shortage; returns the new largest micro-batch.
+        is_sharded: Whether the ranks run their micro-batches in lockstep.
+        scaler: Scales each loss.
+        keep: The user's objects, checked.
+        backward: The user's own function in place of ``loss.backward()``.
+
+    Raises:
+        InvalidArgument: ``backward`` cannot be called, or there is a scaler where parameters are sharded.
+    """
+    return (LockstepAccumulation if is_sharded else Accumulation)(
+        workload,
+        device,
+        shrink,
+        _begin_sharded_scaling(workload.model, scaler) if is_sharded else _begin_scaling(scaler, device),
+        in_float32=plan.accumulate_in_float32,
+        smallest=plan.smallest_micro_batch,
+        keep=keep,
+        backward=None if backward is None else GivenBackward(backward, is_scaled=scaler is not None),
+    )
+
+
+def make_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
+    """The sizes to choose from, beginning with the plan's."""
+    size = plan.micro_batch_size
+    if is_compiled(workload.model, workload.step):
+        return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
+    return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
+
+
+def describe_binding(
+    ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, **given: Any
+) -> dict[str, Any]:
+    """What must be the same on each rank."""
+    given |= {"optimizer": workload.optimizer, "weigh": workload.weigh}
+    return {
+        "plan.target_batch": plan.target_batch,
+        "plan.accumulate_in_float32": plan.accumulate_in_float32,
+        "timeout=": ranks.channel.timeout.total_seconds(),
+        "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
+        "the model": describe_parameters(workload.parameters()),
+        **{f"{name}=": "None" if value is None else type(value).__name__ for name, value in given.items()},
+    }
+
+
+def _begin_scaling(
+    scaler: torch.amp.GradScaler | None, device: Device
+) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The scaler's ``scale``; its two tensors are made now, as memory that ends between them would break it."""
+    if scaler is None:
+        return None
+    if scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=device.torch_device))
+    return scaler.scale
+
+
+def _begin_sharded_scaling(model: nn.Module, scaler: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Losses are multiplied by what torch divides the sum of the ranks' gradients by."""
+    if scaler is not None:
+        raise InvalidArgument(
+            "scaler= is not supported where parameters are sharded: train in bfloat16, as with "
+            "fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+        )
+    divisor = divisor_of(model)
+    return lambda loss: loss * divisor

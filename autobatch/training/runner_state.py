@@ -1,0 +1,153 @@
+"""Defines ``RunnerState``: what a Runner has learnt and what decides the sizes of its next steps, to be saved.
+
+Covers its form and whether it belongs to a plan. Does not cover parameters, optimizers, schedulers, scalers, generators
+and objects of the user's: their own ``state_dict()`` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from autobatch._bounds import LISTED, Count, Flag, Samples, Target
+from autobatch._formatting import show_value
+from autobatch.batch.list_rules import ListReading
+from autobatch.errors import InvalidArgument
+from autobatch.plan import Plan
+from autobatch.planning.pacing import Pace, Reason
+from autobatch.planning.retry_size import LONGEST_WAIT, Setback
+from autobatch.records import Record, spell_invalid
+
+__all__ = ["RunnerState", "SavedSetback", "read_state"]
+
+_Wait = Annotated[Count, Field(le=LONGEST_WAIT)]
+
+
+class SavedSetback(Record):
+    """A size that failed, and when it comes back; the attributes are those of ``planning.retry_size.Setback``."""
+
+    size: Samples
+    ran: Samples
+    failed: Samples
+    wait: _Wait
+    left: _Wait
+    trial: Samples | None = None
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> SavedSetback:
+        if not self.ran < self.failed <= self.size:
+            raise ValueError("ran must be less than failed, and failed at most size")
+        return self
+
+
+class RunnerState(Record):
+    """What a Runner goes on from.
+
+    Attributes:
+        version: Of this form.
+        target_batch: Of the plan, as the five that follow.
+        samples: Of this rank's share.
+        micro_batch_size: The largest.
+        rank: Of the process.
+        world_size: How many there are.
+        smallest_micro_batch: The fewest samples that the model can run, as far as it is known.
+        steps: Committed steps.
+        size: The most samples in a micro-batch of the next step.
+        batch_lists: What each list of a batch holds, by path.
+        reason: Why it last changed.
+        setbacks: Sizes that failed, the largest first.
+        clean_steps: Steps at this size without trouble, as far as they are counted.
+        thrashed_steps: In a row, up to now.
+        moves_modules: Whether micro-batches are known to change what modules hold.
+        draws: Whether they are known to draw random numbers.
+        draws_on_host: Whether from Python's or NumPy's generators.
+    """
+
+    version: Literal[1]
+    target_batch: Target
+    samples: Target | Literal[0]
+    micro_batch_size: Samples
+    rank: Count
+    world_size: Count
+    smallest_micro_batch: Samples
+    steps: Count
+    size: Samples
+    batch_lists: dict[str, ListReading]
+    reason: Reason | None = None
+    setbacks: Annotated[tuple[SavedSetback, ...], LISTED] = ()
+    clean_steps: Count = 0
+    thrashed_steps: Count = 0
+    moves_modules: Flag = False
+    draws: Flag = False
+    draws_on_host: Flag = False
+
+    @classmethod
+    def of(cls, plan: Plan, pace: Pace, **learnt: Any) -> RunnerState:
+        """The state of a Runner of this plan, between two steps."""
+        return cls(
+            version=1,
+            target_batch=plan.target_batch,
+            samples=sum(plan.micro_batch_sizes),
+            micro_batch_size=plan.micro_batch_size,
+            rank=plan.rank,
+            world_size=plan.world_size,
+            smallest_micro_batch=pace.smallest,
+            size=pace.size,
+            reason=pace.reason,
+            setbacks=tuple(SavedSetback(**asdict(setback)) for setback in pace.setbacks),
+            clean_steps=pace.clean_steps,
+            thrashed_steps=pace.thrashed_steps,
+            **learnt,
+        )
+
+    def resume(self, pace: Pace) -> Pace:
+        """The pace that was saved, in the place of a new one of the same plan."""
+        return replace(
+            pace,
+            size=self.size,
+            reason=self.reason,
+            setbacks=tuple(Setback(**saved.model_dump()) for saved in self.setbacks),
+            clean_steps=self.clean_steps,
+            thrashed_steps=self.thrashed_steps,
+        )
+
+
+def read_state(state: Any, plan: Plan) -> RunnerState:
+    """The state of a Runner of this plan.
+
+    Raises:
+        InvalidArgument: It is no such state, or another plan's.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise InvalidArgument(f"state={show_value(state)}: pass what state_dict() of a Runner returned")
+    if type(state["version"]) is not int or state["version"] != 1:
+        raise InvalidArgument(f"the state is of version {show_value(state['version'])}, and this one reads version 1")
+    try:
+        found = RunnerState.model_validate({**state})
+    except ValidationError as error:
+        raise InvalidArgument(f"the state is none of a Runner ({spell_invalid(error)})") from None
+    for name, value in _describe_plan(plan).items():
+        if getattr(found, name) != value:
+            raise InvalidArgument(
+                f"the state is of a plan with {name}={getattr(found, name)}, and this Runner's has {name}={value}: "
+                f"make it with the plan with which it was saved (plan.save(path), Plan.load(path))"
+            )
+    sizes = [found.size, found.smallest_micro_batch, *(setback.size for setback in found.setbacks)]
+    if max(sizes) > plan.micro_batch_size:
+        raise InvalidArgument(
+            f"the state is none of a Runner (a size of {max(sizes)}, where micro_batch_size={plan.micro_batch_size})"
+        )
+    return found
+
+
+def _describe_plan(plan: Plan) -> dict[str, int]:
+    return {
+        "target_batch": plan.target_batch,
+        "samples": sum(plan.micro_batch_sizes),
+        "micro_batch_size": plan.micro_batch_size,
+        "rank": plan.rank,
+        "world_size": plan.world_size,
+    }
