@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from autobatch.prediction.prediction import Prediction
     from autobatch.records import DeviceInfo, Trial, Verdict
     from autobatch.result import StepResult
+    from autobatch.runner import Runner
     from autobatch.step.losses import Mean, Part, PerStep, Sum
-    from autobatch.training.runner import Runner
 
 __all__ = [
     "AutobatchError",
@@ -84,7 +84,7 @@ _MODULES = {
     "PerStep": "autobatch.step.losses",
     "Plan": "autobatch.plan",
     "Prediction": "autobatch.prediction.prediction",
-    "Runner": "autobatch.training.runner",
+    "Runner": "autobatch.runner",
     "ShareSampler": "autobatch.distributed.share_sampler",
     "StepResult": "autobatch.result",
     "Sum": "autobatch.step.losses",

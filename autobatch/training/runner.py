@@ -58,7 +58,7 @@ from autobatch.training.step_errors import (
 )
 from autobatch.training.step_events import StepEvents, check_hooks
 
-__all__ = ["Runner"]
+__all__ = ["StepRunner"]
 
 _NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
 
@@ -68,8 +68,8 @@ _ALWAYS_COUNTED = 2
 In the first the optimizer makes its state, from the second on it has one."""
 
 
-class Runner:
-    """Runs optimizer steps in the plan's micro-batches, exactly, and goes on with less when memory ends.
+class StepRunner:
+    """Runs optimizer steps in the plan's micro-batches; ``autobatch.Runner`` is this with ``fit``.
 
     Attributes:
         steps: How many steps (or accumulations) have been committed.

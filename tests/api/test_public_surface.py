@@ -67,6 +67,10 @@ SIGNATURES = {
     "verify": "model batch step=None weigh=None * device=None",
     "Runner": "plan model step optimizer * weigh=None device=None scaler=None max_grad_norm=None scheduler=None "
     "hooks=() keep=() backward=None enforce='auto' timeout=None",
+    "Runner.fit": "model step optimizer * target_batch batch=None weigh=None device=None budget=None headroom=None "
+    "max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True progress=True "
+    "share='equal' scaler=None max_grad_norm=None scheduler=None hooks=() keep=() backward=None enforce='auto' "
+    "timeout=None",
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
     "Runner.step_over": "batches",
@@ -118,6 +122,15 @@ def test_the_public_names_are_those_that_are_recorded() -> None:
 def test_a_signature_is_the_one_that_is_recorded(name: str) -> None:
     """Names, order, defaults and what is keyword-only."""
     assert spell_signature(name) == SIGNATURES[name]
+
+
+def test_one_call_takes_what_the_two_take() -> None:
+    """``Runner.fit`` has every argument of ``fit`` and of ``Runner``, with the same default, but for the plan."""
+    one = dict(inspect.signature(autobatch.Runner.fit).parameters)
+    two = {**inspect.signature(autobatch.fit).parameters, **inspect.signature(autobatch.Runner).parameters}
+    assert one.keys() == two.keys() - {"plan"}
+    assert all(one[each].default == two[each].default for each in one)
+    assert all(one[each].annotation == two[each].annotation for each in one)
 
 
 @pytest.mark.parametrize("name", BY_POSITION)

@@ -209,6 +209,10 @@ def main(folder: Path) -> None:
     use_result(runner.step_over([batch, batch]))
     use_result(runner.accumulate(batch))
     assert (runner.steps, counter.steps, counter.retries) == (3, 3, 1)
+    bound: autobatch.Runner = autobatch.Runner.fit(
+        model, step, optimizer, target_batch=8, batch=batch, device=gpu, max_grad_norm=1.0, reuse=False
+    )
+    use_plan(bound.plan, folder)
     saved: dict[str, object] = runner.state_dict()
     runner.load_state_dict(saved)
     verdict: autobatch.Verdict = autobatch.verify(model, batch=batch, step=stated_step, device="cpu")

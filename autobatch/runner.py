@@ -1,0 +1,141 @@
+"""Defines ``Runner``, the public one: that of ``training``, and one call that fits and binds.
+
+It lies above ``fitting``, of which the steps themselves know nothing. Covers ``Runner.fit``; everything else is in
+``training.runner``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from autobatch.events import Hook
+from autobatch.fitting.fit import fit
+from autobatch.memory.device import Device
+from autobatch.planning.planner import Objective
+from autobatch.planning.shares import Share
+from autobatch.state.rewind_point import StepState
+from autobatch.state.user_objects import check_objects
+from autobatch.step.workload import Step, Weigh
+from autobatch.training.given_backward import Backward
+from autobatch.training.runner import StepRunner
+
+__all__ = ["Runner"]
+
+
+class Runner(StepRunner):
+    """Runs optimizer steps in the plan's micro-batches, exactly, and goes on with less when memory ends.
+
+    Attributes:
+        plan: What it was given.
+        steps: How many steps (or accumulations) have been committed.
+    """
+
+    @classmethod
+    def fit(
+        cls,
+        model: nn.Module,
+        step: Step | None,
+        optimizer: Any,
+        *,
+        target_batch: int,
+        batch: Any | None = None,
+        weigh: Weigh | None = None,
+        device: torch.device | str | Device | None = None,
+        budget: int | str | None = None,
+        headroom: float | str | None = None,
+        max_micro_batch: int | None = None,
+        objective: Objective = "throughput",
+        accumulate_in_float32: bool = True,
+        check: Literal["warn", "raise"] | None = "warn",
+        reuse: bool = True,
+        progress: bool = True,
+        share: Share = "equal",
+        scaler: torch.amp.GradScaler | None = None,
+        max_grad_norm: float | None = None,
+        scheduler: Any | None = None,
+        hooks: Iterable[Hook] = (),
+        keep: Sequence[Any] = (),
+        backward: Backward | None = None,
+        enforce: Literal["auto", "always"] = "auto",
+        timeout: float | None = None,
+    ) -> Runner:
+        """Fit a plan and bind it, with nothing said twice: ``autobatch.fit`` and then ``autobatch.Runner``.
+
+        Args:
+            model: As in both.
+            step: As in both.
+            optimizer: As in both.
+            target_batch: As in ``fit``, and so are ``batch``, ``budget``, ``headroom``, ``max_micro_batch``,
+                ``objective``, ``accumulate_in_float32``, ``check``, ``reuse``, ``progress`` and ``share``.
+            batch: An example batch.
+            weigh: As in both.
+            device: As in both.
+            budget: What this process may hold.
+            headroom: Left free of it.
+            max_micro_batch: Never more samples than this in a micro-batch.
+            objective: What is chosen.
+            accumulate_in_float32: Whether gradients narrower than float32 are added up in it.
+            check: What to do where splitting is not exact.
+            reuse: Whether a remembered plan may be confirmed by one trial.
+            progress: Whether each trial is a line on a terminal.
+            share: How several ranks divide the target.
+            scaler: As in ``Runner``, and so are all that follow.
+            max_grad_norm: Clip the gradients' norm.
+            scheduler: Stepped after each step.
+            hooks: Called with every event.
+            keep: Objects outside the model that the step changes. Trials run the step too, and after them these objects
+                are as before.
+            backward: In place of ``loss.backward()``.
+            enforce: How a CPU's budget is enforced.
+            timeout: With several ranks, how many seconds one waits for the others.
+
+        Returns:
+            A Runner whose ``plan`` is new.
+
+        Raises:
+            NeedsBatch: As ``fit``, and so are ``DoesNotFit`` and ``InexactSplit``.
+            InvalidArgument: An argument cannot mean anything.
+        """
+        kept = StepState(nn.Module(), torch.device("cpu"), check_objects(keep), records=False).begin()
+        try:
+            plan = fit(
+                model,
+                target_batch,
+                batch=batch,
+                step=step,
+                optimizer=optimizer,
+                weigh=weigh,
+                device=device,
+                budget=budget,
+                headroom=headroom,
+                max_micro_batch=max_micro_batch,
+                objective=objective,
+                accumulate_in_float32=accumulate_in_float32,
+                check=check,
+                reuse=reuse,
+                progress=progress,
+                share=share,
+                timeout=timeout,
+            )
+        finally:
+            kept.restore()
+        return cls(
+            plan,
+            model,
+            step,
+            optimizer,
+            weigh=weigh,
+            device=device,
+            scaler=scaler,
+            max_grad_norm=max_grad_norm,
+            scheduler=scheduler,
+            hooks=hooks,
+            keep=keep,
+            backward=backward,
+            enforce=enforce,
+            timeout=timeout,
+        )
