@@ -17,6 +17,7 @@ from autobatch.errors import InvalidArgument
 
 __all__ = [
     "SIZES",
+    "as_sequence",
     "check_choice",
     "check_count",
     "check_micro_batches",
@@ -125,3 +126,10 @@ def takes_none(value: Any, method: str) -> bool:
     except TypeError:
         return False
     return True
+
+
+def as_sequence(value: Any) -> tuple[Any, ...]:
+    """What an argument holds that takes one or a list of several; nothing for ``None``."""
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    return () if value is None else (value,)

@@ -6,6 +6,9 @@ of other kinds stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +18,16 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autobatch._formatting import name_type
 from autobatch.errors import InvalidArgument
 
-__all__ = ["unwrap_for_training", "unwrap_model", "unwrap_optimizer", "unwrap_scheduler", "warn_of_wrapper"]
+__all__ = [
+    "SeveralOptimizers",
+    "members_of",
+    "unwrap_for_training",
+    "unwrap_members",
+    "unwrap_model",
+    "unwrap_optimizer",
+    "unwrap_scheduler",
+    "warn_of_wrapper",
+]
 
 _LIGHTNING = {
     ("lightning", "LightningOptimizer"),  # lightning/pytorch/core/optimizer.py; step() counts trainer.global_step
@@ -37,11 +49,73 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
+class SeveralOptimizers:
+    """Several optimizers as one: their groups and their state together, and one step of each.
+
+    Attributes:
+        members: They, in the order in which they step.
+    """
+
+    def __init__(self, members: Sequence[Any]) -> None:
+        """Hold these."""
+        self.members = tuple(members)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all."""
+        return [*chain.from_iterable(map(_GROUPS, self.members))]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """That of all, to be read: what is put into it reaches none of them."""
+        return {key: value for member in self.members for key, value in member.state.items()}
+
+    def step(self, closure: None = None) -> None:
+        """Step each once."""
+        for member in self.members:
+            member.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own signature
+        """Clear the gradients of all."""
+        for member in self.members:
+            member.zero_grad(set_to_none)
+
+
+_GROUPS = attrgetter("param_groups")
+
+
+def members_of(optimizer: Any) -> tuple[Any, ...]:
+    """The optimizers that were given: none, one, or several."""
+    if isinstance(optimizer, list | tuple):
+        return tuple(optimizer)
+    if isinstance(optimizer, SeveralOptimizers):
+        return optimizer.members
+    return () if optimizer is None else (optimizer,)
+
+
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer that does the arithmetic, without what a framework's loop adds to its ``step()``."""
+    """The optimizer that does the arithmetic, without what a framework's loop adds to its ``step()``.
+
+    Of several, in a list, one that stands for all.
+    """
+    if isinstance(optimizer, list | tuple):
+        if not optimizer:
+            raise InvalidArgument("optimizer=[] holds none: pass optimizers, or None")
+        if len(optimizer) > 1:
+            return SeveralOptimizers([unwrap_optimizer(member) for member in optimizer])
+        (optimizer,) = optimizer
     while _is_lightning(optimizer) or _is_accelerate(optimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def unwrap_members(optimizer: Any, scaler: Any | None) -> tuple[tuple[Any, ...], Any | None]:
+    """What a training step calls ``step()`` of, one after the other, and the gradient scaler that belongs to all."""
+    found = []
+    for member in members_of(optimizer):
+        inner, scaler = unwrap_for_training(member, scaler)
+        found.append(inner)
+    return tuple(found), scaler
 
 
 def unwrap_for_training(optimizer: Any, scaler: Any | None) -> tuple[Any, Any | None]:
@@ -76,7 +150,10 @@ def unwrap_scheduler(scheduler: Any) -> Any:
 
 def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
     """One sentence where trials step an optimizer that wraps another one in a way that is not known here."""
-    optimizer = unwrap_optimizer(optimizer)
+    return tuple(chain.from_iterable(map(_warn_of_wrapper, members_of(unwrap_optimizer(optimizer)))))
+
+
+def _warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
     own = getattr(optimizer, "__dict__", {})
     values = [part for value in own.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
     inner = next((value for value in values if isinstance(value, torch.optim.Optimizer)), None)

@@ -62,6 +62,7 @@ RANK_WRAPPER_TESTS = ("tests/distributed/test_wrapper_on_ranks.py",)
 
 ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
 DENOMINATOR_TESTS = ("tests/training/test_loss_denominators.py",)
+SEVERAL_OPTIMIZERS_TESTS = ("tests/training/test_several_optimizers.py",)
 RUNNER_STATE_TESTS = ("tests/training/test_runner_state.py",)
 GIVEN_BACKWARD_TESTS = ("tests/training/test_given_backward.py",)
 RUNNER_TESTS = ("tests/training/test_runner.py",)
@@ -105,6 +106,20 @@ MUTANTS = (
         TRANSACTION,
         "stamps.unchanged() and progress.denominators.are_exact",
         "progress.denominators.are_exact",
+    ),
+    Mutant(
+        "the state made for the first of several optimizers stays where that of the second cannot be made",
+        "autobatch/state/optimizer_state.py",
+        "    except BaseException:\n        forget_state(optimizer, made)\n        raise\n    return made\n",
+        "    except BaseException:\n        raise\n    return made\n",
+        SEVERAL_OPTIMIZERS_TESTS,
+    ),
+    Mutant(
+        "each of several optimizers is clipped by itself",
+        UPDATE,
+        "for group in self._inner.param_groups for parameter",
+        "for group in self.optimizers[0].param_groups for parameter",
+        SEVERAL_OPTIMIZERS_TESTS,
     ),
     Mutant(
         "a resumed Runner begins with the plan's size",
@@ -310,22 +325,22 @@ MUTANTS = (
     Mutant(
         "the scaler is updated twice",
         UPDATE,
-        "                self.scaler.update()\n",
-        "                self.scaler.update()\n                self.scaler.update()\n",
+        "            self.scaler.update()\n",
+        "            self.scaler.update()\n            self.scaler.update()\n",
         RUNNER_TESTS,
     ),
     Mutant(
         "the scheduler steps when the optimizer did not",
         UPDATE,
-        "self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale)",
-        "self.scheduler is not None",
+        "self.schedulers and (self.scaler is None or self.scaler.get_scale() >= scale)",
+        "self.schedulers",
         RUNNER_TESTS,
     ),
     Mutant(
         "the optimizer steps twice",
         UPDATE,
-        "                self.optimizer.step()\n",
-        "                self.optimizer.step()\n                self.optimizer.step()\n",
+        "                    optimizer.step()\n",
+        "                    optimizer.step()\n                    optimizer.step()\n",
         RUNNER_TESTS,
     ),
     Mutant(
@@ -337,8 +352,8 @@ MUTANTS = (
     Mutant(
         "gradients are clipped before they are unscaled",
         UPDATE,
-        "self.scaler.unscale_(self.optimizer)",
-        "nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]['params'], self.max_grad_norm or 1e9)",
+        "self.scaler.unscale_(optimizer)",
+        "nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], self.max_grad_norm or 1e9)",
         RUNNER_TESTS,
     ),
     Mutant(
@@ -388,7 +403,7 @@ MUTANTS = (
     Mutant(
         "state made for an undone update stays",
         UPDATE,
-        "                forget_state(self.optimizer, made)\n",
+        "                forget_state(self._inner, made)\n",
         "                pass\n",
         FAULT_TESTS,
     ),
@@ -1268,7 +1283,7 @@ MUTANTS = (
     ),
     Mutant(
         "ranks: losses are not multiplied by what gradients of shards are divided by",
-        "autobatch/training/runner.py",
+        "autobatch/training/binding.py",
         "    return lambda loss: loss * divisor\n",
         "    return lambda loss: loss * 1.0\n",
         SHARDED_TESTS,

@@ -19,6 +19,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.shares import Share, share_target
+from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Workload
 
 __all__ = ["Division"]
@@ -72,7 +73,7 @@ class Division:
             "timeout=": self._ranks.channel.timeout.total_seconds(),
             "accumulate_in_float32=": float32,
             "weigh=": "None" if workload.weigh is None else "given",
-            "optimizer=": "None" if workload.optimizer is None else type(workload.optimizer).__name__,
+            "optimizer=": name_optimizer(workload.optimizer) or "None",
             "the model": describe_parameters(workload.parameters()),
         }
         return [{"same": same, "memory": _name_memory(workload, device)}]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch._wrappers import members_of
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.records import DeviceInfo
 from autobatch.state.tensor_header import is_uninitialized
@@ -96,8 +97,11 @@ def _spell_constant(value: Any) -> str:
 
 
 def _spell_optimizer(optimizer: Any | None) -> Iterator[str]:
-    if optimizer is None:
-        return
+    for member in members_of(optimizer):
+        yield from _spell_one_optimizer(member)
+
+
+def _spell_one_optimizer(optimizer: Any) -> Iterator[str]:
     yield type(optimizer).__qualname__
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params" and not name.endswith("lr")}

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from autobatch._wrappers import SeveralOptimizers, members_of
+
 _PARAMS = itemgetter("params")
 
 __all__ = ["count_state", "forget_state", "is_making_state", "make_state"]
@@ -27,8 +29,10 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
     counted, so the step that follows is the first one, bit for bit.
 
     Returns:
-        The parameters that had no entry before; to undo, take theirs out of ``optimizer.state``.
+        The parameters that had no entry before; to undo, pass them to ``forget_state``.
     """
+    if type(optimizer) is SeveralOptimizers:
+        return _make_states(optimizer)
     if not _makes_state_first(type(optimizer)):  # type: ignore[arg-type]  # mypy: a type is not hashable
         return []
     state, held = optimizer.state, [*chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
@@ -48,6 +52,17 @@ def make_state(optimizer: Any) -> list[torch.Tensor]:
         raise
 
 
+def _make_states(optimizer: SeveralOptimizers) -> list[torch.Tensor]:
+    made: list[torch.Tensor] = []
+    try:
+        for member in optimizer.members:
+            made += make_state(member)
+    except BaseException:
+        forget_state(optimizer, made)
+        raise
+    return made
+
+
 @lru_cache(maxsize=64)
 def _makes_state_first(kind: type) -> bool:
     is_of_torch = f"{kind.__module__}.".startswith("torch.optim.") and hasattr(kind, "_init_group")
@@ -56,8 +71,9 @@ def _makes_state_first(kind: type) -> bool:
 
 def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:
     """Take these parameters' entries out again."""
-    for parameter in parameters:
-        optimizer.state.pop(parameter, None)
+    for member in members_of(optimizer):
+        for parameter in parameters:
+            member.state.pop(parameter, None)
 
 
 def count_state(optimizer: Any) -> int:
@@ -73,9 +89,17 @@ def is_making_state(optimizer: Any, before: int) -> bool:
         optimizer: After the failure, with the gradients of that step.
         before: ``count_state`` before the step.
     """
+    if isinstance(optimizer, SeveralOptimizers):
+        return any(map(_lacks_momentum, optimizer.members)) or count_state(optimizer) > before
     if isinstance(optimizer, torch.optim.SGD):  # it writes buffers down after all are made (torch/optim/sgd.py)
-        return any(_lacks_buffer(optimizer, p) for g in optimizer.param_groups if g["momentum"] for p in g["params"])
+        return _lacks_momentum(optimizer)
     return count_state(optimizer) > before
+
+
+def _lacks_momentum(optimizer: Any) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and any(
+        _lacks_buffer(optimizer, p) for g in optimizer.param_groups if g["momentum"] for p in g["params"]
+    )
 
 
 def _lacks_buffer(optimizer: Any, parameter: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autobatch._wrappers import members_of
 from autobatch.state.containers import Contents, children_of, record_contents
 from autobatch.state.random_state import RandomState
 from autobatch.state.storage_copy import StorageCopies
@@ -185,7 +186,8 @@ def _below(value: Any) -> list[Any]:
 
 
 def _remove_step_hooks(optimizer: Any | None) -> None:
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        hooks = getattr(optimizer, name, None)
-        if isinstance(hooks, dict):
-            hooks.clear()
+    for member in members_of(optimizer):
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            hooks = getattr(member, name, None)
+            if isinstance(hooks, dict):
+                hooks.clear()

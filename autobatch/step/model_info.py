@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from autobatch._wrappers import unwrap_model, unwrap_optimizer
+from autobatch._wrappers import members_of, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity
 from autobatch.state.tensor_header import is_uninitialized
 
-__all__ = ["identify_model", "is_compiled"]
+__all__ = ["identify_model", "is_compiled", "name_optimizer"]
 
 
 def is_compiled(model: nn.Module, step: Any = None) -> bool:
@@ -40,6 +40,11 @@ def _is_marked(compiled: Any) -> bool:
     return hasattr(compiled, "get_compiler_config") or hasattr(type(compiled).__call__, "get_compiler_config")
 
 
+def name_optimizer(optimizer: Any | None) -> str:
+    """Its class, or those of several: ``"AdamW + SGD"``."""
+    return " + ".join(type(unwrap_optimizer(member)).__name__ for member in members_of(optimizer))
+
+
 def identify_model(model: nn.Module, optimizer: Any | None) -> ModelIdentity:
     """What both are recognised by; 1000 parameters took 2 ms."""
     parameters = list(unwrap_model(model).parameters())
@@ -51,5 +56,5 @@ def identify_model(model: nn.Module, optimizer: Any | None) -> ModelIdentity:
         parameters=sum(sizes),
         trained=sum(size for size, parameter in zip(sizes, parameters, strict=True) if parameter.requires_grad),
         shapes="" if lazy else hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
-        optimizer="" if optimizer is None else type(unwrap_optimizer(optimizer)).__name__,
+        optimizer=name_optimizer(optimizer),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,13 @@ from torch import nn
 
 from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
+from autobatch._wrappers import members_of
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.loop_guard import BACKWARD, LoopGuard
 from autobatch.step.losses import Term, Weigh, read_terms, read_weights
+from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
 from autobatch.torch_internals.storages import bytes_of
 
@@ -197,21 +200,33 @@ def _check_kinds(model: Any, step: Any, weigh: Any) -> None:
 
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    members = members_of(optimizer)
+    for member in members:
+        _check_one_optimizer(member)
+    owners: dict[int, int] = {}
+    for index, member in enumerate(members):
+        for parameter in chain.from_iterable(group["params"] for group in member.param_groups):
+            if owners.setdefault(id(parameter), index) != index:
+                raise InvalidArgument(
+                    f"optimizer[{owners[id(parameter)]}] and optimizer[{index}] both hold a parameter of shape "
+                    f"{tuple(parameter.shape)}, which would be moved twice a step: give each parameter to one of them"
+                )
+    if owners and not any(id(parameter) in owners for parameter in model.parameters()):
+        raise InvalidArgument(
+            f"{name_optimizer(optimizer)} holds none of the parameters of {type(model).__name__}: nothing would be "
+            f"trained; make the optimizer from model.parameters(), after the model was moved or converted"
+        )
+
+
+def _check_one_optimizer(optimizer: Any) -> None:
     if not (hasattr(optimizer, "param_groups") and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
-            f"optimizer={_show(optimizer)} is no optimizer; with several, use Runner(..., "
-            f"optimizer=None).accumulate() and step them yourself"
+            f"optimizer={_show(optimizer)} is no optimizer: pass one of torch.optim or like it, or a list of several"
         )
     if isinstance(optimizer, torch.optim.LBFGS) or not takes_none(optimizer, "step"):
         raise InvalidArgument(
             f"{type(optimizer).__name__} calls a closure several times a step, which cannot be split exactly; use "
             f"another"
-        )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held and not any(id(parameter) in held for parameter in model.parameters()):
-        raise InvalidArgument(
-            f"{type(optimizer).__name__} holds none of the parameters of {type(model).__name__}: nothing would be "
-            f"trained; make the optimizer from model.parameters(), after the model was moved or converted"
         )
 
 

@@ -20,7 +20,7 @@ from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
 from autobatch.planning.retry_size import CLEAN_STEPS
-from autobatch.step.model_info import is_compiled
+from autobatch.step.model_info import is_compiled, name_optimizer
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
@@ -80,13 +80,16 @@ def describe_binding(
     ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
     """What must be the same on each rank."""
-    given |= {"optimizer": workload.optimizer, "weigh": workload.weigh}
+    kinds = [*map(type, given.pop("schedulers"))]
+    given |= {"weigh": workload.weigh}
     return {
         "plan.target_batch": plan.target_batch,
         "plan.accumulate_in_float32": plan.accumulate_in_float32,
         "timeout=": ranks.channel.timeout.total_seconds(),
         "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
         "the model": describe_parameters(workload.parameters()),
+        "optimizer=": name_optimizer(workload.optimizer) or "None",
+        "scheduler=": " + ".join(kind.__name__ for kind in kinds) or "None",
         **{f"{name}=": "None" if value is None else type(value).__name__ for name, value in given.items()},
     }
 

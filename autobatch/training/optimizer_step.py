@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -38,25 +39,25 @@ class Update:
     """The update of a runner: its optimizer, scaler, clipping and scheduler.
 
     Attributes:
-        optimizer: Stepped.
+        optimizers: Each is stepped once, in this order; nothing is undone once the first one steps.
         check_memory: Raises where the optimizer's step does not fit.
         advise: Returns the end of the message where memory ends in that step.
         scaler: Unscales, steps and updates once.
-        max_grad_norm: The gradients of the optimizer's parameters, taken as one vector, are clipped to this norm.
-        scheduler: Stepped after the optimizer, if that stepped.
+        max_grad_norm: The gradients of all optimizers' parameters, taken as one vector, are clipped to this norm.
+        schedulers: Stepped after the optimizers, if these stepped.
     """
 
-    optimizer: Any
+    optimizers: Sequence[Any]
     check_memory: Callable[[], None]
     advise: Callable[[], str]
     scaler: torch.amp.GradScaler | None = None
     max_grad_norm: float | None = None
-    scheduler: Any | None = None
+    schedulers: Sequence[Any] = ()
     _inner: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Look inside the wrappers once."""
-        object.__setattr__(self, "_inner", unwrap_optimizer(self.optimizer))
+        object.__setattr__(self, "_inner", unwrap_optimizer([*self.optimizers]))
 
     def run(self, begin: Callable[[], None]) -> None:
         """Prepare, then step the optimizer, then scaler and scheduler.
@@ -69,7 +70,7 @@ class Update:
             CannotRetry: Memory ended in it.
         """
         begun, reason, handled = False, None, sys.exc_info()[1]
-        entry = None if self.scaler is None else _read_entry(self.scaler, self.optimizer)
+        entries = () if self.scaler is None else self._read_entries()
         made: list[torch.Tensor] = []
         try:
             self.check_memory()
@@ -77,19 +78,18 @@ class Update:
             scale = self._prepare() if self.scaler is not None or self.max_grad_norm is not None else 0.0
             begin()
             begun = True
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            # The scale only falls when infinities made the scaler skip the step.
-            if self.scheduler is not None and (self.scaler is None or self.scaler.get_scale() >= scale):
-                self._step_scheduler(self.scheduler)
+            for optimizer in self.optimizers:
+                if self.scaler is None:
+                    optimizer.step()
+                else:
+                    self.scaler.step(optimizer)
+            if self.scaler is not None or self.schedulers:
+                self._end_step(scale)
         except BaseException as error:
             if not begun:
-                forget_state(self.optimizer, made)
+                forget_state(self._inner, made)
             # After a checkpoint is loaded, unscale_() must not raise that it was called already.
-            _write_entry(self.scaler, self.optimizer, None if begun else entry)
+            self._write_entries(() if begun else entries)
             if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
@@ -105,18 +105,34 @@ class Update:
     def _prepare(self) -> float:
         """Unscale and clip; returns the scale of the losses."""
         if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
         if self.max_grad_norm is not None:
-            # The optimizer's own parameters: unscale_() divides only these.
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            # The optimizers' own parameters: unscale_() divides only these.
+            parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         # Reading the scale waits for the device: only where the scheduler needs to know whether the optimizer stepped.
-        return self.scaler.get_scale() if self.scaler is not None and self.scheduler is not None else 0.0
+        return self.scaler.get_scale() if self.scaler is not None and self.schedulers else 0.0
 
-    def _step_scheduler(self, scheduler: Any) -> None:
+    def _end_step(self, scale: float) -> None:
+        if self.scaler is not None:
+            self.scaler.update()
+        # The scale only falls when infinities made the scaler skip a step.
+        if self.schedulers and (self.scaler is None or self.scaler.get_scale() >= scale):
+            self._step_schedulers()
+
+    def _read_entries(self) -> Sequence[dict[str, Any] | None]:
+        return [_read_entry(self.scaler, optimizer) for optimizer in self.optimizers]
+
+    def _write_entries(self, entries: Sequence[dict[str, Any] | None]) -> None:
+        for optimizer, entry in zip_longest(self.optimizers, entries):
+            _write_entry(self.scaler, optimizer, entry)
+
+    def _step_schedulers(self) -> None:
         """Let the user's own error pass, with a note that the update was made."""
         try:
-            scheduler.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
         except Exception as error:
             _LOG.warning("autobatch: %s: %s", type(error).__name__, _UPDATED)
             if sys.version_info >= (3, 11):
@@ -124,7 +140,7 @@ class Update:
             raise
 
 
-def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any, *, has_optimizer: bool) -> None:
+def check_options(scaler: Any, max_grad_norm: Any, schedulers: Sequence[Any], *, has_optimizer: bool) -> None:
     """Refuse options that an update cannot use.
 
     Raises:
@@ -136,25 +152,30 @@ def check_options(scaler: Any, max_grad_norm: Any, scheduler: Any, *, has_optimi
         raise InvalidArgument(
             f"max_grad_norm={show_value(max_grad_norm)} must be a float greater than 0, or None for no clipping"
         )
-    if isinstance(scheduler, type):
-        raise InvalidArgument(f"scheduler is {name_type(scheduler)}: pass an instance of it")
-    if scheduler is not None and not is_instance_with(scheduler, "step"):
-        raise InvalidArgument(f"scheduler is {name_type(scheduler)} without step(): pass a scheduler, or leave it out")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")
-    if scheduler is not None and not takes_none(scheduler, "step"):
-        raise InvalidArgument(
-            f"scheduler= is {name_type(scheduler)} whose step() takes arguments: leave it out and step it yourself "
-            f"after runner.step()"
-        )
+    for scheduler in schedulers:
+        _check_scheduler(scheduler)
     if max_grad_norm is not None and not has_optimizer:
         raise InvalidArgument(
             "max_grad_norm= belongs to the update, and this Runner has no optimizer: clip after "
             "runner.accumulate(batch)"
         )
-    if scheduler is not None and not has_optimizer:
+    if schedulers and not has_optimizer:
         raise InvalidArgument(
             "scheduler= belongs to the update, and this Runner has no optimizer: step it yourself after your update"
+        )
+
+
+def _check_scheduler(scheduler: Any) -> None:
+    if isinstance(scheduler, type):
+        raise InvalidArgument(f"scheduler is {name_type(scheduler)}: pass an instance of it")
+    if not is_instance_with(scheduler, "step"):
+        raise InvalidArgument(f"scheduler is {name_type(scheduler)} without step(): pass a scheduler, or leave it out")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise InvalidArgument("ReduceLROnPlateau needs a metric: call its step(metric) yourself after runner.step()")
+    if not takes_none(scheduler, "step"):
+        raise InvalidArgument(
+            f"scheduler= is {name_type(scheduler)} whose step() takes arguments: leave it out and step it yourself "
+            f"after runner.step()"
         )
 
 

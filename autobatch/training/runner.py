@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autobatch._arguments import check_choice
-from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
+from autobatch._arguments import as_sequence, check_choice
+from autobatch._wrappers import unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.distributed.ranks import (
     all_or_none,
@@ -101,12 +101,16 @@ class StepRunner:
             model: The model to train, on its device.
             step: ``step(model, micro_batch) -> loss``, the mean over ``weigh(micro_batch)`` units; or ``(loss, aux)``.
                 ``None``: as in ``fit``, the model's own loss.
-            optimizer: Stepped once a step; ``None`` if only ``accumulate`` is used. Lightning's wrapper is stepped
-                itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its scaler.
+            optimizer: Stepped once a step; ``None`` if only ``accumulate`` is used. Or a list of several that share no
+                parameter: each is stepped, and nothing is undone once the first one steps. Lightning's wrapper is
+                stepped itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its
+                scaler.
             weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
             scaler: Scales each loss, and unscales, steps and updates once a step.
-            max_grad_norm: Clip the norm of the gradients of all parameters that the optimizer holds, before the update.
-            scheduler: Its ``step()`` is called after each step in which the optimizer stepped.
+            max_grad_norm: Clip the norm of the gradients of all parameters that the optimizers hold, taken together,
+                before the update.
+            scheduler: Its ``step()`` is called after each step in which the optimizer stepped. Or a list of several,
+                called after each step in which no optimizer was skipped for infinities.
             hooks: Called with every event.
             keep: Objects outside the model that the step changes, such as metrics: a step that is undone or retried
                 puts them back. Each has ``take()`` and ``put(taken)``, or ``state_dict()`` and ``load_state_dict()``,
@@ -137,24 +141,24 @@ class StepRunner:
             if self._ranks is not None:
                 check_rank(plan, self._ranks.rank, self._ranks.size)
             model = take_module(model, self._ranks)
-            (optimizer, scaler), scheduler = unwrap_for_training(optimizer, scaler), unwrap_scheduler(scheduler)
-            check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
-            hooks = check_hooks(hooks)
+            inner, (optimizers, scaler) = unwrap_optimizer(optimizer), unwrap_members(optimizer, scaler)
+            schedulers = [*map(unwrap_scheduler, as_sequence(scheduler))]
+            check_options(scaler, max_grad_norm, schedulers, has_optimizer=inner is not None)
             check_choice("enforce", enforce, ("auto", "always"))
             self.plan, self.steps, self._begun_at, self._max_grad_norm = plan, 0, 0, max_grad_norm
-            self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
+            self._workload = Workload(model, step or default_step, weigh, inner)
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
-            self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
+            self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
             self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
             self._pace = make_pace(plan, self._workload, plan.smallest_micro_batch)
             self._layout = Layout(None, 0, plan.batch_lists)
             self._sizes_seen = {sum(plan.micro_batch_sizes)}
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
-            self._events = StepEvents(plan, hooks, recorder)
-            self._events.report_plan(model, optimizer)
+            self._events = StepEvents(plan, check_hooks(hooks), recorder)
+            self._events.report_plan(model, inner)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
             self._largest_elements, self._has_larger = 0.0, False
             self._peak_bytes, self._has_reported_gradients = 0, False
@@ -166,21 +170,23 @@ class StepRunner:
                         self._workload,
                         max_grad_norm,
                         scaler=scaler,
-                        scheduler=scheduler,
+                        schedulers=schedulers,
                         backward=backward,
                     )
                 )
         refuse_differences(said, self._ranks)
 
-    def _make_update(self, optimizer: Any, scaler: Any, max_grad_norm: float | None, scheduler: Any) -> Update:
+    def _make_update(
+        self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
+    ) -> Update:
         this, plan = weakref.proxy(self), self.plan
         return Update(
-            optimizer=optimizer,
+            optimizers=optimizers,
             check_memory=self._free_memory.check_update,
             advise=lambda: explain_no_retry(this.steps, plan),
             scaler=scaler,
             max_grad_norm=None if self._is_sharded else max_grad_norm,
-            scheduler=scheduler,
+            schedulers=schedulers,
         )
 
     def _make_accumulation(self, scaler: Any, keep: Sequence[Any], backward: Backward | None) -> Accumulation:

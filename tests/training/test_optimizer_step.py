@@ -25,7 +25,8 @@ def make(*, scaled=False, scheduled=False, check_memory=lambda: None, max_grad_n
         scaler.scale(torch.zeros(()))  # makes its two tensors, as a first loss does
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
     advise = lambda: "so load your last checkpoint"  # noqa: E731 - one word for one argument
-    return model, optimizer, Update(optimizer, check_memory, advise, scaler, max_grad_norm, scheduler)
+    schedulers = [scheduler] if scheduled else []
+    return model, optimizer, Update([optimizer], check_memory, advise, scaler, max_grad_norm, schedulers)
 
 
 def fail_with(error):
@@ -53,7 +54,7 @@ def test_the_beginning_is_told_once_right_before_the_optimizers_step(scaled):
     update.run(begin)
     assert order == ["begin", "step"]
     assert not torch.equal(model.weight, before)
-    assert update.scheduler.last_epoch == 1
+    assert update.schedulers[0].last_epoch == 1
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -106,7 +107,7 @@ def test_memory_that_ends_after_the_beginning_cannot_be_retried():
 def test_any_other_error_after_the_beginning_comes_out_unchanged(place):
     """It is the user's own optimizer's or scheduler's."""
     _, _, update = make(scaled=True, scheduled=place == "scheduler")
-    broken, error = getattr(update, place), ValueError("the user's own")
+    broken, error = getattr(update, f"{place}s")[0], ValueError("the user's own")
     broken.step = fail_with(error)
     with pytest.raises(ValueError, match="own") as caught:
         update.run(lambda: None)

@@ -783,7 +783,7 @@ def test_a_plan_made_with_weigh_needs_it_in_training():
         ({"plan": "plan.json"}, "plan is a str"),
         ({"model": None}, "model=None is no torch.nn.Module"),
         ({"step": "step"}, "step='step' cannot be called"),
-        ({"optimizer": []}, "optimizer=a list is no optimizer"),
+        ({"optimizer": {}}, "optimizer=a dict is no optimizer"),
         ({"weigh": 3}, "weigh=3 cannot be called"),
         ({"scaler": True}, "scaler is a bool"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1'"),

@@ -26,6 +26,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch._formatting import name_type
+from autobatch._wrappers import SeveralOptimizers
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.fake_device import DEVICE
@@ -118,6 +119,8 @@ class FakeModel:
 
     def optimizer(self, optimizer: Any) -> Any:
         """An optimizer of the same class with the same options on fake tensors, without state and step hooks."""
+        if isinstance(optimizer, SeveralOptimizers):
+            return SeveralOptimizers([self.optimizer(member) for member in optimizer.members])
         fake = object.__new__(type(optimizer))
         for name, value in vars(optimizer).items():
             if name == "state" or (hasattr(type(optimizer), name) and callable(value)):
