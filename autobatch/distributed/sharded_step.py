@@ -27,9 +27,11 @@ class ShardedStep(SharedStep):
 
     Attributes:
         lockstep: Its passes.
+        gradient_norm: Over all ranks, before clipping; ``None`` without clipping.
     """
 
     lockstep: Lockstep
+    gradient_norm: torch.Tensor | None = None
 
     def __init__(
         self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None, max_grad_norm: float | None = None
@@ -132,7 +134,9 @@ class ShardedStep(SharedStep):
         """As ``torch.nn.utils.clip_grad_norm_``, whose collectives would wait for a rank that fails."""
         gradients = _local_gradients(self._optimizer)
         said = self._agreement.meet("clip", square=_sum_squares(gradients))
-        factor = most / (math.sqrt(math.fsum(one["square"] for one in said)) + 1e-6)
+        norm = math.sqrt(math.fsum(one["square"] for one in said))
+        self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        factor = most / (norm + 1e-6)
         if not factor >= 1:  # not "<": of a norm that is nan the factor is, too
             for gradient in gradients:
                 gradient.mul_(factor)

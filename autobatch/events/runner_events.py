@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
@@ -193,6 +195,9 @@ class StepFinished(Event):
         seconds: Wall time; on an asynchronous device the time to enqueue, the runner adds no synchronisation.
         budget_bytes: What the process may hold; 0 where the device does not say.
         ranks: What each rank says of the same step, by rank; empty where there is one.
+        loss: That of ``StepResult``, a 0-dim tensor: ``float(event.loss)`` reads it, and waits for the device. So it is
+            left out of what is written as JSON. ``None`` in an event that was read from a file.
+        gradient_norm: The same, of the gradients before clipping; ``None`` without ``max_grad_norm``.
     """
 
     step: int
@@ -202,6 +207,8 @@ class StepFinished(Event):
     seconds: float
     budget_bytes: int = 0
     ranks: tuple[RankStep, ...] = ()
+    loss: Any = Field(default=None, exclude=True, repr=False)
+    gradient_norm: Any = Field(default=None, exclude=True, repr=False)
     level: ClassVar[int] = logging.DEBUG  # one line a step would hide everything else
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ _UPDATED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Update:
     """The update of a runner: its optimizer, scaler, clipping and scheduler.
 
@@ -45,6 +45,7 @@ class Update:
         scaler: Unscales, steps and updates once.
         max_grad_norm: The gradients of all optimizers' parameters, taken as one vector, are clipped to this norm.
         schedulers: Stepped after the optimizers, if these stepped.
+        gradient_norm: Before clipping, in the last step; 0-dim, on the gradients' device. ``None`` without clipping.
     """
 
     optimizers: Sequence[Any]
@@ -53,11 +54,12 @@ class Update:
     scaler: torch.amp.GradScaler | None = None
     max_grad_norm: float | None = None
     schedulers: Sequence[Any] = ()
+    gradient_norm: torch.Tensor | None = field(default=None, init=False, repr=False)
     _inner: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Look inside the wrappers once."""
-        object.__setattr__(self, "_inner", unwrap_optimizer([*self.optimizers]))
+        self._inner = unwrap_optimizer([*self.optimizers])
 
     def run(self, begin: Callable[[], None]) -> None:
         """Prepare, then step the optimizer, then scaler and scheduler.
@@ -110,7 +112,7 @@ class Update:
         if self.max_grad_norm is not None:
             # The optimizers' own parameters: unscale_() divides only these.
             parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+            self.gradient_norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         # Reading the scale waits for the device: only where the scheduler needs to know whether the optimizer stepped.
         return self.scaler.get_scale() if self.scaler is not None and self.schedulers else 0.0
 

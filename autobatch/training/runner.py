@@ -25,7 +25,7 @@ from autobatch.distributed.ranks import (
     refuse_differences,
     take_module,
 )
-from autobatch.distributed.sharded_step import begin_step
+from autobatch.distributed.sharded_step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.events import Hook
@@ -328,6 +328,7 @@ class StepRunner:
             seconds=time.perf_counter() - started,
             aux=tuple(accumulated.aux),
             ranks=ranks,
+            gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
@@ -339,6 +340,10 @@ class StepRunner:
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
+
+    def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
+        source = shared if isinstance(shared, ShardedStep) else self._update
+        return None if source is None else source.gradient_norm
 
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
         if self._ranks is None:

@@ -155,6 +155,8 @@ class StepEvents:
                 seconds=result.seconds,
                 budget_bytes=self._plan.budget_bytes,
                 ranks=result.ranks,
+                loss=result.loss,
+                gradient_norm=result.gradient_norm,
                 **self._of,
             )
             emit(finished, self._listeners)

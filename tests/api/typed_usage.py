@@ -121,7 +121,9 @@ def use_result(result: autobatch.StepResult) -> None:
     loss: Tensor = result.loss
     sizes: tuple[int, ...] = result.micro_batch_sizes
     numbers: list[int | float] = [result.retries, result.peak_bytes, result.seconds]
-    metrics: dict[str, int | float] = result.metrics()
+    metrics: dict[str, int | float | Tensor] = result.metrics()
+    norm: Tensor | None = result.gradient_norm
+    assert norm is None or norm.ndim == 0
     outputs: tuple[Tensor, ...] = result.aux
     assert loss.ndim == 0
     assert sizes

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lines import AtLine, interrupt
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import (
     Everything,
     Plain,
@@ -583,7 +584,44 @@ def test_the_result_says_what_was_done():
     assert metrics["autobatch/samples"] == 16
     assert metrics["autobatch/micro_batch_size"] == 4
     assert metrics["autobatch/accumulation_steps"] == 4
+    assert metrics.pop("autobatch/loss") is result.loss
     assert all(name.startswith("autobatch/") and isinstance(value, int | float) for name, value in metrics.items())
+
+
+class Reads(TorchDispatchMode):
+    """Counts values that are read from tensors: on a GPU each waits for it."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_loss_and_norm_are_reported_and_nobody_reads_them():
+    """By the result, its metrics and the event; JSON leaves them out."""
+    events = []
+    model, _, runner = make_runner(12, 5, max_grad_norm=0.01, hooks=[events.append])
+    _, _, plain = make_runner(12, 5)
+    batch = make_batch(12, torch.float64)
+    for _ in range(3):  # the first steps are looked over
+        runner.step(batch)
+        plain.step(batch)
+    with Reads() as without:
+        plain.step(batch)
+    expected = full_batch_gradient(model, mean_step, batch)
+    norm = sum(gradient.square().sum() for gradient in expected.values() if gradient is not None).sqrt()
+    with Reads() as reads:
+        result = runner.step(batch)
+        metrics = result.metrics()
+    assert reads.reads == without.reads
+    assert result.gradient_norm.item() == pytest.approx(norm.item(), rel=1e-12)
+    assert metrics["autobatch/gradient_norm"] is events[-1].gradient_norm is result.gradient_norm
+    assert metrics["autobatch/loss"] is events[-1].loss is result.loss
+    assert not result.gradient_norm.requires_grad
+    assert not {"loss", "gradient_norm"} & events[-1].model_dump(mode="json").keys()
+    assert plain.step(batch).gradient_norm is None
+    assert runner.accumulate(batch).gradient_norm is None
 
 
 def test_a_hook_that_raises_costs_a_log_line_not_a_step(caplog):
