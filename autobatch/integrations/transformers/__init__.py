@@ -1,0 +1,18 @@
+"""Lets a Hugging Face ``Trainer`` run its optimizer steps in micro-batches that fit, with the whole batch's gradient.
+
+    from autobatch.integrations.transformers import attach
+
+    attach(trainer, target_batch=256)
+    trainer.train()
+
+Covers any ``Trainer``, those of TRL and sentence-transformers included. The Trainer's own ``training_step`` runs once a
+micro-batch with its backward pass held back; clipping, scaler, optimizer, scheduler, callbacks, logging and saving stay
+the Trainer's. Does not cover loops that generate inside a step, nor engines that own the backward pass: ``refusals``.
+"""
+
+from __future__ import annotations
+
+from autobatch.integrations.transformers.attach import attach
+from autobatch.integrations.transformers.training import TrainingStep
+
+__all__ = ["TrainingStep", "attach"]

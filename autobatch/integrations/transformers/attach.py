@@ -1,0 +1,129 @@
+"""Attaches autobatch to a Hugging Face ``Trainer``: checks it, merges its batch, and takes the place of three methods.
+
+Covers what is done before ``train()``. What is done in it: ``training``, ``evaluation``, ``trainer_state``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from transformers import Trainer
+
+from autobatch._arguments import check_choice, check_target
+from autobatch._formatting import name_type
+from autobatch.errors import InvalidArgument
+from autobatch.events import Hook
+from autobatch.integrations.transformers.evaluation import EvaluationStep
+from autobatch.integrations.transformers.refusals import refuse_unsupported
+from autobatch.integrations.transformers.samples import SampleKeeper
+from autobatch.integrations.transformers.trainer_state import AutobatchState
+from autobatch.integrations.transformers.training import Options, TrainingStep
+from autobatch.memory.device import Device
+from autobatch.planning.planner import Objective
+
+__all__ = ["attach"]
+
+
+def attach(
+    trainer: Any,
+    target_batch: int | None = None,
+    *,
+    device: Device | None = None,
+    budget: int | str | None = None,
+    headroom: float | str | None = None,
+    max_micro_batch: int | None = None,
+    objective: Objective = "throughput",
+    accumulate_in_float32: bool = True,
+    check: Literal["warn", "raise"] | None = "raise",
+    reuse: bool = True,
+    progress: bool = True,
+    hooks: Iterable[Hook] = (),
+    keep: Sequence[Any] = (),
+    timeout: float | None = None,
+) -> TrainingStep:
+    """Let a Trainer's optimizer steps see ``target_batch`` samples, in micro-batches that fit.
+
+    Call it before ``trainer.train()``. On the first batch it is found out what the loss is a mean over, and ``fit``
+    finds the size on the Trainer's own step. A step that runs out of memory goes on with less, as in ``Runner``.
+    ``per_device_train_batch_size`` becomes this rank's share of the target and ``gradient_accumulation_steps`` 1, so
+    the Trainer counts steps, epochs and learning rates as it would for the whole batch.
+
+    Args:
+        trainer: A ``transformers.Trainer`` or a subclass. Its ``training_step`` and ``prediction_step`` still run, once
+            a micro-batch.
+        target_batch: Samples one optimizer step should see, over all ranks; default: what the Trainer's arguments make,
+            size x accumulation x ranks.
+        device: The device's memory; default: where the model is.
+        budget: As in ``fit``, like all that is not explained here.
+        headroom: As in ``fit``.
+        max_micro_batch: As in ``fit``.
+        objective: As in ``fit``.
+        accumulate_in_float32: As in ``fit``.
+        check: What to do where the loss cannot be split exactly: ``"raise"``, ``"warn"`` in the log, or ``None``, which
+            does not compare and takes the likeliest meaning of the loss.
+        reuse: As in ``fit``.
+        progress: As in ``fit``.
+        hooks: Called with every event of the Runner.
+        keep: Objects that the step changes, as in ``Runner``; numbers and small containers in the Trainer's own
+            attributes, such as TRL's metrics, are kept already.
+        timeout: As in ``fit``.
+
+    Returns:
+        What runs the steps: its ``plan``, ``runner``, ``rule`` and last ``result``, after the first batch.
+
+    Raises:
+        InvalidArgument: The Trainer cannot be supported, and what to do instead; or an argument cannot mean anything.
+
+    ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss that compares
+    samples, such as a contrastive one.
+    """
+    if not isinstance(trainer, Trainer):
+        raise InvalidArgument(f"trainer={name_type(trainer)} is no transformers.Trainer")
+    if isinstance(vars(trainer).get("training_step"), TrainingStep):
+        raise InvalidArgument(f"attach() was called before with this {type(trainer).__name__}: call it once")
+    refuse_unsupported(trainer)
+    check_choice("check", check, ("warn", "raise", None))
+    merge_batch(trainer, target_batch)
+    options = Options(
+        fit={
+            "budget": budget,
+            "headroom": headroom,
+            "max_micro_batch": max_micro_batch,
+            "objective": objective,
+            "accumulate_in_float32": accumulate_in_float32,
+            "reuse": reuse,
+            "progress": progress,
+        },
+        check=check,
+        device=device,
+        hooks=tuple(hooks),
+        keep=tuple(keep),
+        timeout=timeout,
+    )
+    collate = trainer.data_collator
+    step = TrainingStep(trainer, collate, options)
+    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget)
+    trainer.training_step = step
+    trainer.data_collator = SampleKeeper(collate)
+    trainer.add_callback(AutobatchState(step.state))
+    return step
+
+
+def merge_batch(trainer: Any, target_batch: Any | None) -> None:
+    """Make one batch of the loader this rank's share of the target; accumulation is then autobatch's.
+
+    Raises:
+        InvalidArgument: The target is no number of samples, or the ranks cannot have equal shares of it.
+    """
+    arguments = trainer.args
+    sizes = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
+    target = check_target(sizes[0] * sizes[1] * sizes[2] if target_batch is None else target_batch)
+    share, rest = divmod(target, sizes[2])
+    if rest:
+        raise InvalidArgument(
+            f"target_batch={target} over {sizes[2]} ranks: the Trainer gives each rank equally many samples; pass a "
+            f"multiple of {sizes[2]}"
+        )
+    arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = share, 1
+    trainer._train_batch_size = arguments.train_batch_size  # noqa: SLF001 - what the loader is made with, and nothing public sets it
