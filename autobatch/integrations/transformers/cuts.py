@@ -37,8 +37,14 @@ class Cut(ABC):
     def can_divide(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
         """Whether this batch can be divided in this way, as far as its tensors show."""
 
-    def batch_of(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> Any:
-        """What the Runner divides, of the loader's batch and the samples that it was made of."""
+    def batch_of(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None, largest: int = 1) -> Any:
+        """What the Runner divides.
+
+        Args:
+            inputs: The loader's batch.
+            samples: What it was made of, where that is known.
+            largest: The most samples of a micro-batch: a batch that is run whole stays as it is.
+        """
         return inputs
 
     def inputs_of(self, micro_batch: Any) -> Any:
@@ -72,10 +78,11 @@ class TrimmedRows(Rows):
         """Whether, besides, masks show what is padding."""
         return bool(_groups_of(inputs)) and super().can_divide(inputs, samples)
 
-    def batch_of(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> Any:
+    def batch_of(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None, largest: int = 1) -> Any:
         """The rows in order of their length, so that neighbours have about the same."""
         lengths = [_last_used(group) for group in _groups_of(inputs)]
-        if not lengths or not all(isinstance(value, torch.Tensor) and value.ndim for value in inputs.values()):
+        are_rows = all(isinstance(value, torch.Tensor) and value.ndim for value in inputs.values())
+        if not lengths or not are_rows or len(lengths[0]) <= largest:
             return inputs
         order = torch.stack(lengths).amax(0).argsort(descending=True, stable=True)
         return {name: value[order.to(value.device)] for name, value in inputs.items()}
@@ -101,7 +108,7 @@ class CollatedSamples(Cut):
         """Whether the same samples give the same batch again: a collate function that draws must be asked once."""
         return samples is not None and _are_equal(self._collate(copy_samples(samples)), inputs)
 
-    def batch_of(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> Any:
+    def batch_of(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None, largest: int = 1) -> Any:
         """The samples, with what the loader has made of them."""
         return Collated(samples or (), self._collate, inputs)
 

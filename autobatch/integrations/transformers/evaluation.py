@@ -16,6 +16,7 @@ import torch
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidBatch
 from autobatch.integrations.transformers.loss_rule import count_labels
+from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.samples import copy_samples, take_samples
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
 from autobatch.memory.device import Device
@@ -48,7 +49,9 @@ class EvaluationStep:
     ) -> Outputs:
         """Loss, logits and labels of a whole batch."""
         samples = take_samples(inputs)
-        count = _count(inputs, samples)
+        count, metrics = _count(inputs, samples), StepMetrics(self._trainer, "eval")
+        metrics.begin()
+        sizes: list[int] = []
         parts: list[tuple[float, Outputs]] = []
         start = 0
         while start < count:
@@ -61,7 +64,10 @@ class EvaluationStep:
                 self._shrink(stop - start, reason)
                 continue
             parts.append((self._weight(part, stop - start), found))
+            metrics.add(part)
+            sizes.append(stop - start)
             start = stop
+        metrics.merge(sizes)
         return parts[0][1] if len(parts) == 1 else _join(parts)
 
     def _try(self, samples: int, *arguments: Any) -> tuple[Outputs | None, str]:

@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,7 @@ import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit, InvalidBatch, InvalidStep
 from autobatch.integrations.transformers.cuts import IGNORED, CollatedSamples, Cut, Rows, TrimmedRows
+from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
 from autobatch.records import Verdict
 from autobatch.state.rewind_point import RewindPoint
@@ -51,12 +52,18 @@ class TrainerStep:
         training_step: The Trainer's own.
         num_items: What the Trainer has counted in the whole batch, for its loss to be divided by.
         ranks: How many there are: the Trainer multiplies such a loss by it, as DistributedDataParallel takes a mean.
+        metrics: What it adds to the Trainer's metrics.
     """
 
     trainer: Any
     training_step: Callable[..., Any]
     num_items: Any = None
     ranks: int = 1
+    metrics: StepMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Watch the Trainer's metrics."""
+        self.metrics = StepMetrics(self.trainer, "train")
 
     def loss_of(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """The loss that it would run its backward pass from.
@@ -64,6 +71,7 @@ class TrainerStep:
         Raises:
             InvalidStep: It ran none or several.
         """
+        self.metrics.add(inputs)
         with self._hold_back() as losses:
             self.training_step(model, inputs, self.num_items)
         if len(losses) != 1:

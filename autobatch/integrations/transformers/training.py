@@ -93,8 +93,10 @@ class TrainingStep:
         samples = take_samples(inputs)
         self._step.num_items = num_items_in_batch
         rule, runner = self._find(model, inputs, samples)
-        batch = self._try_twice(lambda: rule.cut.batch_of(inputs, samples))
+        batch = self._try_twice(lambda: rule.cut.batch_of(inputs, samples, runner.micro_batch_size))
+        self._step.metrics.begin()
         self.result = runner.accumulate(batch)
+        self._step.metrics.merge(self.result.micro_batch_sizes)
         return self.result.loss.to(self._trainer.args.device)
 
     def _find(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, autobatch.Runner]:
@@ -170,7 +172,7 @@ class TrainingStep:
             device=options.device,
             scaler=trainer.accelerator.scaler,
             hooks=options.hooks,
-            keep=[TrainerAttributes(trainer), *options.keep],
+            keep=[TrainerAttributes(trainer), self._step.metrics.tokens, *options.keep],
             timeout=options.timeout,
         )
         return self.runner

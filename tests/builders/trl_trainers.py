@@ -1,0 +1,132 @@
+"""Trainers of TRL and sentence-transformers with random weights on real text, and a tokenizer made here.
+
+Covers what these libraries add to ``trainers``: their Trainers' data and a tokenizer. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from trainers import arguments, lines
+
+__all__ = ["dpo", "embedder", "llama", "reward", "sft", "texts", "tokenizer"]
+
+
+@cache
+def tokenizer() -> Any:
+    """One token a byte."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<pad>", "<eos>"]
+    made = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", bos_token="<eos>"
+    )
+
+
+def llama(kind: str = "LlamaForCausalLM", **options: Any) -> Any:
+    """A model of two small layers, in float64."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=256,
+        eos_token_id=257,
+        bos_token_id=257,
+        **options,
+    )
+    model = getattr(transformers, kind)(config).double()
+    model.name_or_path = model.config._name_or_path = "tiny"
+    return model
+
+
+def texts(count: int = 192) -> list[str]:
+    """Lines of source text."""
+    return [*lines(count)]
+
+
+def sft(folder: Path, model: Any = None, **options: Any) -> Any:
+    """Supervised fine-tuning."""
+    from trl import SFTConfig, SFTTrainer
+
+    settings = {"max_length": 48, "bf16": False, "activation_checkpointing": False, **options}
+    return SFTTrainer(
+        model=model or llama(),
+        args=arguments(folder, SFTConfig, **settings),
+        train_dataset=datasets.Dataset.from_dict({"text": texts()}),
+        processing_class=tokenizer(),
+    )
+
+
+def dpo(folder: Path, **options: Any) -> Any:
+    """Preferences against a frozen copy."""
+    from trl import DPOConfig, DPOTrainer
+
+    settings = {"max_length": 48, "bf16": False, "activation_checkpointing": False, **options}
+    lines_ = texts(384)
+    data = {"prompt": ["def "] * 192, "chosen": lines_[:192], "rejected": lines_[192:]}
+    return DPOTrainer(
+        model=llama(),
+        ref_model=llama(),
+        args=arguments(folder, DPOConfig, **settings),
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer(),
+    )
+
+
+def reward(folder: Path, **options: Any) -> Any:
+    """A model that tells the better of two texts."""
+    from trl import RewardConfig, RewardTrainer
+
+    settings = {"max_length": 48, "bf16": False, "activation_checkpointing": False, **options}
+    lines_ = texts(384)
+    return RewardTrainer(
+        model=llama("LlamaForSequenceClassification", num_labels=1),
+        args=arguments(folder, RewardConfig, **settings),
+        train_dataset=datasets.Dataset.from_dict({"chosen": lines_[:192], "rejected": lines_[192:]}),
+        processing_class=tokenizer(),
+    )
+
+
+def embedder(folder: Path, loss: str, *, labels: bool = False, **options: Any) -> Any:
+    """Sentence embeddings with one of the library's losses."""
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, losses
+    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+    from sentence_transformers.models import Pooling, Transformer
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=258,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    saved = str(folder / "encoder")
+    transformers.BertModel(config).save_pretrained(saved)
+    tokenizer().save_pretrained(saved)
+    encoder = Transformer(saved, max_seq_length=48)
+    model = SentenceTransformer(modules=[encoder, Pooling(16)], device="cpu").double()
+    lines_ = texts(384)
+    data: dict[str, Any] = {"one": lines_[:192], "other": lines_[192:]}
+    if labels:
+        data["label"] = [float(len(line) % 2) for line in lines_[:192]]
+    return SentenceTransformerTrainer(
+        model=model,
+        args=arguments(folder, Arguments, **options),
+        train_dataset=datasets.Dataset.from_dict(data),
+        loss=getattr(losses, loss)(model),
+    )
