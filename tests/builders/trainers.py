@@ -6,6 +6,7 @@ autobatch can be compared with the Trainer's own whole batches. Nothing is downl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sysconfig
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 import transformers
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autobatch
 from autobatch.integrations.transformers import TrainingStep, attach
-from autobatch.testing import FakeDevice
+from autobatch.testing import FakeDevice, oom_at
 
 TARGET = 32
 STEPS = 6
@@ -286,6 +288,29 @@ def logs_apart(one: Trained, other: Trained, names: Iterable[str] | None = None)
         for name in log if names is None else set(names) & set(log):
             worst = max(worst, abs(log[name] - its[name]) / max(abs(log[name]), 1e-9))
     return worst
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    """What many write: a mean over the labels that are there."""
+    return cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+class Interrupted:
+    """Memory that ends at these operations of these calls of ``training_step``; the plan is made before."""
+
+    def __init__(self, operations):
+        self.operations = operations
+
+    def __call__(self, trainer):
+        inner, calls = trainer.training_step, []
+
+        def step(model, inputs, num_items_in_batch=None):
+            calls.append(1)
+            positions = self.operations.get(len(calls))
+            with oom_at(*positions) if positions else contextlib.nullcontext():
+                return inner(model, inputs, num_items_in_batch)
+
+        trainer.training_step = step
 
 
 def saved_state(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from trainers import (
     TARGET,
     Classes,
+    Interrupted,
     Numbers,
     Packed,
     Texts,
@@ -26,6 +27,7 @@ from trainers import (
     gpt2,
     left_padded,
     logs_apart,
+    mean_loss,
     pad,
     pad_masked,
     saved_state,
@@ -47,11 +49,6 @@ def summed_loss(outputs, labels, num_items_in_batch=None):
     """What the Trainer's documentation asks for: a sum, divided by the count that it is given."""
     logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     return cross_entropy(logits, targets, reduction="sum", ignore_index=-100) / num_items_in_batch
-
-
-def mean_loss(outputs, labels, num_items_in_batch=None):
-    """What many write: a mean over the labels that are there."""
-    return cross_entropy(outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 class OwnLoss(Trainer):
@@ -192,24 +189,6 @@ def test_what_a_step_counts_is_counted_once(tmp_path):
     assert trained.retries == 1
 
 
-class Interrupted:
-    """Memory that ends at these operations of these calls of ``training_step``; the plan is made before."""
-
-    def __init__(self, operations):
-        self.operations = operations
-
-    def __call__(self, trainer):
-        inner, calls = trainer.training_step, []
-
-        def step(model, inputs, num_items_in_batch=None):
-            calls.append(1)
-            positions = self.operations.get(len(calls))
-            with oom_at(*positions) if positions else contextlib.nullcontext():
-                return inner(model, inputs, num_items_in_batch)
-
-        trainer.training_step = step
-
-
 FAULTS = {2: [57], 3: [300, 900], 4: [40]}
 
 
@@ -224,19 +203,27 @@ def test_steps_that_run_out_of_memory_end_exactly(tmp_path):
 
 
 def test_a_retried_step_is_bit_for_bit_the_planned_one(tmp_path):
-    """With dropout in float32: a run in the final sizes from the start draws the same and ends the same."""
+    """With dropout in float32: a step in the final sizes from the start draws the same and ends the same."""
 
-    def single(**options):
-        return gpt2(dropout=0.1, **options).float()
+    def begin_smaller(trainer):
+        inner, calls = trainer.training_step, []
 
-    make = partial(trainer_of, tmp_path, single)
+        def step(*arguments):
+            calls.append(1)
+            if len(calls) == 2:
+                inner.runner.load_state_dict({**after, "steps": 1})
+            return inner(*arguments)
+
+        trainer.training_step = step
+
+    make = partial(trainer_of, tmp_path, lambda: gpt2(dropout=0.1).float(), max_steps=2)
     retried = train(make, attached={}, around=Interrupted({2: [57]}))
-    before, after = retried.sizes[0], retried.sizes[2]
-    assert len(after) > len(before)
-    planned = train(partial(trainer_of, tmp_path, single), attached={"max_micro_batch": max(after)})
-    assert planned.sizes[2] == after
-    # Only the steps of one size can be compared: both begin them from the weights of the retried run.
     assert retried.retries == 1
+    after = retried.step.runner.state_dict()
+    planned = train(make, attached={}, around=begin_smaller)
+    assert planned.retries == 0
+    assert planned.sizes == retried.sizes
+    assert bit_for_bit(retried, planned)
 
 
 def test_memory_that_ends_at_every_fifth_operation_of_a_step(tmp_path, quiet_log):
@@ -271,9 +258,10 @@ def test_memory_that_ends_at_every_fifth_operation_of_a_step(tmp_path, quiet_log
 
         trainer.training_step = step
 
-    train(partial(trainer_of, tmp_path, kind=OwnLoss, max_steps=2), attached={}, around=sweep)
+    make = partial(trainer_of, tmp_path, partial(gpt2, n_layer=1), kind=OwnLoss, max_steps=2)
+    train(make, attached={"device": small_device(2600)}, around=sweep)
     assert outcomes["wrong"] == []
-    assert outcomes["exact"] > 100
+    assert outcomes["exact"] > 40
 
 
 @pytest.mark.parametrize(("model", "data"), [(gpt2, Texts(48)), (bert, Classes(48))], ids=["GPT-2", "BERT"])
@@ -333,18 +321,20 @@ def test_a_checkpoint_from_before_autobatch_is_resumed(tmp_path):
 
 
 def test_training_twice(tmp_path):
-    """The second ``train()`` has an optimizer of its own, and the plan of the first."""
-    trained = train(partial(trainer_of, tmp_path, max_steps=2), attached={})
-    runner, plan = trained.step.runner, trained.step.plan
-    trained.trainer.train()
-    assert trained.step.runner is not runner
-    assert trained.step.plan == plan
+    """The second ``train()`` goes on with the plan of the first, as the Trainer goes on with its optimizer."""
+    make = partial(trainer_of, tmp_path, max_steps=2)
+    whole, split = train(make), train(make, attached={})
+    plan = split.step.plan
+    whole.trainer.train()
+    split.trainer.train()
+    assert split.step.plan == plan
+    assert apart(whole, split) < 1e-12
 
 
 def test_the_budget_is_found_on_the_real_step(tmp_path):
     """On the CPU, by counting: more samples in a micro-batch with more memory, and no step beyond it."""
     plans = []
-    for budget in ("1MiB", "4MiB"):
+    for budget in ("2MiB", "6MiB"):
         model = partial(gpt2, n_embd=32)
         trained = train(
             partial(trainer_of, tmp_path, model, max_steps=1),
@@ -352,7 +342,7 @@ def test_the_budget_is_found_on_the_real_step(tmp_path):
         )
         plans.append(trained.step.plan)
         assert trained.step.result.peak_bytes <= trained.step.plan.budget_bytes
-    assert plans[0].micro_batch_size < plans[1].micro_batch_size < TARGET or plans[1].micro_batch_size == TARGET
+    assert plans[0].micro_batch_size < plans[1].micro_batch_size
 
 
 def test_labels_that_are_no_padding_are_not_trimmed(tmp_path):

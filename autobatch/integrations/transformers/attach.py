@@ -79,7 +79,7 @@ def attach(
     samples, such as a contrastive one.
     """
     if not isinstance(trainer, Trainer):
-        raise InvalidArgument(f"trainer={name_type(trainer)} is no transformers.Trainer")
+        raise InvalidArgument(f"trainer= is {name_type(trainer)}; pass a transformers.Trainer")
     if isinstance(vars(trainer).get("training_step"), TrainingStep):
         raise InvalidArgument(f"attach() was called before with this {type(trainer).__name__}: call it once")
     refuse_unsupported(trainer)

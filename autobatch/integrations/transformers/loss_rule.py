@@ -25,6 +25,7 @@ from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
 from autobatch.records import Verdict
 from autobatch.state.rewind_point import RewindPoint
+from autobatch.step.workload import Workload
 
 __all__ = ["READINGS", "LossRule", "Reading", "TrainerStep", "cuts_for", "find_rule"]
 
@@ -88,15 +89,16 @@ class TrainerStep:
         """
         if self.num_items is None:
             return False
-        device = next(model.parameters()).device
         layout = describe(cut.batch_of(inputs, samples))
-        before = RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer)])
+        few = layout.take(0, min(2, layout.count))
+        workload = Workload(model, lambda model, micro_batch: self.loss_of(model, cut.inputs_of(micro_batch)))
+        device = next(model.parameters()).device
+        before = RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
         counted, losses = self.num_items, []
         try:
             for factor in (1, 2):
                 self.num_items = counted * factor
-                with torch.no_grad():
-                    losses.append(float(self.loss_of(model, cut.inputs_of(layout.take(0, min(2, layout.count))))))
+                losses.append(float(workload.call_step(few).detach()))
                 before.restore()
         finally:
             self.num_items = counted
@@ -204,7 +206,9 @@ def find_rule(
         InexactSplit: With the causes that ``verify`` names.
         InvalidBatch: There is no way to divide the batch.
     """
-    possible = [cut for cut in cuts if cut.can_divide(inputs, samples)]
+    by_rows = [cut for cut in cuts if isinstance(cut, Rows) and cut.can_divide(inputs, samples)]
+    # Where each row is a sample, samples that are collated anew are the same rows.
+    possible = by_rows or [cut for cut in cuts if not isinstance(cut, Rows) and cut.can_divide(inputs, samples)]
     if not possible:
         raise InvalidBatch(
             f"{type(step.trainer).__name__}: the batch cannot be divided into samples: its tensors have different "

@@ -1,0 +1,131 @@
+"""What ``attach`` refuses, in which words, and what it takes as arguments."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+from torch import nn
+from trainers import Classes, bert, gpt2, mean_loss, small_device, train, trainer_of
+from transformers import Trainer
+
+from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
+from autobatch.integrations.transformers import attach
+
+
+class GRPOTrainer(Trainer):
+    """By its name; TRL's own needs a model that generates."""
+
+
+REFUSED = {
+    "auto_find_batch_size": (
+        {"auto_find_batch_size": True},
+        None,
+        "restarts training from step 0 and changes the target batch; switch it off, autobatch does its work",
+    ),
+    "DeepSpeed": (
+        {},
+        ("is_deepspeed_enabled", True),
+        r"DeepSpeed owns the backward pass and counts its calls; use plan.settings\('deepspeed'\)",
+    ),
+    "LOMO": ({"optim": "lomo"}, None, "updates parameters inside the backward pass, which cannot be undone"),
+    "AdaLOMO": ({"optim": "adalomo"}, None, "updates parameters inside the backward pass, which cannot be undone"),
+    "nn.DataParallel": ({}, ("args._n_gpu", 2), "nn.DataParallel over 2 GPUs divides the batch by itself"),
+    "FSDP": ({}, ("is_fsdp_enabled", True), "FSDP gathers parameters inside the passes"),
+    "GRPO": ({"kind": GRPOTrainer}, None, "it generates inside its step and splits its own batches"),
+    **{
+        f"{name} parallelism": (
+            {},
+            ("accelerator.state.parallelism_config", ParallelismConfig(**{f"{name}_size": 2})),
+            "context, sequence and tensor parallelism divide a sample, not a batch",
+        )
+        for name in ("cp", "tp")
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused(name, tmp_path, monkeypatch):
+    """In one line that says what to do, and the Trainer is as before."""
+    options, change, words = REFUSED[name]
+    trainer = trainer_of(tmp_path, **options)
+    if change is not None:
+        *owners, attribute = change[0].split(".")
+        monkeypatch.setattr(functools.reduce(getattr, owners, trainer), attribute, change[1])
+    before = dict(vars(trainer))
+    with pytest.raises(InvalidArgument, match=words) as raised:
+        attach(trainer, 64)
+    assert str(raised.value).startswith(f"{type(trainer).__name__}: ")
+    assert "\n" not in str(raised.value)
+    assert vars(trainer) == before
+    assert trainer.args.per_device_train_batch_size == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"target_batch": 0}, "target_batch=0"),
+        ({"target_batch": 2.5}, "target_batch=2.5"),
+        ({"check": "no"}, "check='no'"),
+    ],
+)
+def test_arguments_that_mean_nothing(arguments, words, tmp_path):
+    """They are refused when ``attach`` is called."""
+    with pytest.raises(InvalidArgument, match=words):
+        attach(trainer_of(tmp_path), **arguments)
+
+
+def test_only_trainers_once_each(tmp_path):
+    """A model is no Trainer, and a second ``attach`` would divide what is divided."""
+    with pytest.raises(InvalidArgument, match="trainer= is a Linear; pass a transformers.Trainer"):
+        attach(nn.Linear(1, 1))
+    trainer = trainer_of(tmp_path)
+    attach(trainer)
+    with pytest.raises(InvalidArgument, match="attach\\(\\) was called before with this Trainer: call it once"):
+        attach(trainer)
+
+
+class TwoBackwards(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        half = len(inputs["labels"]) // 2 or 1
+        for rows in (slice(None, half), slice(half, None)):
+            loss = super().training_step(model, {name: value[rows] for name, value in inputs.items()})
+        return loss
+
+
+class OwnBackward(Trainer):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = self.compute_loss(model, inputs)
+        loss.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(TwoBackwards, r"called accelerator.backward\(\) 2 times"), (OwnBackward, "calls backward")],
+)
+def test_a_training_step_with_passes_of_its_own_is_refused(kind, words, tmp_path):
+    """Which of them a retry would have to undo is not known."""
+    with pytest.raises(InvalidStep, match=words):
+        train(lambda: trainer_of(tmp_path, bert, Classes(), kind=kind), attached={})
+
+
+def largest_loss(outputs, labels, num_items_in_batch=None):
+    """A step's loss is that of its worst sample."""
+    losses = [mean_loss({"logits": outputs["logits"][row : row + 1]}, labels[row : row + 1]) for row in range(len(labels))]
+    return torch.stack(losses).amax() + 0  # the Trainer multiplies it in place
+
+
+def test_a_loss_that_is_no_mean_is_refused_or_warned_of(tmp_path, caplog):
+    """``check="warn"`` trains all the same and says so; the default raises before the first update."""
+
+    def make():
+        return trainer_of(tmp_path, gpt2, given={"compute_loss_func": largest_loss}, max_steps=1)
+
+    with pytest.raises(InexactSplit, match="no way was found to split this loss exactly"):
+        train(make, attached={})
+    trained = train(make, attached={"check": "warn", "device": small_device()})
+    assert trained.sizes == [(7, 7, 6, 6, 6)]
+    assert any("no way was found to split this loss exactly" in record.message for record in caplog.records)

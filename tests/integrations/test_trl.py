@@ -1,0 +1,53 @@
+"""TRL's Trainers with autobatch, beside their own whole batches.
+
+Covers supervised fine-tuning (also packed and without padding), preferences and rewards: weights, what is logged, and
+memory that ends. TRL computes logarithms of probabilities in float32, whatever the model is in.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from trainers import Interrupted, apart, logs_apart, train
+from trl_trainers import dpo, llama, reward, sft
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # TRL's
+
+EAGER = {"attn_implementation": "eager"}
+
+CASES = {
+    "SFT": (sft, 1e-6, "rows without padding"),
+    "SFT without padding": (
+        lambda folder: sft(folder, llama(**EAGER), padding_free=True, max_length=None),
+        1e-6,
+        "samples collated anew",
+    ),
+    "SFT, packed": (lambda folder: sft(folder, llama(**EAGER), packing=True), 1e-6, "samples collated anew"),
+    "DPO": (dpo, 1e-5, "samples collated anew"),
+    "reward": (reward, 1e-12, "samples collated anew"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trl_ends_where_its_whole_batches_end(name, tmp_path):
+    """Weights, and every metric that is logged: entropies, accuracies, rewards and counts of tokens."""
+    make, tolerance, cut = CASES[name]
+    whole, split = train(partial(make, tmp_path)), train(partial(make, tmp_path), attached={})
+    assert apart(whole, split) < tolerance
+    assert logs_apart(whole, split) < 1e-4
+    assert logs_apart(whole, split, ["num_tokens", "learning_rate"]) == 0
+    assert split.step.rule.cut.name == cut
+    assert split.recorder.calls == whole.recorder.calls
+    assert all(len(sizes) > 1 for sizes in split.sizes)
+
+
+def test_trl_counts_once_what_is_retried(tmp_path):
+    """Tokens and metrics of a micro-batch that is undone are put back."""
+    make = partial(sft, tmp_path)
+    whole = train(make)
+    split = train(make, attached={}, around=Interrupted({1: [2000], 2: [57], 3: [300, 900]}))
+    assert split.retries >= 3
+    assert apart(whole, split) < 1e-6
+    assert logs_apart(whole, split) < 1e-4
+    assert logs_apart(whole, split, ["num_tokens"]) == 0
