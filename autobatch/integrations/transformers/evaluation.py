@@ -1,7 +1,8 @@
 """Evaluates a Trainer's batches whole where they fit, in smaller parts where not; the result is the whole's.
 
 Covers ``prediction_step``: the size that fits is found when memory ends, and holds from then on. Does not cover metrics
-over the dataset, which the Trainer computes from what comes out here.
+over the dataset, which the Trainer computes from what comes out here, nor several ranks: the Trainer's own code counts
+labels over all of them in each call, so that none may call it alone.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class EvaluationStep:
     ) -> Outputs:
         """Loss, logits and labels of a whole batch."""
         samples = take_samples(inputs)
+        if self._trainer.args.world_size > 1:
+            return self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         count, metrics = _count(inputs, samples), StepMetrics(self._trainer, "eval")
         metrics.begin()
         sizes: list[int] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ READINGS: tuple[Reading, ...] = (
 )
 _DIVIDED, _SHIFTED, _LABELS, _SAMPLES = READINGS
 _MEANS = READINGS[1:]
+_MISSING = object()
 
 
 @dataclass
@@ -52,7 +53,7 @@ class TrainerStep:
         trainer: Whose step it is.
         training_step: The Trainer's own.
         num_items: What the Trainer has counted in the whole batch, for its loss to be divided by.
-        ranks: How many there are: the Trainer multiplies such a loss by it, as DistributedDataParallel takes a mean.
+        ranks: How many there are.
         metrics: What it adds to the Trainer's metrics.
     """
 
@@ -104,28 +105,53 @@ class TrainerStep:
             self.num_items = counted
         return losses[0] != losses[1]
 
+    @property
+    def share(self) -> float:
+        """What a loss that was divided by ``num_items`` is multiplied by, to add up over the ranks."""
+        return 1.0 if self.trainer.args.average_tokens_across_devices else 1 / self.ranks
+
     @contextmanager
     def _hold_back(self) -> Iterator[list[torch.Tensor]]:
-        """While this lasts, ``accelerator.backward`` runs nothing, and no metric waits for other ranks."""
+        """While this lasts, ``accelerator.backward`` runs nothing.
+
+        Of several ranks none waits for another: metrics are this rank's own, and the loss is not multiplied by the
+        number of ranks, which would be for DistributedDataParallel to divide by.
+        """
         losses: list[torch.Tensor] = []
-        attributes = vars(self.trainer.accelerator)
-        replaced: dict[str, Any] = {"backward": lambda loss, **_: losses.append(loss)}
-        if self.ranks > 1:
-            replaced |= dict.fromkeys(("gather", "gather_for_metrics", "reduce"), self._refuse_gathering)
-        earlier = {name: attributes[name] for name in replaced if name in attributes}
-        attributes.update(replaced)
-        try:
+        with ExitStack() as stack:
+            accelerator = self.trainer.accelerator
+            stack.enter_context(_replaced(accelerator, "backward", lambda loss, **_: losses.append(loss)))
+            if self.ranks > 1:
+                stack.enter_context(_replaced(self.trainer.args, "average_tokens_across_devices", value=False))
+                gather = _return_own if self.metrics.are_there() else self._refuse_gathering
+                for name in ("gather", "gather_for_metrics", "reduce"):
+                    stack.enter_context(_replaced(accelerator, name, gather))
             yield losses
-        finally:
-            for name in replaced:
-                del attributes[name]
-            attributes.update(earlier)
 
     def _refuse_gathering(self, *_: Any, **__: Any) -> Any:
         raise InvalidStep(
-            f"{type(self.trainer).__name__} gathers metrics over the ranks inside its step, and each rank may run "
-            f"another number of micro-batches: train on one rank, or use plan.settings('huggingface')"
+            f"{type(self.trainer).__name__} gathers over the ranks inside its step, and each rank may run another "
+            f"number of micro-batches: train on one rank, or use plan.settings('huggingface')"
         )
+
+
+def _return_own(tensor: Any, *_: Any, **__: Any) -> Any:
+    return tensor
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While this lasts, the attribute has this value."""
+    attributes = vars(owner)
+    earlier = attributes.get(name, _MISSING)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if earlier is _MISSING:
+            del attributes[name]
+        else:
+            attributes[name] = earlier
 
 
 @dataclass(frozen=True)
@@ -153,7 +179,7 @@ class LossRule:
     def run(self, model: nn.Module, micro_batch: Any) -> Any:
         """The step, as ``fit`` and ``Runner`` take it."""
         loss = self.step.loss_of(model, self.cut.inputs_of(micro_batch))
-        return autobatch.Part(loss / self.step.ranks) if self.reading == _DIVIDED else loss
+        return autobatch.Part(loss * self.step.share) if self.reading == _DIVIDED else loss
 
     @property
     def weigh(self) -> Callable[[Any], Any] | None:

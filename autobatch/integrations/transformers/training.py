@@ -96,7 +96,7 @@ class TrainingStep:
         batch = self._try_twice(lambda: rule.cut.batch_of(inputs, samples, runner.micro_batch_size))
         self._step.metrics.begin()
         self.result = runner.accumulate(batch)
-        self._step.metrics.merge(self.result.micro_batch_sizes)
+        self._merge_metrics(model, self.result.micro_batch_sizes)
         return self.result.loss.to(self._trainer.args.device)
 
     def _find(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, autobatch.Runner]:
@@ -199,6 +199,16 @@ class TrainingStep:
         if not is_same or plan.device != device.describe() or saved["cut"] not in cuts:
             return None
         return LossRule(cuts[saved["cut"]], saved["reading"], self._step, tuple(saved["open"])), plan
+
+    def _merge_metrics(self, model: nn.Module, samples: Sequence[int]) -> None:
+        metrics = self._step.metrics
+
+        def exchange(own: Any) -> list[Any]:
+            with self._all_or_none(model, "attach(), the metrics") as said:
+                said.append(own)
+            return said
+
+        metrics.merge(samples, exchange if self._step.ranks > 1 else None)
 
     def _is_put_in_question(self, model: nn.Module, rule: LossRule, inputs: Any) -> bool:
         with self._all_or_none(model, "attach(), the labels") as said:

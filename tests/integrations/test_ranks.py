@@ -1,0 +1,52 @@
+"""Trainers on two ranks under torchrun, beside one process with the whole batches.
+
+Covers DistributedDataParallel, which the Trainer makes itself, on a CPU; ranks that run other micro-batches than each
+other, and one that runs out of memory alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launches import ROOT, launch, torchrun
+from trainer_on_ranks import CASES
+from trainers import apart, train
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # TRL's
+]
+
+TOLERANCES = {"GPT-2": 1e-12, "BERT for classes": 1e-12, "SFT": 1e-6, "reward": 1e-12}
+"""TRL's SFT computes logarithms in float32."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The results of all cases, from one launch."""
+    results = tmp_path_factory.mktemp("ranks")
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "builders")))
+    script = ROOT / "tests" / "builders" / "trainer_on_ranks.py"
+    (ran,) = launch(torchrun(str(script), str(results)), PYTHONPATH=paths, HF_HUB_OFFLINE="1")
+    assert ran.code == 0, ran.errors[-3000:]
+    assert ran.left_behind == []
+    return results
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_end_where_one_process_ends(name, folder, tmp_path):
+    """Weights and logs, where one rank runs more micro-batches, and the other runs out of memory twice."""
+    whole = train(lambda: CASES[name](tmp_path))
+    found = json.loads((folder / "found.json").read_text("utf-8"))[name]
+    weights = torch.load(folder / f"{name}.pt")
+    model = SimpleNamespace(state_dict=lambda: weights)
+    assert apart(whole, SimpleNamespace(model=model)) < TOLERANCES[name]
+    for log, its in zip(whole.recorder.logs, found["logs"], strict=True):
+        assert its == pytest.approx(log, rel=1e-4, abs=1e-6)
+    (sizes, retries), (its_sizes, its_retries) = found["ran"]
+    assert sizes[0] != its_sizes[0]
+    assert (retries, its_retries) == (0, 2)
