@@ -21,12 +21,13 @@ OLDEST_VENV ?= .venv-oldest
 PYTHONS ?= 3.10 3.12 3.13
 DOCS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-docs)
 ENGINES_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-engines)
+INTEGRATIONS_INSTALLED := $(if $(INSTALLED),$(VENV)/.installed-integrations)
 
 # OpenMP threads that spin while they wait take the cores from those that work, wherever something else runs beside.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo bench accuracy docs test quick test-engines test-gpu test-cuda test-oldest test-pythons proof mutants lint check clean
+.PHONY: help install demo bench accuracy docs test quick test-engines test-integrations test-gpu test-cuda test-oldest test-pythons proof mutants lint check clean
 
 help: ## say what can be made
 	@awk -F ': .*## ' '/^[a-z-]+: .*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +57,11 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[accelerate,lightning,ray]"
 	touch $@
 
+# By itself: nothing else needs the libraries that fine-tune.
+$(VENV)/.installed-integrations: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[transformers,integrations]"
+	touch $@
+
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
 	"$(PYTHON_ENV)" examples/digits.py
 
@@ -71,7 +77,7 @@ docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning i
 
 # A file's tests stay in one process: they share what is dear to make.
 test: $(INSTALLED) ## run all tests, the slow ones too, on two cores and in random order; SEED=1234 repeats one
-	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile --ignore tests/engines $(if $(SEED),--randomly-seed=$(SEED))
+	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.
 quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every package; SEED=1234 repeats an order
@@ -80,6 +86,9 @@ quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every
 # One after another: each takes both cores.
 test-engines: $(ENGINES_INSTALLED) ## train in accelerate, Lightning and Ray Train, two minutes; installs 0.5 GB the first time
 	"$(PYTHON_ENV)" -m pytest tests/engines $(if $(SEED),--randomly-seed=$(SEED))
+
+test-integrations: $(INTEGRATIONS_INSTALLED) ## train in the Trainers of Hugging Face, TRL and sentence-transformers
+	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
 	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu
@@ -102,7 +111,7 @@ test-cuda: $(CUDA_VENV)/card/libcard.so ## run the tests of CUDA code on a card 
 	tests/card/run $(CUDA_VENV) python -m pytest --numprocesses 2 --timeout 900 tests/gpu tests/card $(if $(SEED),--randomly-seed=$(SEED))
 
 # What takes long, or a card, is left out: its code is that of the other tests, and `make test` and `make test-cuda` have it.
-MOST_TESTS := -m "not slow" --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/gpu --ignore tests/card
+MOST_TESTS := -m "not slow" --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/integrations --ignore tests/gpu --ignore tests/card
 OLDEST_PYTHON := $(shell sed -n 's/^requires-python = ">=\(.*\)"/\1/p' pyproject.toml)
 
 # Where the index has no CPU build of that torch, it comes with CUDA: the tests run beside either.
@@ -136,7 +145,7 @@ lint: $(INSTALLED) ## ruff, mypy --strict, and the layers of the imports
 	"$(PYTHON_ENV)" -m mypy --strict autobatch tests/api/typed_usage.py
 	"$(PYTHON_ENV)" -c "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
 
-check: lint docs test ## what CI runs, before test-engines, test-cuda and test-oldest
+check: lint docs test ## what CI runs, before test-engines, test-integrations, test-cuda and test-oldest
 
 clean: ## remove what tests, linters and builds leave behind; what is installed stays
 	rm -rf build dist site *.egg-info htmlcov .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -21,8 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(file.parent.name for file in (ROOT / "autobatch").glob("*/__init__.py"))
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-PLANNED = {"integrations"}
-"""Packages that the pages name before they exist."""
 
 
 def recipe(target: str) -> list[list[str]]:
@@ -99,7 +97,7 @@ def test_the_packages_are_described() -> None:
     table = CONTRIBUTING.partition("| package |")[2].partition("\n\n")[0].splitlines()[2:]
     assert len(table) <= 12
     named = [name for row in table for name in re.findall(r"`(\w+)/`", row.split(" | ")[0])]
-    assert sorted(named) == sorted({*PACKAGES, *PLANNED})
+    assert sorted(named) == PACKAGES
 
 
 def test_the_picture_has_the_layers_of_the_linter() -> None:
@@ -110,7 +108,7 @@ def test_the_picture_has_the_layers_of_the_linter() -> None:
     for text in ET.parse(ROOT / "docs" / "packages.svg").iter("{http://www.w3.org/2000/svg}text"):
         if "name" in (text.get("class") or "").split():
             drawn |= dict.fromkeys(re.findall(r"(\w+)/", "".join(text.itertext())), float(text.get("y", 0)))
-    assert set(drawn) == {*PACKAGES, *PLANNED}
+    assert set(drawn) == set(PACKAGES)
     for upper, lower in itertools.combinations(sorted(drawn, key=lambda name: drawn[name]), 2):
         if drawn[upper] == drawn[lower]:
             assert floors[upper] == floors[lower], (upper, lower)

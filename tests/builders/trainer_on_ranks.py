@@ -21,7 +21,9 @@ CASES = {
     "GPT-2": partial(trainer_of),
     "BERT for classes": partial(trainer_of, model=bert, data=Classes()),
     "SFT": sft,
-    "reward": partial(reward, max_steps=5),  # the last batch is not full, and accelerate fills it up with samples of the first
+    "reward": partial(
+        reward, max_steps=5
+    ),  # the last batch is not full, and accelerate fills it up with samples of the first
 }
 
 

@@ -252,6 +252,7 @@ def trainer_of(
     folder: Path,
     model: Callable[[], Any] = gpt2,
     data: Any = None,
+    *,
     collate: Callable[..., Any] = pad,
     kind: type[Trainer] = Trainer,
     given: dict[str, Any] | None = None,

@@ -103,8 +103,8 @@ def embedder(folder: Path, loss: str, *, labels: bool = False, **options: Any) -
     """Sentence embeddings with one of the library's losses."""
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers.sentence_transformer import losses
     from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sentence_transformer import losses
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     torch.manual_seed(0)

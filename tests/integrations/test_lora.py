@@ -19,7 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 def adapted():
     """A small model with adapters of rank 4 that are not zero, in float64."""
     model = get_peft_model(
-        llama(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+        llama(),
+        LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"),
     ).double()
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():

@@ -79,7 +79,7 @@ def test_arguments_that_mean_nothing(arguments, words, tmp_path):
 
 def test_only_trainers_once_each(tmp_path):
     """A model is no Trainer, and a second ``attach`` would divide what is divided."""
-    with pytest.raises(InvalidArgument, match="trainer= is a Linear; pass a transformers.Trainer"):
+    with pytest.raises(InvalidArgument, match=r"trainer= is a Linear; pass a transformers\.Trainer"):
         attach(nn.Linear(1, 1))
     trainer = trainer_of(tmp_path)
     attach(trainer)
@@ -114,7 +114,9 @@ def test_a_training_step_with_passes_of_its_own_is_refused(kind, words, tmp_path
 
 def largest_loss(outputs, labels, num_items_in_batch=None):
     """A step's loss is that of its worst sample."""
-    losses = [mean_loss({"logits": outputs["logits"][row : row + 1]}, labels[row : row + 1]) for row in range(len(labels))]
+    losses = [
+        mean_loss({"logits": outputs["logits"][row : row + 1]}, labels[row : row + 1]) for row in range(len(labels))
+    ]
     return torch.stack(losses).amax() + 0  # the Trainer multiplies it in place
 
 

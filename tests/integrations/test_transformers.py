@@ -241,7 +241,11 @@ def test_memory_that_ends_at_every_fifth_operation_of_a_step(tmp_path, quiet_log
                 loss = attached(model, dict(batch), items)
             counted = {name: value for name, value in TrainerAttributes(trainer).take().items() if name == "seen"}
             TrainerAttributes(trainer).put(before)
-            return planned.operations, (float(loss), counted, [parameter.grad.clone() for parameter in model.parameters()])
+            return planned.operations, (
+                float(loss),
+                counted,
+                [parameter.grad.clone() for parameter in model.parameters()],
+            )
 
         def step(model, inputs, num_items_in_batch=None):
             calls.append(1)
@@ -299,7 +303,11 @@ def test_a_resumed_run_ends_bit_for_bit(tmp_path):
 
     def make(folder):
         return trainer_of(
-            tmp_path / folder, lambda: gpt2(dropout=0.1).float(), save_strategy="steps", save_steps=3, optim="adamw_torch"
+            tmp_path / folder,
+            lambda: gpt2(dropout=0.1).float(),
+            save_strategy="steps",
+            save_steps=3,
+            optim="adamw_torch",
         )
 
     first = train(partial(make, "one"), attached={}, around=Interrupted({2: [57]}))
@@ -356,5 +364,3 @@ def test_labels_that_are_no_padding_are_not_trimmed(tmp_path):
     for labels in (torch.ones(2, 8), torch.ones(2, 8, dtype=torch.long)):
         kept = cut.inputs_of({**{name: value[1:] for name, value in batch.items()}, "labels": labels[1:]})
         assert kept["labels"].shape == kept["input_ids"].shape == (1, 8)
-
-

@@ -54,7 +54,9 @@ class Cut(ABC):
     def pick(self, batch: Any, indices: Sequence[int]) -> Any:
         """These samples of what ``batch_of`` has returned."""
         rows, picked = describe(batch).count, torch.tensor(indices)
-        are_rows = {name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,)}
+        are_rows = {
+            name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,)
+        }
         return {name: value[picked.to(value.device)] if name in are_rows else value for name, value in batch.items()}
 
 

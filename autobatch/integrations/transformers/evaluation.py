@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from transformers.trainer_pt_utils import nested_concat
 
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidBatch
@@ -39,14 +40,22 @@ class EvaluationStep:
     """
 
     def __init__(
-        self, trainer: Any, collate: Callable[[Sequence[Any]], Any], device: Callable[[], Device], budget: Callable[[], int | None]
+        self,
+        trainer: Any,
+        collate: Callable[[Sequence[Any]], Any],
+        device: Callable[[], Device],
+        budget: Callable[[], int | None],
     ) -> None:
         self.size: int | None = None
         self._trainer, self._collate, self._device, self._budget = trainer, collate, device, budget
         self._prediction_step, self._attributes = trainer.prediction_step, TrainerAttributes(trainer)
 
     def __call__(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None  # noqa: FBT001 - the Trainer's own signature
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,  # noqa: FBT001 - the Trainer's own signature
+        ignore_keys: list[str] | None = None,
     ) -> Outputs:
         """Loss, logits and labels of a whole batch."""
         samples = take_samples(inputs)
@@ -88,12 +97,17 @@ class EvaluationStep:
         self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
         self.size = (failed + 1) // 2
         _log.warning(
-            "autobatch: evaluation ran out of memory at %d samples; goes on with at most %d; %s", failed, self.size, reason
+            "autobatch: evaluation ran out of memory at %d samples; goes on with at most %d; %s",
+            failed,
+            self.size,
+            reason,
         )
 
     def _part(self, inputs: Any, samples: Sequence[Any] | None, start: int, stop: int, count: int) -> Any:
         if stop - start == count:
-            return type(inputs)(inputs) if isinstance(inputs, dict) else inputs  # the Trainer's code may take entries out
+            return (
+                type(inputs)(inputs) if isinstance(inputs, dict) else inputs
+            )  # the Trainer's code may take entries out
         if samples is None or _count_rows(inputs) == count:
             return describe(inputs).take(start, stop)
         return self._collate(copy_samples(samples[start:stop]))
@@ -122,8 +136,6 @@ def _count_rows(inputs: Any) -> int | None:
 
 def _join(parts: Sequence[tuple[float, Outputs]]) -> Outputs:
     """The whole's loss as a mean over the weights, its logits and labels one after another."""
-    from transformers.trainer_pt_utils import nested_concat
-
     total = sum(weight for weight, _ in parts)
     counting = [(weight, loss) for weight, (loss, _, _) in parts if weight and loss is not None]
     loss = sum(loss * (weight / total) for weight, loss in counting) if counting else parts[0][1][0]

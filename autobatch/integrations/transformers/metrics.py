@@ -1,7 +1,7 @@
 """Makes one entry of a step's metrics from those of its micro-batches, as a whole batch would have logged.
 
-Covers TRL's Trainers, whose ``compute_loss`` appends to lists in ``trainer._metrics`` and whose ``log`` takes the mean of
-each: means over tokens (of SFT and DPO), means over samples, smallest and largest values.
+Covers TRL's Trainers, whose ``compute_loss`` appends to lists in ``trainer._metrics`` and whose ``log`` takes the mean
+of each: means over tokens (of SFT and DPO), means over samples, smallest and largest values.
 """
 
 from __future__ import annotations

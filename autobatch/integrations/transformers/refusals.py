@@ -21,48 +21,48 @@ _GENERATING = frozenset(
 
 def refuse_unsupported(trainer: Any) -> None:
     """Raise InvalidArgument for a Trainer whose steps cannot be run in micro-batches of any size."""
-    for applies, reason in _reasons(trainer):
-        if applies:
-            raise InvalidArgument(f"{type(trainer).__name__}: {reason}")
+    reason = _find_reason(trainer) or _find_parallelism(trainer)
+    if reason:
+        raise InvalidArgument(f"{type(trainer).__name__}: {reason}")
 
 
-def _reasons(trainer: Any) -> list[tuple[bool, str]]:
-    arguments, accelerator = trainer.args, trainer.accelerator
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    sizes = {name: getattr(parallelism, f"{name}_size", 1) or 1 for name in ("cp", "sp", "tp")}
-    return [
-        (
-            arguments.auto_find_batch_size,
+def _find_reason(trainer: Any) -> str:
+    arguments = trainer.args
+    if arguments.auto_find_batch_size:
+        return (
             "auto_find_batch_size=True restarts training from step 0 and changes the target batch; switch it off, "
-            "autobatch does its work",
-        ),
-        (
-            trainer.is_deepspeed_enabled,
-            "DeepSpeed owns the backward pass and counts its calls; use plan.settings('deepspeed')",
-        ),
-        (
-            "lomo" in str(arguments.optim).lower(),
+            "autobatch does its work"
+        )
+    if "lomo" in str(arguments.optim).lower():
+        return (
             f"optim={show_value(str(getattr(arguments.optim, 'value', arguments.optim)))} (LOMO) updates parameters "
-            f"inside the backward pass, which cannot be undone; choose another optimizer",
-        ),
-        (
-            arguments.n_gpu > 1,
-            f"nn.DataParallel over {arguments.n_gpu} GPUs divides the batch by itself; start with torchrun, or show "
-            f"one GPU with CUDA_VISIBLE_DEVICES",
-        ),
-        (
-            max(sizes.values()) > 1,
-            "context, sequence and tensor parallelism divide a sample, not a batch; use DistributedDataParallel "
-            "(torchrun)",
-        ),
-        (
-            trainer.is_fsdp_enabled,
-            "FSDP gathers parameters inside the passes, where ranks that run different micro-batches would wait for "
-            "each other; use DistributedDataParallel (torchrun), or plan.settings('huggingface')",
-        ),
-        (
-            any(base.__name__ in _GENERATING for base in type(trainer).__mro__),
+            f"inside the backward pass, which cannot be undone; choose another optimizer"
+        )
+    if any(base.__name__ in _GENERATING for base in type(trainer).__mro__):
+        return (
             "it generates inside its step and splits its own batches; set per_device_train_batch_size and "
-            "steps_per_generation there",
-        ),
-    ]
+            "steps_per_generation there"
+        )
+    return ""
+
+
+def _find_parallelism(trainer: Any) -> str:
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed owns the backward pass and counts its calls; use plan.settings('deepspeed')"
+    if trainer.is_fsdp_enabled:
+        return (
+            "FSDP gathers parameters inside the passes, where ranks that run different micro-batches would wait for "
+            "each other; use DistributedDataParallel (torchrun), or plan.settings('huggingface')"
+        )
+    if trainer.args.n_gpu > 1:
+        return (
+            f"nn.DataParallel over {trainer.args.n_gpu} GPUs divides the batch by itself; start with torchrun, or show "
+            f"one GPU with CUDA_VISIBLE_DEVICES"
+        )
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if any((getattr(parallelism, f"{name}_size", 1) or 1) > 1 for name in ("cp", "sp", "tp")):
+        return (
+            "context, sequence and tensor parallelism divide a sample, not a batch; use DistributedDataParallel "
+            "(torchrun)"
+        )
+    return ""

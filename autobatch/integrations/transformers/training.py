@@ -127,9 +127,7 @@ class TrainingStep:
         cuts, options = cuts_for(self._trainer, self._collate), self._options
         with self._all_or_none(model, "attach(), the loss") as said:
             inner = model.module if isinstance(model, DistributedDataParallel) else model
-            found = find_rule(
-                self._step, cuts, inner, inputs, samples, device=options.device, check=options.check
-            )
+            found = find_rule(self._step, cuts, inner, inputs, samples, device=options.device, check=options.check)
             said.append((cuts.index(found.cut), READINGS.index(found.reading), found.open))
         # A rule that is exact on one rank only was tried before the one that another rank has found.
         cut, reading, _ = max(said)
