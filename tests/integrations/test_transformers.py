@@ -226,7 +226,8 @@ def test_a_retried_step_is_bit_for_bit_the_planned_one(tmp_path):
     assert bit_for_bit(retried, planned)
 
 
-def test_memory_that_ends_at_every_fifth_operation_of_a_step(tmp_path, quiet_log):
+@pytest.mark.parametrize("kind", [Trainer, OwnLoss])
+def test_memory_that_ends_at_every_fifth_operation_of_a_step(kind, tmp_path, quiet_log):
     """Each time the gradient, the loss and the Trainer's own counts are those of the undisturbed step."""
     outcomes = {"exact": 0, "wrong": []}
 
@@ -262,7 +263,7 @@ def test_memory_that_ends_at_every_fifth_operation_of_a_step(tmp_path, quiet_log
 
         trainer.training_step = step
 
-    make = partial(trainer_of, tmp_path, partial(gpt2, n_layer=1), kind=OwnLoss, max_steps=2)
+    make = partial(trainer_of, tmp_path, partial(gpt2, n_layer=1), kind=kind, max_steps=2)
     train(make, attached={"device": small_device(2600)}, around=sweep)
     assert outcomes["wrong"] == []
     assert outcomes["exact"] > 40
@@ -298,17 +299,14 @@ def test_evaluation_before_training(tmp_path):
         assert attached.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_resumed_run_ends_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("restores", [False, True], ids=["", "with its callbacks"])
+def test_a_resumed_run_ends_bit_for_bit(restores, tmp_path):
     """With dropout, in float32, in the smaller size that a shortage before the checkpoint has left."""
 
     def make(folder):
-        return trainer_of(
-            tmp_path / folder,
-            lambda: gpt2(dropout=0.1).float(),
-            save_strategy="steps",
-            save_steps=3,
-            optim="adamw_torch",
-        )
+        options = {"save_strategy": "steps", "save_steps": 3, "optim": "adamw_torch"}
+        options["restore_callback_states_from_checkpoint"] = restores
+        return trainer_of(tmp_path / folder, lambda: gpt2(dropout=0.1).float(), **options)
 
     first = train(partial(make, "one"), attached={}, around=Interrupted({2: [57]}))
     checkpoint = tmp_path / "one" / "checkpoint-3"
@@ -317,6 +315,8 @@ def test_a_resumed_run_ends_bit_for_bit(tmp_path):
     assert bit_for_bit(first, resumed)
     assert first.recorder.logs[3:-1] == resumed.recorder.logs[:-1]
     assert resumed.step.plan == first.step.plan
+    saved = [saved_state(tmp_path / folder / "checkpoint-6")["stateful_callbacks"] for folder in ("one", "two")]
+    assert saved[0]["AutobatchState"] == saved[1]["AutobatchState"]
 
 
 def test_a_checkpoint_from_before_autobatch_is_resumed(tmp_path):

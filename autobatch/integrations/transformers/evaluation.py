@@ -60,7 +60,8 @@ class EvaluationStep:
         """Loss, logits and labels of a whole batch."""
         samples = take_samples(inputs)
         if self._trainer.args.world_size > 1:
-            return self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            whole: Outputs = self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            return whole
         count, metrics = _count(inputs, samples), StepMetrics(self._trainer, "eval")
         metrics.begin()
         sizes: list[int] = []

@@ -10,24 +10,21 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-import autobatch
 from autobatch.batch.layout import describe
-from autobatch.errors import InexactSplit, InvalidBatch, InvalidStep
+from autobatch.errors import InexactSplit, InvalidBatch
+from autobatch.exactness.verification import verify
 from autobatch.integrations.transformers.cuts import IGNORED, CollatedSamples, Cut, Rows, TrimmedRows
-from autobatch.integrations.transformers.metrics import StepMetrics
-from autobatch.integrations.transformers.trainer_state import TrainerAttributes
+from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.records import Verdict
-from autobatch.state.rewind_point import RewindPoint
-from autobatch.step.workload import Workload
+from autobatch.step.losses import Part
 
-__all__ = ["READINGS", "LossRule", "Reading", "TrainerStep", "cuts_for", "find_rule"]
+__all__ = ["READINGS", "LossRule", "Reading", "cuts_for", "find_rule"]
 
 _log = logging.getLogger("autobatch")
 
@@ -42,116 +39,6 @@ READINGS: tuple[Reading, ...] = (
 )
 _DIVIDED, _SHIFTED, _LABELS, _SAMPLES = READINGS
 _MEANS = READINGS[1:]
-_MISSING = object()
-
-
-@dataclass
-class TrainerStep:
-    """The Trainer's own ``training_step`` on one micro-batch, up to its loss.
-
-    Attributes:
-        trainer: Whose step it is.
-        training_step: The Trainer's own.
-        num_items: What the Trainer has counted in the whole batch, for its loss to be divided by.
-        ranks: How many there are.
-        metrics: What it adds to the Trainer's metrics.
-    """
-
-    trainer: Any
-    training_step: Callable[..., Any]
-    num_items: Any = None
-    ranks: int = 1
-    metrics: StepMetrics = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Watch the Trainer's metrics."""
-        self.metrics = StepMetrics(self.trainer, "train")
-
-    def loss_of(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss that it would run its backward pass from.
-
-        Raises:
-            InvalidStep: It ran none or several.
-        """
-        self.metrics.add(inputs)
-        with self._hold_back() as losses:
-            self.training_step(model, inputs, self.num_items)
-        if len(losses) != 1:
-            raise InvalidStep(
-                f"{type(self.trainer).__name__}.training_step called accelerator.backward() {len(losses)} times in a "
-                f"micro-batch; it has to be called once, with the loss"
-            )
-        return losses[0]
-
-    def divides(self, model: nn.Module, cut: Cut, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
-        """Whether the loss depends on what the Trainer has counted, as that of few models with a head does.
-
-        Such a model is found out by one forward pass more, where a comparison of gradients takes seconds.
-        """
-        if self.num_items is None:
-            return False
-        layout = describe(cut.batch_of(inputs, samples))
-        few = layout.take(0, min(2, layout.count))
-        workload = Workload(model, lambda model, micro_batch: self.loss_of(model, cut.inputs_of(micro_batch)))
-        device = next(model.parameters()).device
-        before = RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
-        counted, losses = self.num_items, []
-        try:
-            for factor in (1, 2):
-                self.num_items = counted * factor
-                losses.append(float(workload.call_step(few).detach()))
-                before.restore()
-        finally:
-            self.num_items = counted
-        return losses[0] != losses[1]
-
-    @property
-    def share(self) -> float:
-        """What a loss that was divided by ``num_items`` is multiplied by, to add up over the ranks."""
-        return 1.0 if self.trainer.args.average_tokens_across_devices else 1 / self.ranks
-
-    @contextmanager
-    def _hold_back(self) -> Iterator[list[torch.Tensor]]:
-        """While this lasts, ``accelerator.backward`` runs nothing.
-
-        Of several ranks none waits for another: metrics are this rank's own, and the loss is not multiplied by the
-        number of ranks, which would be for DistributedDataParallel to divide by.
-        """
-        losses: list[torch.Tensor] = []
-        with ExitStack() as stack:
-            accelerator = self.trainer.accelerator
-            stack.enter_context(_replaced(accelerator, "backward", lambda loss, **_: losses.append(loss)))
-            if self.ranks > 1:
-                stack.enter_context(_replaced(self.trainer.args, "average_tokens_across_devices", value=False))
-                gather = _return_own if self.metrics.are_there() else self._refuse_gathering
-                for name in ("gather", "gather_for_metrics", "reduce"):
-                    stack.enter_context(_replaced(accelerator, name, gather))
-            yield losses
-
-    def _refuse_gathering(self, *_: Any, **__: Any) -> Any:
-        raise InvalidStep(
-            f"{type(self.trainer).__name__} gathers over the ranks inside its step, and each rank may run another "
-            f"number of micro-batches: train on one rank, or use plan.settings('huggingface')"
-        )
-
-
-def _return_own(tensor: Any, *_: Any, **__: Any) -> Any:
-    return tensor
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While this lasts, the attribute has this value."""
-    attributes = vars(owner)
-    earlier = attributes.get(name, _MISSING)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if earlier is _MISSING:
-            del attributes[name]
-        else:
-            attributes[name] = earlier
 
 
 @dataclass(frozen=True)
@@ -179,7 +66,7 @@ class LossRule:
     def run(self, model: nn.Module, micro_batch: Any) -> Any:
         """The step, as ``fit`` and ``Runner`` take it."""
         loss = self.step.loss_of(model, self.cut.inputs_of(micro_batch))
-        return autobatch.Part(loss * self.step.share) if self.reading == _DIVIDED else loss
+        return Part(loss * self.step.share) if self.reading == _DIVIDED else loss
 
     @property
     def weigh(self) -> Callable[[Any], Any] | None:
@@ -232,7 +119,7 @@ def find_rule(
         InexactSplit: With the causes that ``verify`` names.
         InvalidBatch: There is no way to divide the batch.
     """
-    by_rows = [cut for cut in cuts if isinstance(cut, Rows) and cut.can_divide(inputs, samples)]
+    by_rows: list[Cut] = [cut for cut in cuts if isinstance(cut, Rows) and cut.can_divide(inputs, samples)]
     # Where each row is a sample, samples that are collated anew are the same rows.
     possible = by_rows or [cut for cut in cuts if not isinstance(cut, Rows) and cut.can_divide(inputs, samples)]
     if not possible:
@@ -262,7 +149,7 @@ def find_rule(
 def _compare(rule: LossRule, model: nn.Module, compared: Iterable[Any], device: Any) -> Iterator[Verdict]:
     """The verdict on each of some batches, up to the first that is not exact."""
     for batch in compared:
-        verdict = autobatch.verify(model, batch, rule.run, rule.weigh, device=device)
+        verdict = verify(model, batch, rule.run, rule.weigh, device=device)
         yield verdict
         if not verdict.exact:
             return

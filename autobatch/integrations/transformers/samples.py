@@ -110,7 +110,7 @@ def collate_largest(loader: Any) -> Any:
 
     ``None`` where they cannot be chosen: a stream, or a loader that makes no batches of samples.
     """
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     has_batches = isinstance(loader, DataLoader) and loader.batch_sampler is not None
     if not has_batches or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return None

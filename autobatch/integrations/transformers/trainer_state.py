@@ -45,8 +45,9 @@ class TrainerAttributes:
 class AutobatchState(TrainerCallback, ExportableState):  # type: ignore[misc] # transformers is not typed
     """Saves with each checkpoint what the training runs in; the Trainer writes it to ``trainer_state.json``."""
 
-    def __init__(self, read: Callable[[], dict[str, Any]] | None = None, saved: dict[str, Any] | None = None) -> None:
-        self.read, self.saved = read, saved
+    def __init__(self, read: Callable[[], dict[str, Any] | None] | None = None) -> None:
+        self.read = read
+        self.saved: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """What is saved."""
@@ -56,6 +57,13 @@ class AutobatchState(TrainerCallback, ExportableState):  # type: ignore[misc] # 
         """A checkpoint that was made without it has no entry, and the Trainer would not make one."""
         if isinstance(state.stateful_callbacks, dict):
             state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+
+    @classmethod
+    def attach_to(cls, trainer: Any, read: Callable[[], dict[str, Any] | None]) -> None:
+        """Let the Trainer's callbacks of this class read what is saved: a resumed Trainer may have made its own."""
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, cls):
+                callback.read = read
 
     @classmethod
     def saved_in(cls, state: Any) -> dict[str, Any] | None:

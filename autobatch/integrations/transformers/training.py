@@ -16,23 +16,25 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import autobatch
 from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook
+from autobatch.fitting.fit import fit
 from autobatch.integrations.transformers.loss_rule import (
     READINGS,
     LossRule,
-    TrainerStep,
     cuts_for,
     find_rule,
 )
 from autobatch.integrations.transformers.samples import collate_largest, take_samples
 from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
+from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.plan import Plan
 from autobatch.result import StepResult
+from autobatch.runner import Runner
 from autobatch.state.random_state import RandomState
 
 __all__ = ["Options", "TrainingStep"]
@@ -80,8 +82,8 @@ class TrainingStep:
             collate: Its own collate function.
             options: The user's.
         """
-        self.plan: autobatch.Plan | None = None
-        self.runner: autobatch.Runner | None = None
+        self.plan: Plan | None = None
+        self.runner: Runner | None = None
         self.rule: LossRule | None = None
         self.result: StepResult | None = None
         self._trainer, self._collate, self._options = trainer, collate, options
@@ -99,7 +101,7 @@ class TrainingStep:
         self._merge_metrics(model, self.result.micro_batch_sizes)
         return self.result.loss.to(self._trainer.args.device)
 
-    def _find(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, autobatch.Runner]:
+    def _find(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, Runner]:
         """The rule and the Runner for this batch: those of the batch before, if there was one."""
         rule, runner = self.rule, self.runner
         if rule is None or runner is None or self._bound_to != (model, self._trainer.optimizer):
@@ -110,16 +112,17 @@ class TrainingStep:
             rule = self._learn(model, inputs, samples)
         return rule, self._bind(model, rule, runner.plan)
 
-    def _begin(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, autobatch.Runner]:
+    def _begin(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, Runner]:
         """Find the rule and the plan, or go on with those of the checkpoint that is resumed."""
-        saved = AutobatchState.saved_in(self._trainer.state)
-        with self._leaves_no_trace():
-            rule, plan = self._recall(saved) or (None, None)
-            rule = rule or self._learn(model, inputs, samples)
-            plan = plan or self._fit(model, rule, inputs, samples)
+        recalled = self._recall()
+        if recalled is None:
+            with self._leaves_no_trace():
+                rule = self._learn(model, inputs, samples)
+                plan = self._fit(model, rule, inputs, samples)
+            return rule, self._bind(model, rule, plan)
+        rule, plan, state = recalled
         runner = self._bind(model, rule, plan)
-        if plan.world_size == 1 and saved is not None and "runner" in saved:
-            runner.load_state_dict(saved["runner"])
+        runner.load_state_dict(state)
         return rule, runner
 
     def _learn(self, model: nn.Module, inputs: Any, samples: Any) -> LossRule:
@@ -137,7 +140,7 @@ class TrainingStep:
         _log.info("autobatch: %s: %s", type(self._trainer).__name__, rule)
         return rule
 
-    def _fit(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> autobatch.Plan:
+    def _fit(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> Plan:
         """A plan that the dataset's largest samples fit."""
         arguments = self._trainer.args
         largest = collate_largest(self._trainer.callback_handler.train_dataloader)
@@ -145,7 +148,7 @@ class TrainingStep:
             its_samples = take_samples(largest)
             if rule.cut.can_divide(largest, its_samples):
                 inputs, samples = largest, its_samples
-        return autobatch.fit(
+        return fit(
             model,
             arguments.per_device_train_batch_size * arguments.world_size,
             batch=rule.cut.batch_of(inputs, samples),
@@ -158,10 +161,10 @@ class TrainingStep:
             **self._options.fit,
         )
 
-    def _bind(self, model: nn.Module, rule: LossRule, plan: autobatch.Plan) -> autobatch.Runner:
+    def _bind(self, model: nn.Module, rule: LossRule, plan: Plan) -> Runner:
         trainer, options = self._trainer, self._options
         self.rule, self.plan, self._bound_to = rule, plan, (model, trainer.optimizer)
-        self.runner = autobatch.Runner(
+        self.runner = Runner(
             plan,
             model,
             step=rule.run,
@@ -186,17 +189,23 @@ class TrainingStep:
         saved = {"cut": self.rule.cut.name, "reading": self.rule.reading, "open": self.rule.open}
         return {**saved, "plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
 
-    def _recall(self, saved: dict[str, Any] | None) -> tuple[LossRule, autobatch.Plan] | None:
-        """Rule and plan of a checkpoint, where they serve here; each rank has its own, and one rank's is saved."""
-        if saved is None or self._trainer.args.world_size > 1:
+    def _recall(self) -> tuple[LossRule, Plan, Any] | None:
+        """Rule, plan and the Runner's state of a checkpoint that is resumed, where they serve here.
+
+        With several ranks each has its own, and one rank's is saved.
+        """
+        AutobatchState.attach_to(self._trainer, self.state)
+        saved = AutobatchState.saved_in(self._trainer.state)
+        arguments = self._trainer.args
+        if saved is None or self._trainer.state.global_step == 0 or arguments.world_size > 1:
             return None
-        plan = autobatch.Plan.model_validate_json(saved["plan"])
+        plan = Plan.model_validate_json(saved["plan"])
         cuts = {cut.name: cut for cut in cuts_for(self._trainer, self._collate)}
-        device = self.device()
-        is_same = plan.target_batch == self._trainer.args.per_device_train_batch_size
-        if not is_same or plan.device != device.describe() or saved["cut"] not in cuts:
+        is_same = plan.target_batch == arguments.per_device_train_batch_size and saved["cut"] in cuts
+        if not is_same or plan.device != self.device().describe():
             return None
-        return LossRule(cuts[saved["cut"]], saved["reading"], self._step, tuple(saved["open"])), plan
+        rule = LossRule(cuts[saved["cut"]], saved["reading"], self._step, tuple(saved["open"]))
+        return rule, plan, saved["runner"]
 
     def _merge_metrics(self, model: nn.Module, samples: Sequence[int]) -> None:
         metrics = self._step.metrics

@@ -1,0 +1,136 @@
+"""Runs a Trainer's own ``training_step`` on one micro-batch up to its loss, with its backward pass held back.
+
+Covers what the step would do besides: wait for other ranks, add to metrics. Does not cover what the loss is a mean over
+(``loss_rule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.batch.layout import describe
+from autobatch.errors import InvalidStep
+from autobatch.integrations.transformers.cuts import Cut
+from autobatch.integrations.transformers.metrics import StepMetrics
+from autobatch.integrations.transformers.trainer_state import TrainerAttributes
+from autobatch.state.rewind_point import RewindPoint
+from autobatch.step.workload import Workload
+
+__all__ = ["TrainerStep"]
+
+_MISSING = object()
+
+
+@dataclass
+class TrainerStep:
+    """The Trainer's own ``training_step`` on one micro-batch, up to its loss.
+
+    Attributes:
+        trainer: Whose step it is.
+        training_step: The Trainer's own.
+        num_items: What the Trainer has counted in the whole batch, for its loss to be divided by.
+        ranks: How many there are.
+        metrics: What it adds to the Trainer's metrics.
+    """
+
+    trainer: Any
+    training_step: Callable[..., Any]
+    num_items: Any = None
+    ranks: int = 1
+    metrics: StepMetrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Watch the Trainer's metrics."""
+        self.metrics = StepMetrics(self.trainer, "train")
+
+    def loss_of(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        """The loss that it would run its backward pass from.
+
+        Raises:
+            InvalidStep: It ran none or several.
+        """
+        self.metrics.add(inputs)
+        with self._hold_back() as losses:
+            self.training_step(model, inputs, self.num_items)
+        if len(losses) != 1:
+            raise InvalidStep(
+                f"{type(self.trainer).__name__}.training_step called accelerator.backward() {len(losses)} times in a "
+                f"micro-batch; it has to be called once, with the loss"
+            )
+        return losses[0]
+
+    def divides(self, model: nn.Module, cut: Cut, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
+        """Whether the loss depends on what the Trainer has counted, as that of few models with a head does.
+
+        Such a model is found out by one forward pass more, where a comparison of gradients takes seconds.
+        """
+        if self.num_items is None:
+            return False
+        layout = describe(cut.batch_of(inputs, samples))
+        few = layout.take(0, min(2, layout.count))
+        workload = Workload(model, lambda model, micro_batch: self.loss_of(model, cut.inputs_of(micro_batch)))
+        device = next(model.parameters()).device
+        before = RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
+        counted, losses = self.num_items, []
+        try:
+            for factor in (1, 2):
+                self.num_items = counted * factor
+                losses.append(float(workload.call_step(few).detach()))
+                before.restore()
+        finally:
+            self.num_items = counted
+        return losses[0] != losses[1]
+
+    @property
+    def share(self) -> float:
+        """What a loss that was divided by ``num_items`` is multiplied by, to add up over the ranks."""
+        return 1.0 if self.trainer.args.average_tokens_across_devices else 1 / self.ranks
+
+    @contextmanager
+    def _hold_back(self) -> Iterator[list[torch.Tensor]]:
+        """While this lasts, ``accelerator.backward`` runs nothing.
+
+        Of several ranks none waits for another: metrics are this rank's own, and the loss is not multiplied by the
+        number of ranks, which would be for DistributedDataParallel to divide by.
+        """
+        losses: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            accelerator = self.trainer.accelerator
+            stack.enter_context(_replaced(accelerator, "backward", lambda loss, **_: losses.append(loss)))
+            if self.ranks > 1:
+                stack.enter_context(_replaced(self.trainer.args, "average_tokens_across_devices", value=False))
+                gather = _return_own if self.metrics.are_there() else self._refuse_gathering
+                for name in ("gather", "gather_for_metrics", "reduce"):
+                    stack.enter_context(_replaced(accelerator, name, gather))
+            yield losses
+
+    def _refuse_gathering(self, *_: Any, **__: Any) -> Any:
+        raise InvalidStep(
+            f"{type(self.trainer).__name__} gathers over the ranks inside its step, and each rank may run another "
+            f"number of micro-batches: train on one rank, or use plan.settings('huggingface')"
+        )
+
+
+def _return_own(tensor: Any, *_: Any, **__: Any) -> Any:
+    return tensor
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """While this lasts, the attribute has this value."""
+    attributes = vars(owner)
+    earlier = attributes.get(name, _MISSING)
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        if earlier is _MISSING:
+            del attributes[name]
+        else:
+            attributes[name] = earlier
