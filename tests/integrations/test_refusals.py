@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from torch import nn
 from trainers import Classes, bert, gpt2, mean_loss, small_device, train, trainer_of
@@ -118,6 +119,30 @@ def largest_loss(outputs, labels, num_items_in_batch=None):
         mean_loss({"logits": outputs["logits"][row : row + 1]}, labels[row : row + 1]) for row in range(len(labels))
     ]
     return torch.stack(losses).amax() + 0  # the Trainer multiplies it in place
+
+
+def mixtral():
+    """A mixture of experts, whose router has a loss over all tokens of a micro-batch."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+        max_position_embeddings=64,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def test_a_router_loss_is_refused(tmp_path):
+    """How evenly tokens are routed is a property of all of them."""
+    with pytest.raises(InexactSplit, match="no way was found to split this loss exactly"):
+        train(lambda: trainer_of(tmp_path, mixtral), attached={})
 
 
 def test_a_loss_that_is_no_mean_is_refused_or_warned_of(tmp_path, caplog):

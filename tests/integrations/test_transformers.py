@@ -107,6 +107,7 @@ CASES = {
         },
         DIVIDED,
     ),
+    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, DIVIDED),
     "a loader with workers": ({"dataloader_num_workers": 1}, DIVIDED),
 }
 
@@ -135,6 +136,27 @@ def test_size_and_accumulation_become_one_batch(tmp_path):
     assert split.recorder.calls == whole.recorder.calls
     arguments = split.trainer.args
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (TARGET, 1)
+
+
+def test_losses_are_scaled(tmp_path):
+    """With a GradScaler the Trainer unscales, clips and updates as with whole batches."""
+
+    def scale(trainer):
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    make = partial(trainer_of, tmp_path)
+    whole, split = train(make, around=scale), train(make, attached={}, around=scale)
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < SINGLE
+    assert split.trainer.accelerator.scaler.get_scale() == whole.trainer.accelerator.scaler.get_scale()
+
+
+def test_autocast_is_the_trainers(tmp_path):
+    """In bfloat16: the difference is that of sums in another order, of numbers with eight bits."""
+    make = partial(trainer_of, tmp_path, lambda: gpt2().float(), bf16=True)
+    whole, split = train(make), train(make, attached={})
+    assert apart(whole, split) < 1e-2
+    assert logs_apart(whole, split, ["loss"]) < 1e-3
 
 
 @pytest.mark.parametrize("target", [30, 45])
