@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
@@ -18,9 +18,11 @@ logging.getLogger("autobatch").setLevel(logging.INFO)
 
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))
 texts = [part for file in files for part in file.read_text("utf-8").split("\n\n") if 20 < len(part) < 2000]
-trained = ByteLevelBPETokenizer()
-trained.train_from_iterator(texts, vocab_size=1000, special_tokens=["<pad>", "<eos>"], show_progress=False)
-tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, pad_token="<pad>", eos_token="<eos>")
+special = {"pad_token": "<pad>", "eos_token": "<eos>"}
+tokens = Tokenizer(models.BPE())
+tokens.pre_tokenizer = pre_tokenizers.ByteLevel()
+tokens.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1000, special_tokens=[*special.values()]))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, **special)
 torch.manual_seed(0)
 size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=1000, max_position_embeddings=256, pad_token_id=0, **size))

@@ -28,7 +28,6 @@ from trainers import (
     left_padded,
     logs_apart,
     mean_loss,
-    pad,
     pad_masked,
     saved_state,
     small_device,
@@ -107,7 +106,6 @@ CASES = {
         },
         DIVIDED,
     ),
-    "torch.compile": ({"torch_compile": True, "torch_compile_backend": "aot_eager"}, DIVIDED),
     "a loader with workers": ({"dataloader_num_workers": 1}, DIVIDED),
 }
 
@@ -136,6 +134,15 @@ def test_size_and_accumulation_become_one_batch(tmp_path):
     assert split.recorder.calls == whole.recorder.calls
     arguments = split.trainer.args
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (TARGET, 1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's
+def test_a_compiled_model(tmp_path):
+    """The Trainer compiles it, and autobatch runs what it is given."""
+    make = partial(trainer_of, tmp_path, max_steps=2, torch_compile=True, torch_compile_backend="aot_eager")
+    whole, split = train(make), train(make, attached={})
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < SINGLE
 
 
 def test_losses_are_scaled(tmp_path):
@@ -373,16 +380,3 @@ def test_the_budget_is_found_on_the_real_step(tmp_path):
         plans.append(trained.step.plan)
         assert trained.step.result.peak_bytes <= trained.step.plan.budget_bytes
     assert plans[0].micro_batch_size < plans[1].micro_batch_size
-
-
-def test_labels_that_are_no_padding_are_not_trimmed(tmp_path):
-    """Several labels a text, by accident as many as the text is wide, of whole numbers or of floats."""
-    from autobatch.integrations.transformers.cuts import TrimmedRows
-
-    cut = TrimmedRows()
-    batch = pad([{"input_ids": [1] * length, "labels": 1} for length in (8, 3)])
-    trimmed = cut.inputs_of({name: value[1:] for name, value in batch.items()})
-    assert trimmed["input_ids"].shape == (1, 3)
-    for labels in (torch.ones(2, 8), torch.ones(2, 8, dtype=torch.long)):
-        kept = cut.inputs_of({**{name: value[1:] for name, value in batch.items()}, "labels": labels[1:]})
-        assert kept["labels"].shape == kept["input_ids"].shape == (1, 8)

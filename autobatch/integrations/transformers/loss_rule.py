@@ -139,10 +139,12 @@ def find_rule(
         if verdicts[-1].exact:
             return rule if telling is None else replace(rule, open=_find_open(reading, cut.inputs_of(telling)))
     nearest = min(verdicts, key=lambda verdict: (bool(verdict.unchecked), verdict.relative_error))
-    message = f"{type(step.trainer).__name__}: no way was found to split this loss exactly: {nearest}"
+    name = type(step.trainer).__name__
     if check == "raise":
-        raise InexactSplit(f"{message}; check='warn' trains all the same")
-    _log.warning("autobatch: %s", message)
+        raise InexactSplit(
+            f"{name}: no way was found to split this loss exactly: {nearest}; check='warn' trains all the same"
+        )
+    _log.warning("autobatch: %s: no way was found to split this loss exactly: %s", name, nearest)
     return LossRule(possible[0], readings[0], step)
 
 
