@@ -81,6 +81,11 @@ SMALLEST_TESTS = ("tests/training/test_smallest_piece.py",)
 PACING_TESTS = ("tests/planning/test_pacing.py", "tests/training/test_size_over_time.py")
 
 
+TRAINER = "autobatch/integrations/transformers/"
+CUT_TESTS = ("tests/integrations/test_cuts.py",)
+TRAINER_TESTS = ("tests/integrations/test_shortages.py",)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One planted bug.
@@ -134,6 +139,56 @@ MUTANTS = (
         "tuple(Setback(**saved.model_dump()) for saved in self.setbacks)",
         "()",
         RUNNER_STATE_TESTS,
+    ),
+    Mutant(
+        "columns that only labels use are taken for padding",
+        TRAINER + "cuts.py",
+        'if name.endswith("labels") and value.ndim == 2]',
+        'if name.endswith("nothing") and value.ndim == 2]',
+        CUT_TESTS,
+    ),
+    Mutant(
+        "floats that are as many as the text is wide are cut off with its padding",
+        TRAINER + "cuts.py",
+        "        if not any(value.is_floating_point() and name != mask for name, value in group.items()):\n"
+        "            groups.append(group)",
+        "        groups.append(group)",
+        CUT_TESTS,
+    ),
+    Mutant(
+        "samples are collated anew where the collate function draws",
+        TRAINER + "cuts.py",
+        "return samples is not None and _are_equal(self._collate(copy_samples(samples)), inputs)",
+        "return samples is not None",
+        CUT_TESTS,
+    ),
+    Mutant(
+        "what a Trainer has counted stays counted when a micro-batch is undone",
+        TRAINER + "trainer_state.py",
+        "        attributes.update({name: _copy(value) for name, value in taken.items()})\n",
+        "",
+        TRAINER_TESTS,
+    ),
+    Mutant(
+        "the first batch's trials draw from the generators of the training",
+        TRAINER + "training.py",
+        "            attributes.put(taken)\n            random.restore()",
+        "            attributes.put(taken)",
+        TRAINER_TESTS,
+    ),
+    Mutant(
+        "a resumed Trainer begins with the plan's size",
+        TRAINER + "training.py",
+        "        runner.load_state_dict(state)\n",
+        "",
+        TRAINER_TESTS,
+    ),
+    Mutant(
+        "the parts of an evaluation count alike",
+        TRAINER + "evaluation.py",
+        "loss * (weight / total) for weight",
+        "loss / len(parts) for _",
+        TRAINER_TESTS,
     ),
     Mutant(
         "a Part is divided once more",

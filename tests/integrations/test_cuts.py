@@ -59,13 +59,17 @@ def test_neighbours_have_about_the_same_length():
     assert TrimmedRows().batch_of(batch, None, largest=4) is batch
 
 
-@pytest.mark.parametrize("labels", [torch.ones(1, 8), torch.ones(1, 8, dtype=torch.long)], ids=["floats", "numbers"])
-def test_labels_that_are_no_positions_stay(labels):
-    """Several labels a text, by accident as many as the text is wide: nothing of them is cut off."""
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("labels", torch.ones(1, 8, dtype=torch.long)), ("labels", torch.ones(1, 8)), ("features", torch.ones(1, 8))],
+    ids=["labels", "chances", "features"],
+)
+def test_what_is_no_position_stays(name, values):
+    """As many numbers as the text is wide, by accident: nothing of them is cut off."""
     row = {name: value[1:] for name, value in collate(texts_of([8, 3])).items()}
     assert TrimmedRows().inputs_of(row)["input_ids"].shape == (1, 3)
-    kept = TrimmedRows().inputs_of({**row, "labels": labels})
-    assert kept["labels"].shape == kept["input_ids"].shape == (1, 8)
+    kept = TrimmedRows().inputs_of({**row, name: values})
+    assert kept[name].shape == kept["input_ids"].shape == (1, 8)
 
 
 def test_columns_under_another_prefix_have_a_width_of_their_own():
