@@ -10,7 +10,7 @@ import contextlib
 import json
 import random
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autobatch
@@ -82,6 +82,20 @@ class Packed(Texts):
         source = b"".join(map(bytes, self.texts))
         sizes = [24 if index < ragged_from else 8 + index % 16 for index in range(count)]
         self.texts = [list(source[7 * index : 7 * index + size]) for index, size in enumerate(sizes)]
+
+
+class Stream(IterableDataset):
+    """The texts one after another: without a length, and none can be asked for."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter([Texts()[index] for index in range(192)])
+
+
+class OwnLoader(Trainer):
+    """A subclass whose loader does not ask the Trainer's collate function."""
+
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=pad))
 
 
 def pad(samples: list[dict[str, Any]], side: str = "right") -> dict[str, torch.Tensor]:

@@ -16,8 +16,10 @@ from trainers import (
     TARGET,
     Classes,
     Numbers,
+    OwnLoader,
     OwnLoss,
     Packed,
+    Stream,
     Texts,
     apart,
     bert,
@@ -82,6 +84,8 @@ CASES = {
         },
         DIVIDED,
     ),
+    "a stream": ({"data": Stream()}, DIVIDED),
+    "a loader of one's own": ({"kind": OwnLoader}, DIVIDED),
     "a loader with workers": ({"dataloader_num_workers": 1}, DIVIDED),
 }
 

@@ -51,3 +51,18 @@ def test_trl_counts_once_what_is_retried(tmp_path):
     assert apart(whole, split) < 1e-6
     assert logs_apart(whole, split) < 1e-4
     assert logs_apart(whole, split, ["num_tokens"]) == 0
+
+
+@pytest.mark.parametrize(("make", "tolerance"), [(dpo, 1e-5), (reward, 1e-9)], ids=["DPO", "reward"])
+def test_preferences_are_evaluated_in_pairs(make, tolerance, tmp_path):
+    """In parts of whole pairs, where the batch has the preferred texts first and then the others."""
+
+    def evaluate(**options):
+        trained = train(partial(make, tmp_path, max_steps=1, per_device_eval_batch_size=20), **options)
+        return trained.trainer.evaluate(trained.trainer.train_dataset.select(range(60))), trained
+
+    (expected, _), (found, trained) = evaluate(), evaluate(attached={})
+    assert trained.trainer.prediction_step.size == 5
+    for name, value in expected.items():
+        if "runtime" not in name and "per_second" not in name and "preparation" not in name:
+            assert found[name] == pytest.approx(value, rel=1e-3, abs=tolerance), name
