@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainers import arguments, lines
 
-__all__ = ["dpo", "embedder", "llama", "reward", "sft", "texts", "tokenizer"]
+__all__ = ["dpo", "embedder", "generating", "llama", "reward", "sft", "texts", "tokenizer"]
 
 
 @cache
@@ -95,6 +95,23 @@ def reward(folder: Path, **options: Any) -> Any:
         model=llama("LlamaForSequenceClassification", num_labels=1),
         args=arguments(folder, RewardConfig, **settings),
         train_dataset=datasets.Dataset.from_dict({"chosen": lines_[:192], "rejected": lines_[192:]}),
+        processing_class=tokenizer(),
+    )
+
+
+def generating(folder: Path, kind: str) -> Any:
+    """Reinforcement learning by GRPO or RLOO: a step generates texts, and a longer one is better."""
+    import trl
+
+    saved = folder / "model"
+    llama().save_pretrained(saved)
+    tokenizer().save_pretrained(saved)
+    settings = {"bf16": False, "activation_checkpointing": False, "num_generations": 4, "max_completion_length": 4}
+    return getattr(trl, f"{kind}Trainer")(
+        model=str(saved),
+        reward_funcs=lambda completions, **_: [float(len(completion)) for completion in completions],
+        args=arguments(folder, getattr(trl, f"{kind}Config"), **settings),
+        train_dataset=datasets.Dataset.from_dict({"prompt": texts()[:32]}),
         processing_class=tokenizer(),
     )
 

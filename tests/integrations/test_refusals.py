@@ -15,11 +15,6 @@ from transformers import Trainer
 from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
 from autobatch.integrations.transformers import attach
 
-
-class GRPOTrainer(Trainer):
-    """By its name; TRL's own needs a model that generates."""
-
-
 REFUSED = {
     "auto_find_batch_size": (
         {"auto_find_batch_size": True},
@@ -35,7 +30,6 @@ REFUSED = {
     "AdaLOMO": ({"optim": "adalomo"}, None, "updates parameters inside the backward pass, which cannot be undone"),
     "nn.DataParallel": ({}, ("args._n_gpu", 2), "nn.DataParallel over 2 GPUs divides the batch by itself"),
     "FSDP": ({}, ("is_fsdp_enabled", True), "FSDP gathers parameters inside the passes"),
-    "GRPO": ({"kind": GRPOTrainer}, None, "it generates inside its step and splits its own batches"),
     **{
         f"{name} parallelism": (
             {},
