@@ -13,15 +13,14 @@ __all__ = ["eval_mode"]
 @contextmanager
 def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """All layers of these modules are in eval mode inside the block, unless the block itself changes that."""
-    trained = [module for module in modules if any(layer.training for layer in module.modules())]
-    flags = [(layer, layer.training) for module in trained for layer in module.modules()]
-    modes = [(module, module.training) for module in trained]
+    modes = [(layer, layer.training) for module in modules for layer in module.modules()]
+    trained = [(module, module.training) for module in modules if any(layer.training for layer in module.modules())]
     try:
-        for module in trained:
+        for module, _ in trained:
             module.eval()
         yield
     finally:
-        for module, mode in modes:
+        for module, mode in trained:
             module.train(mode)  # by the method, which a module may have of its own: LoRA layers unmerge there
-        for layer, mode in flags:
+        for layer, mode in modes:
             layer.training = mode

@@ -20,6 +20,7 @@ from autobatch._formatting import format_bytes, name_type, show_value
 from autobatch.batch.layout import count_bytes, describe
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Event, PieceRetried
+from autobatch.inference.error_notes import set_attributes
 from autobatch.inference.piece import Done, PieceRunner
 from autobatch.inference.results import Joined, rows_of
 from autobatch.inference.samples import BatchSamples, Collate, Lengths, SingleSamples, Waiting, are_samples, iterate
@@ -224,11 +225,7 @@ def _hand_over(runner: PieceRunner, several: Iterable[Waiting], on_result: OnRes
 
 def _attach(error: Exception, done: list[int], results: Any) -> None:
     """Give the caller what an error would otherwise lose."""
-    for name, value in (("done", done), ("results", results), ("sample_index", getattr(error, "sample_index", None))):
-        try:
-            setattr(error, name, value)
-        except AttributeError:  # a class with slots
-            return
+    set_attributes(error, done=done, results=results, sample_index=getattr(error, "sample_index", None))
 
 
 class _Progress:

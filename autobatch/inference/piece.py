@@ -22,6 +22,7 @@ from autobatch._formatting import format_bytes
 from autobatch.batch.layout import map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
+from autobatch.inference.error_notes import add_note, set_attributes
 from autobatch.inference.eval_mode import eval_mode
 from autobatch.inference.results import Indices, check_result
 from autobatch.inference.samples import Waiting
@@ -212,12 +213,14 @@ class PieceRunner:
         Halves are run until one sample is left. The results of those before it are kept, so no sample that is well is
         run twice after this. Where no sample raises it alone, the whole piece is named.
         """
+        if isinstance(error, AutobatchError):
+            return  # says itself what is wrong, with all samples
         bad = indices[0] if len(indices) == 1 else None
-        if bad is None and not isinstance(error, AutobatchError) and not ends_context(error):
+        if bad is None and not ends_context(error):
             bad = self._halve(waiting, indices, length, type(error))
         where = f"samples {min(indices)} to {max(indices)}, of which none alone was found to raise it"
-        _add_note(error, f"autobatch.map: raised by {where if bad is None else f'sample {bad}'}")
-        _set(error, "sample_index", bad)
+        add_note(error, f"autobatch.map: raised by {where if bad is None else f'sample {bad}'}")
+        set_attributes(error, sample_index=bad)
 
     def _halve(self, waiting: Waiting, indices: Indices, length: int, kind: type[Exception]) -> int | None:
         suspects, is_sure = indices, False
@@ -239,16 +242,3 @@ class PieceRunner:
             else:
                 return None
         return suspects[0]
-
-
-def _add_note(error: Exception, note: str) -> None:
-    """As ``BaseException.add_note``, which Python 3.10 does not have; there it is an attribute that is not printed."""
-    notes = getattr(error, "__notes__", [])
-    _set(error, "__notes__", [*notes, note])
-
-
-def _set(error: Exception, name: str, value: Any) -> None:
-    try:
-        setattr(error, name, value)
-    except AttributeError:  # a class with slots
-        return

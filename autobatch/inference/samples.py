@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,6 +26,7 @@ from autobatch.batch.list_rules import Fields
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import field_names, is_array, with_fresh_containers
 from autobatch.errors import InvalidArgument
+from autobatch.inference.error_notes import add_note, set_attributes
 from autobatch.memory.device import Device
 
 __all__ = ["BatchSamples", "Lengths", "SingleSamples", "Waiting", "are_samples", "iterate"]
@@ -137,7 +138,7 @@ class SingleSamples(Waiting):
     def __init__(self, samples: Iterator[Any], collate: Collate, lengths: Lengths | None) -> None:
         """Read nothing yet."""
         self._samples, self._collate, self._lengths = samples, collate, lengths
-        self._numbers = count()
+        self._read = 0
         self._buffer: deque[_Sample] = deque()
         self._error: Exception | None = None
 
@@ -179,15 +180,18 @@ class SingleSamples(Waiting):
     def _fill(self, samples: int) -> None:
         """Read until so many wait. An error of the iterable waits too, until those before it have run."""
         while len(self._buffer) < samples and self._error is None:
+            index = self._read
             try:
                 value = next(self._samples)
-                index = next(self._numbers)
                 length = 1 if self._lengths is None else measure_length(self._lengths, index, value)
             except StopIteration:
                 return
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the user's, and raised in its turn
+                add_note(error, f"autobatch.map: raised where sample {index} is read")
+                set_attributes(error, sample_index=index)
                 self._error = error
                 return
+            self._read += 1
             self._buffer.append(_Sample(index, value, length))
 
 
