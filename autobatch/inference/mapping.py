@@ -69,9 +69,10 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds.
         headroom: Left free of the budget when a size is chosen: bytes, a text, or a fraction; default 5 %.
         max_piece: Never more samples than this in a piece.
-        lengths: One int a sample, or ``length_of(sample)`` (of one batch: of a batch of one sample). Pieces then have
-            samples of like length, the longest first, and as many as their length allows; the order of results is not
-            changed. Of an iterable a window is sorted at a time, of 256 samples or of 16 pieces.
+        lengths: One int a sample; or ``length_of(sample)``, and for one batch or a loader ``lengths(batch)``, which
+            returns one int a sample. Pieces then have samples of like length, the longest first, and as many as their
+            length allows; the order of results is not changed. Of samples a window is sorted at a time: 256, or as many
+            as 16 pieces have. ``fn`` or ``collate`` trims padding.
         collate: Makes a batch of a list of samples; default: torch's ``default_collate``.
         to: Where tensors of the results go, such as ``"cpu"``; default: they stay where ``fn`` left them.
         on_result: ``on_result(indices, result)`` is called with the result of each piece, once a sample, in the order

@@ -31,8 +31,8 @@ from autobatch.memory.device import Device
 
 __all__ = ["BatchSamples", "Lengths", "SingleSamples", "Waiting", "are_samples", "iterate"]
 
-Lengths = Callable[[Any], int] | Sequence[int] | torch.Tensor
-"""``length_of(sample) -> int``, or one int a sample."""
+Lengths = Callable[[Any], Any] | Sequence[int]
+"""A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample."""
 
 Collate = Callable[[list[Any]], Any]
 
@@ -80,15 +80,14 @@ class BatchSamples(Waiting):
 
         Args:
             layout: The batch.
-            lengths: Of its samples; a function is called on batches of one sample.
+            lengths: Of its samples; a function is called once, with the batch.
             first: The index of its first sample among all.
         """
         self.layout, self._position, self._first = layout, 0, first
         self._lengths: list[int] | None = None
         self._order: list[int] | None = None
         if lengths is not None:
-            samples = (layout.take(row, row + 1) for row in range(layout.count))
-            found = [measure_length(lengths, first + row, sample) for row, sample in enumerate(samples)]
+            found = _measure_all(lengths, layout, first)
             self._lengths = found
             self._order = sorted(range(layout.count), key=lambda row: -found[row])
 
@@ -196,21 +195,34 @@ class SingleSamples(Waiting):
 
 
 def measure_length(lengths: Lengths, index: int, sample: Any) -> int:
-    """The length of a sample.
+    """The length of a single sample; raises InvalidArgument where there is none."""
+    return _check_length(lengths(sample) if callable(lengths) else _look_up(lengths, index), index)
 
-    Raises:
-        InvalidArgument: It is no int of at least 0, or there is none for this sample.
-    """
-    if callable(lengths) and not isinstance(lengths, torch.Tensor):
-        length: Any = lengths(sample)
-    else:
-        try:
-            length = lengths[index]
-        except IndexError:
-            raise InvalidArgument(
-                f"lengths= has {len(lengths)} entries, and there is a sample {index}: pass one int a sample, or a "
-                f"function of a sample"
-            ) from None
+
+def _measure_all(lengths: Lengths, layout: Layout, first: int) -> list[int]:
+    """The lengths of a batch whose first sample has this index; raises InvalidArgument where they are not there."""
+    if not callable(lengths):
+        return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
+    given: Any = lengths(layout.batch)
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(listed, list | tuple) or len(listed) != layout.count:
+        raise InvalidArgument(
+            f"lengths= gave {name_type(given)} for a batch of {layout.count} samples: of one batch it returns one int "
+            f'a sample, such as lambda batch: batch["attention_mask"].sum(1)'
+        )
+    return [_check_length(length, first + row) for row, length in enumerate(listed)]
+
+
+def _look_up(lengths: Sequence[int], index: int) -> Any:
+    try:
+        return lengths[index]
+    except IndexError:
+        raise InvalidArgument(
+            f"lengths= has {len(lengths)} entries, and there is a sample {index}: pass one int a sample, or a function"
+        ) from None
+
+
+def _check_length(length: Any, index: int) -> int:
     value = length.item() if hasattr(length, "item") else length
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidArgument(f"lengths= gave {show_value(value)} for sample {index}: a length is an int of at least 0")

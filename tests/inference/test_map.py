@@ -229,7 +229,9 @@ def test_lengths_leave_the_order_of_results(numbers, by_function):
     assert sum(map(len, heads)) == len(numbers)
 
 
-@pytest.mark.parametrize("lengths", [lambda row: int(row[0, 0]), [int(row[0]) for row in INPUTS], INPUTS[:, 0].int()])
+@pytest.mark.parametrize(
+    "lengths", [lambda batch: batch[:, 0].int(), [int(row[0]) for row in INPUTS], INPUTS[:, 0].int().numpy()]
+)
 def test_a_batch_is_sorted_by_length_too(lengths):
     """The longest samples run first, and the result has the batch's own order."""
     seen = []
