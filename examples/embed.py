@@ -35,4 +35,4 @@ def embed(piece: list[str]) -> torch.Tensor:
 
 
 vectors = torch.stack(list(autobatch.map(embed, texts, lengths=len, budget="16MiB")))
-print(f"{len(texts)} texts, each a vector of {vectors.shape[1]}: {'yes' if vectors.isfinite().all() else 'no'}")
+print(f"{len(texts)} texts, vectors of {vectors.shape[1]}, all finite: {'yes' if vectors.isfinite().all() else 'no'}")

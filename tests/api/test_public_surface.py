@@ -33,6 +33,7 @@ NAMES = [
     "InexactSplit",
     "InvalidArgument",
     "InvalidBatch",
+    "InvalidResult",
     "InvalidStep",
     "Mean",
     "MemoryCurve",
@@ -51,6 +52,7 @@ NAMES = [
     "fit",
     "hooks",
     "is_oom",
+    "map",
     "predict",
     "testing",
     "verify",
@@ -69,6 +71,8 @@ SIGNATURES = {
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
     "Runner.step_over": "batches",
+    "map": "fn batch * device=None budget=None headroom=None max_piece=None lengths=None collate=None to=None "
+    "on_result=None progress=True",
     "ShareSampler": "plan dataset * shuffle=True seed=0 drop_last=False",
     "ShareSampler.set_epoch": "epoch",
     "ShareSampler.state_dict": "batches_done",
@@ -133,6 +137,7 @@ def test_common_arguments_come_in_one_order(name: str) -> None:
     ("name", "positional", "named"),
     [
         ("fit", ["model", "target_batch"], ["budget"]),
+        ("map", ["fn", "batch"], ["budget", "lengths"]),
         ("predict", ["model", "batch", "step", "optimizer"], ["gpu"]),
         ("verify", ["model", "batch", "step"], ["weigh"]),
         ("Runner", ["plan", "model", "step", "optimizer"], ["weigh", "scaler", "max_grad_norm", "scheduler", "hooks"]),
