@@ -25,11 +25,13 @@ if TYPE_CHECKING:
         InexactSplit,
         InvalidArgument,
         InvalidBatch,
+        InvalidResult,
         InvalidStep,
         NeedsBatch,
     )
     from autobatch.exactness.verification import verify
     from autobatch.fitting.fit import fit
+    from autobatch.inference.mapping import map  # noqa: A004 - autobatch.map, as the builtin
     from autobatch.memory.oom import is_oom
     from autobatch.plan import Plan
     from autobatch.planning.curve import MemoryCurve
@@ -49,6 +51,7 @@ __all__ = [
     "InexactSplit",
     "InvalidArgument",
     "InvalidBatch",
+    "InvalidResult",
     "InvalidStep",
     "Mean",
     "MemoryCurve",
@@ -68,6 +71,7 @@ __all__ = [
     "fit",
     "hooks",
     "is_oom",
+    "map",
     "predict",
     "testing",
     "verify",
@@ -92,6 +96,7 @@ _MODULES = {
     "Verdict": "autobatch.records",
     "fit": "autobatch.fitting.fit",
     "is_oom": "autobatch.memory.oom",
+    "map": "autobatch.inference.mapping",
     "predict": "autobatch.prediction.predict",
     "verify": "autobatch.exactness.verification",
 }

@@ -10,6 +10,7 @@ __all__ = [
     "InexactSplit",
     "InvalidArgument",
     "InvalidBatch",
+    "InvalidResult",
     "InvalidStep",
     "NeedsBatch",
     "RankFailed",
@@ -26,7 +27,13 @@ class NeedsBatch(AutobatchError):
 
 
 class DoesNotFit(AutobatchError):
-    """Not even one sample fits the budget, or a step could not be done at any size; all state is as before."""
+    """Not even one sample fits the budget, or a step could not be done at any size; all state is as before.
+
+    Attributes:
+        sample_index: In ``map``, the sample that does not fit; ``None`` elsewhere.
+    """
+
+    sample_index: int | None = None
 
 
 class CannotRetry(AutobatchError):
@@ -47,6 +54,10 @@ class InvalidArgument(AutobatchError, ValueError):
 
 class InvalidBatch(AutobatchError, ValueError):
     """A batch cannot be counted or split: unequal leading dimensions, no tensors, no samples."""
+
+
+class InvalidResult(AutobatchError, ValueError):
+    """What a function returned for some samples has not one entry for each of them, or cannot be joined."""
 
 
 class InvalidStep(AutobatchError, TypeError):

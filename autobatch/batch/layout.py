@@ -158,6 +158,10 @@ class Layout:
             return self.batch
         return self._replace(self.batch, ROOT, lambda part: _entries(part, range(start, stop)))
 
+    def pick(self, rows: list[int]) -> Any:
+        """The samples at these indices, in this order, as new tensors."""
+        return self._replace(self.batch, ROOT, lambda part: _entries(part, rows))
+
     def spread(self, n: int) -> Layout:
         """``n`` samples, evenly from first to last, as new tensors: a batch may be sorted.
 

@@ -1,7 +1,8 @@
-"""Events of fitting and running as records, each with its log line, and the ``Hook`` that may receive them."""
+"""Events of fitting, running and mapping as records, each with its log line, and the ``Hook`` that may receive them."""
 
 from autobatch.events.event import Event, Hook, emit, log_event
 from autobatch.events.fit_events import PlanMade, PlanRecalled, PlanRefused, TrialFinished
+from autobatch.events.map_events import MapFinished, PieceFinished, PieceRetried
 from autobatch.events.runner_events import (
     BatchDiffers,
     GradientsFound,
@@ -18,6 +19,9 @@ __all__ = [
     "Event",
     "GradientsFound",
     "Hook",
+    "MapFinished",
+    "PieceFinished",
+    "PieceRetried",
     "PlanDiffers",
     "PlanMade",
     "PlanRecalled",

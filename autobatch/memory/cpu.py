@@ -136,6 +136,13 @@ class StorageBudget(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, count its result."""
+        # In inference mode torch does not take composite operators apart before a mode sees them (torch 2.13): what
+        # they make inside, such as the scores of attention, would not be counted.
+        if torch.is_inference_mode_enabled():
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         result = call_operator(func, args, kwargs)
         storage = self.storage
         if made := storage.count(result):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["describe_error", "is_oom"]
+__all__ = ["describe_error", "ends_context", "is_oom"]
 
 # torch.AcceleratorError carries the runtime's own number (cudaError_t, which HIP shares for these).
 _OUT_OF_MEMORY_CODE = 2
@@ -98,6 +98,11 @@ def is_oom(error: object, *, memory_is_low: bool | None = None, handled: BaseExc
     if not any(_contains(link, _AMBIGUOUS_TEXTS) for link in chain):
         return False
     return _any_device_is_low() if memory_is_low is None else memory_is_low
+
+
+def ends_context(error: BaseException, *, handled: BaseException | None = None) -> bool:
+    """Whether nothing can run any more after this error in this process: a CUDA context or a communicator is lost."""
+    return any(_is_fatal(link) for link in _unchain(error, handled))
 
 
 def describe_error(error: BaseException, *, handled: BaseException | None = None) -> str:

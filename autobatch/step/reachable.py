@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["attributes_of", "find_outside", "parts_of", "walk"]
+__all__ = ["attributes_of", "find_modules", "find_outside", "parts_of", "walk"]
 
 _MOST_REACHED = 2_000
 """Objects that are looked at from one step; a dataset in a list may be among them."""
@@ -90,6 +90,11 @@ def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module |
     owned = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     reached = (value for value in walk(step, _lead_outside) if id(value) not in owned)
     return [value for value in reached if isinstance(value, nn.Module | torch.Tensor)]
+
+
+def find_modules(function: Callable[..., Any]) -> list[nn.Module]:
+    """Modules (the outermost) that a function is, or reaches; the nearest first."""
+    return [value for value in walk(function, _lead_outside) if isinstance(value, nn.Module)]
 
 
 def _lead_outside(value: Any) -> Iterator[Any]:

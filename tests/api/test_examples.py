@@ -75,7 +75,13 @@ def text() -> Ran:
     return run("text.py")
 
 
-@pytest.mark.parametrize("name", ["digits", "text"])
+@pytest.fixture(scope="module")
+def embed() -> Ran:
+    """The one that maps a function over a corpus."""
+    return run("embed.py")
+
+
+@pytest.mark.parametrize("name", ["digits", "text", "embed"])
 def test_an_example_ends_well(name: str, request: pytest.FixtureRequest) -> None:
     """It exits with 0 and its last line says yes."""
     ran = request.getfixturevalue(name)
@@ -138,6 +144,18 @@ def test_text_runs_in_pieces_within_the_budget(text: Ran) -> None:
 def test_text_meets_no_longer_sample_than_it_was_tried_with(text: Ran) -> None:
     """The plan was made with the loader's longest texts, so training never runs out of memory."""
     assert text.numbers("retries") == [0]
+
+
+def test_embed_runs_a_corpus_in_a_small_budget(embed: Ran) -> None:
+    """Every text has its vector, no piece ran out of memory, and short texts ran in larger pieces."""
+    [texts, _] = [float(number) for number in re.findall(r"\d+", embed.output)]
+    found = re.search(
+        r"map: (\d+) samples in (\d+) pieces of 2 to (\d+) on CPU; .* of 16\.0 MiB; 0 out of memory", embed.errors
+    )
+    assert found, embed.errors
+    samples, pieces, largest = map(int, found.groups())
+    assert samples == texts > 500
+    assert largest > 1.3 * samples / pieces
 
 
 @pytest.fixture(scope="module")

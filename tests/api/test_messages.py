@@ -20,6 +20,7 @@ import autobatch
 from autobatch import errors
 from autobatch.testing import FakeDevice
 
+ROWS = torch.zeros(4, 2)
 ONE_LINE = 400  # characters; what is longer tells a story: DoesNotFit, CannotRetry
 
 
@@ -733,6 +734,80 @@ TABLE = [
             "process is known to hold memory there; what would help: a larger budget= or smaller headroom=, activation "
             "checkpointing, bfloat16 autocast, smaller inputs, an optimizer with less state, or fewer trained "
             "parameters"
+        ),
+    ),
+    (lambda: autobatch.map(None, ROWS), "InvalidArgument", "fn=None must be a function"),
+    (lambda: autobatch.map(len, ROWS, on_result=3), "InvalidArgument", "on_result=3 must be a function"),
+    (
+        lambda: autobatch.map(len, ROWS, collate=list),
+        "InvalidArgument",
+        "collate= is for samples, and a Tensor has batches: leave it out",
+    ),
+    (
+        lambda: autobatch.map(len, ROWS, to="the host"),
+        "InvalidArgument",
+        "to='the host' is no device: pass one such as 'cpu', or leave it out",
+    ),
+    (
+        lambda: autobatch.map(len, ROWS, max_piece=0),
+        "InvalidArgument",
+        "max_piece=0 must be an int of at least 1: it counts samples",
+    ),
+    (
+        lambda: autobatch.map(torch.neg, ROWS, lengths=[1, 2]),
+        "InvalidArgument",
+        "lengths= has 2 entries, and there is a sample 2: pass one int a sample, or a function",
+    ),
+    (
+        lambda: autobatch.map(torch.neg, ROWS, lengths=len),
+        "InvalidArgument",
+        (
+            "lengths= gave an int for a batch of 4 samples: of one batch it returns one int a sample, such as lambda "
+            'batch: batch["attention_mask"].sum(1)'
+        ),
+    ),
+    (
+        lambda: next(autobatch.map(torch.neg, list(ROWS), lengths=lambda row: 0.5)),
+        "InvalidArgument",
+        "lengths= gave 0.5 for sample 0: a length is an int of at least 0",
+    ),
+    (
+        lambda: autobatch.map(torch.sum, ROWS),
+        "InvalidResult",
+        (
+            "fn returned a Tensor of shape () as the result for 2 samples; it must return one entry a sample: tensors "
+            "with as many rows, or a list as long; several of these in a tuple or a dict"
+        ),
+    ),
+    (
+        lambda: autobatch.map(lambda rows: rows.sum(1).expand(len(rows), -1), torch.zeros(5, 2)),
+        "InvalidResult",
+        (
+            "fn returned a Tensor of shape (3, 3) as the result, and a Tensor of torch.float32 with rows of shape (2,) "
+            "for the pieces before it, so that they are no one result: pass samples instead of a batch (a list or a "
+            "Dataset), whose results stay apart"
+        ),
+    ),
+    (
+        lambda: autobatch.map(lambda rows: (rows,) * len(rows), torch.zeros(5, 2)),
+        "InvalidResult",
+        (
+            "fn returned a tuple of 3 results, and 2 for the pieces before it, so that they are no one result: return "
+            "the same ones for all samples"
+        ),
+    ),
+    (
+        lambda: autobatch.map(lambda rows: rows.add_(1), torch.zeros(5, 2)),
+        "InvalidStep",
+        "fn wrote into its batch in place, so a piece that is run again would see it changed; work on a copy",
+    ),
+    (
+        lambda: autobatch.map(torch.neg, ROWS, device=FakeDevice(lambda n: 10 + 100 * n, total_bytes=100)),
+        "DoesNotFit",
+        (
+            "sample 0 alone does not fit: 10 bytes of a budget of 100 bytes were held before it; OutOfMemoryError: "
+            "fake device out of memory. Tried to hold 110 bytes for 1 sample in 100 bytes: free memory, pass a larger "
+            "budget=, or send results to the host with to='cpu'"
         ),
     ),
 ]

@@ -33,6 +33,7 @@ NAMES = [
     "InexactSplit",
     "InvalidArgument",
     "InvalidBatch",
+    "InvalidResult",
     "InvalidStep",
     "Mean",
     "MemoryCurve",
@@ -52,6 +53,7 @@ NAMES = [
     "fit",
     "hooks",
     "is_oom",
+    "map",
     "predict",
     "testing",
     "verify",
@@ -76,6 +78,8 @@ SIGNATURES = {
     "Runner.step_over": "batches",
     "Runner.state_dict": "",
     "Runner.load_state_dict": "state",
+    "map": "fn batch * device=None budget=None headroom=None max_piece=None lengths=None collate=None to=None "
+    "on_result=None progress=True",
     "ShareSampler": "plan dataset * shuffle=True seed=0 drop_last=False",
     "ShareSampler.set_epoch": "epoch",
     "ShareSampler.state_dict": "batches_done",
@@ -150,6 +154,7 @@ def test_common_arguments_come_in_one_order(name: str) -> None:
     ("name", "positional", "named"),
     [
         ("fit", ["model", "target_batch"], ["budget"]),
+        ("map", ["fn", "batch"], ["budget", "lengths"]),
         ("predict", ["model", "batch", "step", "optimizer"], ["gpu"]),
         ("verify", ["model", "batch", "step"], ["weigh"]),
         ("Runner", ["plan", "model", "step", "optimizer"], ["weigh", "scaler", "max_grad_norm", "scheduler", "hooks"]),

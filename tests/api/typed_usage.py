@@ -156,7 +156,7 @@ def use_errors(run: Callable[[], object]) -> autobatch.AutobatchError | None:
         run()
     except (autobatch.NeedsBatch, autobatch.DoesNotFit, autobatch.CannotRetry, autobatch.CannotPredict) as error:
         return error
-    except (autobatch.InexactSplit, autobatch.InvalidStep, autobatch.InvalidBatch) as error:
+    except (autobatch.InexactSplit, autobatch.InvalidStep, autobatch.InvalidBatch, autobatch.InvalidResult) as error:
         return error
     except autobatch.InvalidArgument as error:
         as_value_error: ValueError = error
@@ -234,4 +234,10 @@ def main(folder: Path) -> None:
     assert predicted is not None
     assert predicted.predicted
     assert prediction.explain()
+    outputs: Tensor = autobatch.map(
+        model, batch[0], budget="1GiB", lengths=lambda rows: [1] * len(rows), progress=False
+    )
+    assert len(outputs) == len(batch[0])
+    rows: list[Tensor] = list(autobatch.map(model, list(batch[0]), max_piece=3, to="cpu"))
+    assert len(rows) == len(outputs)
     assert isinstance(use_errors(lambda: autobatch.fit(model, target_batch=0, batch=batch)), autobatch.InvalidArgument)

@@ -12,6 +12,9 @@ from autobatch.events import (
     BatchDiffers,
     Event,
     GradientsFound,
+    MapFinished,
+    PieceFinished,
+    PieceRetried,
     PlanDiffers,
     PlanMade,
     PlanRecalled,
@@ -48,6 +51,17 @@ RANKS = (
     RankStep(rank=1, samples=256, micro_batch_size=86, retries=1, peak_bytes=5 * GIB, seconds=0.2),
 )
 FINISHED = StepFinished(step=7, micro_batch_sizes=(86, 85, 85), retries=1, peak_bytes=5 * GIB, seconds=0.2)
+MAPPED = MapFinished(
+    samples=3000,
+    pieces=13,
+    smallest=2,
+    largest=287,
+    shortages=0,
+    peak_bytes=GIB,
+    budget_bytes=2 * GIB,
+    device="NVIDIA L4",
+    seconds=2.04,
+)
 
 EVENTS = [
     pytest.param(
@@ -154,6 +168,32 @@ EVENTS = [
         "autobatch: rank 3 of 8: step 3 was given 200 samples, the plan was made for 256; the update is the mean over "
         "those of all ranks",
         id="one of several ranks",
+    ),
+    pytest.param(
+        PieceFinished(samples=8, samples_done=10, peak_bytes=GIB, budget_bytes=2 * GIB, seconds=0.126),
+        logging.DEBUG,
+        "autobatch: map: 8 samples, 10 done, peak 1.0 GiB of 2.0 GiB, 0.13 s",
+        id="piece",
+    ),
+    pytest.param(
+        PieceRetried(samples=64, used_bytes=GIB, budget_bytes=2 * GIB, reason="OutOfMemoryError: CUDA out of memory."),
+        logging.WARNING,
+        "autobatch: map ran out of memory at 64 samples, which are run again in smaller pieces; 1.0 GiB of 2.0 GiB "
+        "held after clean-up; OutOfMemoryError: CUDA out of memory.",
+        id="retried piece",
+    ),
+    pytest.param(
+        MAPPED,
+        logging.INFO,
+        "autobatch: map: 3000 samples in 13 pieces of 2 to 287 on NVIDIA L4; peak 1.0 GiB of 2.0 GiB; 0 out of memory, "
+        "2.0 s",
+        id="map",
+    ),
+    pytest.param(
+        MAPPED.model_copy(update={"samples": 0, "pieces": 0, "smallest": 0, "largest": 0, "peak_bytes": 0}),
+        logging.INFO,
+        "autobatch: map: 0 samples in 0 pieces on NVIDIA L4; 0 out of memory, 2.0 s",
+        id="map of nothing",
     ),
 ]
 

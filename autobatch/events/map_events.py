@@ -1,0 +1,94 @@
+"""Defines the events of ``map`` and their log lines: a piece that is done, one that ran out of memory, and the end."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+from autobatch._formatting import format_bytes, plural
+from autobatch.events.event import Event
+
+__all__ = ["MapFinished", "PieceFinished", "PieceRetried"]
+
+
+class PieceFinished(Event):
+    """The results of one piece are there.
+
+    Attributes:
+        samples: In the piece.
+        samples_done: In all pieces up to now.
+        peak_bytes: The most held on the device at once during the piece.
+        budget_bytes: What the process may hold.
+        seconds: Wall time of the piece.
+    """
+
+    samples: int
+    samples_done: int
+    peak_bytes: int
+    budget_bytes: int
+    seconds: float
+    level: ClassVar[int] = logging.DEBUG  # the line at the end sums them up
+
+    def __str__(self) -> str:
+        peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, " if self.peak_bytes else ""
+        samples = plural(self.samples, "sample")
+        return f"{self.source}: map: {samples}, {self.samples_done} done, {peak}{self.seconds:.2f} s"
+
+
+class PieceRetried(Event):
+    """A piece ran out of memory; its samples are run again in smaller ones.
+
+    Attributes:
+        samples: In the piece that did not fit.
+        used_bytes: Held on the device after the clean-up.
+        budget_bytes: What the process may hold.
+        reason: The first line of the error.
+    """
+
+    samples: int
+    used_bytes: int
+    budget_bytes: int
+    reason: str
+    level: ClassVar[int] = logging.WARNING  # a retry costs time
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source}: map ran out of memory at {plural(self.samples, 'sample')}, which are run again in smaller "
+            f"pieces; {format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} held after clean-up; "
+            f"{self.reason}"
+        )
+
+
+class MapFinished(Event):
+    """``map`` has ended, or its results are no longer asked for.
+
+    Attributes:
+        samples: How many results there are.
+        pieces: How many there were.
+        smallest: Samples in the smallest of them.
+        largest: Samples in the largest.
+        shortages: How many pieces ran out of memory.
+        peak_bytes: The most held on the device at once during a piece.
+        budget_bytes: What the process may hold.
+        device: Its name.
+        seconds: Wall time of all pieces.
+    """
+
+    samples: int
+    pieces: int
+    smallest: int
+    largest: int
+    shortages: int
+    peak_bytes: int
+    budget_bytes: int
+    device: str
+    seconds: float
+
+    def __str__(self) -> str:
+        sizes = f" of {self.smallest} to {self.largest}" if self.smallest < self.largest else f" of {self.largest}"
+        pieces = plural(self.pieces, "piece") + (sizes if self.pieces else "")
+        peak = f"; peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}" if self.peak_bytes else ""
+        return (
+            f"{self.source}: map: {plural(self.samples, 'sample')} in {pieces} on {self.device}{peak}; "
+            f"{self.shortages} out of memory, {self.seconds:.1f} s"
+        )

@@ -1,0 +1,1 @@
+"""Runs a function over many samples, in the largest pieces that fit."""

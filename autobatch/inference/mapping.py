@@ -1,0 +1,241 @@
+"""Maps a function over a batch or over many samples, in the largest pieces that fit the device.
+
+Covers ``map``: its arguments, and what becomes of results. Does not cover how a piece is run (``piece``).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
+
+from autobatch._arguments import check_count, check_switch
+from autobatch._formatting import format_bytes, name_type, show_value
+from autobatch.batch.layout import count_bytes, describe
+from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.events import Event, PieceRetried
+from autobatch.inference.error_notes import set_attributes
+from autobatch.inference.piece import Done, PieceRunner
+from autobatch.inference.results import Joined, rows_of
+from autobatch.inference.samples import BatchSamples, Collate, Lengths, SingleSamples, Waiting, are_samples, iterate
+from autobatch.memory.device import Device
+from autobatch.memory.devices import device_for, find_allowance, open_device
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.planning.piece_size import PieceSizes
+from autobatch.step.default_step import call_model
+from autobatch.step.reachable import find_modules
+
+__all__ = ["map"]
+
+logger = logging.getLogger("autobatch")
+
+OnResult = Callable[["range | list[int]", Any], object]
+
+
+def map(  # noqa: A001 - autobatch.map, as the builtin
+    fn: Callable[[Any], Any],
+    batch: Any,
+    *,
+    device: torch.device | str | Device | None = None,
+    budget: int | str | None = None,
+    headroom: float | str | None = None,
+    max_piece: int | None = None,
+    lengths: Lengths | None = None,
+    collate: Collate | None = None,
+    to: torch.device | str | None = None,
+    on_result: OnResult | None = None,
+    progress: bool = True,
+) -> Any:
+    """Call a function on many samples, in the largest pieces that fit, and return its results in order.
+
+    Nothing is searched for beforehand: each piece is work that is kept, and what it took decides the size of the next.
+    A piece that runs out of memory is run again in smaller ones. ``fn`` runs without gradients, and the modules that it
+    reaches are in eval mode meanwhile; both are as before between pieces.
+
+    Args:
+        fn: ``fn(piece) -> result`` with one entry a sample: a tensor or array with as many rows, a list as long,
+            several of these in a tuple, dict or dataclass, or ``None``. A module is called as ``fit`` does where no
+            ``step`` is given: a mapping gives its keyword arguments. Called again on samples that ran out of memory.
+        batch: One batch (a tensor, an array, a tuple, a mapping, a dataclass, an object of a registered type), which is
+            cut along its samples. Or samples: a list, a Dataset, or any other iterable, which is read as it is needed;
+            they are collated. Or a DataLoader, whose batches are cut but not joined.
+        device: Where pieces run; default: where the modules are that ``fn`` reaches, else where the batch is.
+        budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds.
+        headroom: Left free of the budget when a size is chosen: bytes, a text, or a fraction; default 5 %.
+        max_piece: Never more samples than this in a piece.
+        lengths: One int a sample; or ``length_of(sample)``, and for one batch or a loader ``lengths(batch)``, which
+            returns one int a sample. Pieces then have samples of like length, the longest first, and as many as their
+            length allows; the order of results is not changed. Of samples a window is sorted at a time: 256, or as many
+            as 16 pieces have. ``fn`` or ``collate`` trims padding.
+        collate: Makes a batch of a list of samples; default: torch's ``default_collate``.
+        to: Where tensors of the results go, such as ``"cpu"``; default: they stay where ``fn`` left them.
+        on_result: ``on_result(indices, result)`` is called with the result of each piece, once a sample, in the order
+            in which they ran; nothing is kept.
+        progress: At most one line a second on stderr, when that is a terminal.
+
+    Returns:
+        Of one batch: what ``fn`` would have returned for the whole of it. Of samples and loaders: an iterator with the
+        result of each sample, whose tensors are rows of the piece's. With ``on_result``: ``None``, when all are done.
+
+    Raises:
+        DoesNotFit: One sample alone runs out of memory, or the results do not fit.
+        InvalidResult: ``fn`` returned something that has not one entry a sample.
+        InvalidArgument: An argument cannot mean anything.
+        InvalidBatch: The batch cannot be counted.
+
+        Errors of ``fn`` come out as they were raised. Each error has attributes ``sample_index``, the sample that
+        raised it (``None`` where that is not one), and ``done`` and ``results``: the indices of samples that are done
+        and were not handed over, and their results.
+    """
+    check_switch("progress", progress)
+    _check(fn, batch, collate, on_result)
+    modules = find_modules(fn)
+    first = None if are_samples(batch) else describe(batch)
+    memory = _find_device(device, modules, [] if first is None else first.tensors())
+    memory.watch(tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    memory.watch([] if first is None else first.tensors())
+    allowance = find_allowance(memory, budget, headroom)
+    for warning in allowance.warnings:
+        logger.warning("autobatch: map: %s", warning)
+    runner = PieceRunner(
+        (lambda piece: call_model(fn, piece)) if isinstance(fn, nn.Module) else fn,
+        modules,
+        memory,
+        allowance,
+        PieceSizes(None if max_piece is None else check_count("max_piece", max_piece), memory.measures),
+        _read_target(to),
+        (_Progress(),) if progress and sys.stderr is not None and sys.stderr.isatty() else (),
+    )
+    if first is not None:
+        waiting = [BatchSamples(first, lengths)]
+        return _join(runner, waiting[0], first.count) if on_result is None else _hand_over(runner, waiting, on_result)
+    several = _open(batch, collate or default_collate, lengths)
+    return _yield_rows(runner, several) if on_result is None else _hand_over(runner, several, on_result)
+
+
+def _check(fn: Any, batch: Any, collate: Any, on_result: Any) -> None:
+    for name, value in (("fn", fn), ("collate", collate), ("on_result", on_result)):
+        if not callable(value) and (value is not None or name == "fn"):
+            raise InvalidArgument(f"{name}={show_value(value)} must be a function")
+    if collate is not None and (isinstance(batch, DataLoader) or not are_samples(batch)):
+        raise InvalidArgument(f"collate= is for samples, and {name_type(batch)} has batches: leave it out")
+
+
+def _find_device(device: Any, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> Device:
+    if device is not None:
+        return open_device(device)
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            return device_for(tensor.device)
+    return device_for(next((tensor.device for tensor in tensors), torch.device("cpu")))
+
+
+def _read_target(to: Any) -> torch.device | None:
+    if to is None:
+        return None
+    try:
+        return torch.device(to)
+    except (RuntimeError, TypeError):
+        raise InvalidArgument(f"to={show_value(to)} is no device: pass one such as 'cpu', or leave it out") from None
+
+
+def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[Waiting]:
+    if not isinstance(samples, DataLoader):
+        yield SingleSamples(iterate(samples), collate, lengths)
+        return
+    layout, first = None, 0
+    for batch in samples:
+        layout = describe(batch, like=layout)
+        yield BatchSamples(layout, lengths, first)
+        first, layout = first + layout.count, layout.without_batch()
+
+
+def _join(runner: PieceRunner, waiting: Waiting, samples: int) -> Any:
+    """The results of one batch as one."""
+    joined = Joined(samples)
+    try:
+        while (done := runner.run_next(waiting)) is not None:
+            _store(runner, joined, done)
+            del done  # not held while the next piece runs
+        return joined.result()
+    except Exception as error:
+        _attach(error, joined.done, joined.partial())
+        raise
+    finally:
+        runner.report()
+
+
+def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
+    """Put results of a piece into their places; where that runs out of memory, once more after a clean-up."""
+    for is_last in (False, True):
+        reason, handled = "", sys.exc_info()[1]
+        try:
+            with runner.device.limit(runner.allowance.budget_bytes):
+                joined.add(done.indices, done.result)
+                return
+        except Exception as error:
+            if not is_oom(error, handled=handled):
+                raise
+            reason = describe_error(error, handled=handled)
+        runner.device.reclaim()
+        if is_last:
+            whole = count_bytes(done.result) * joined.samples // len(done.indices)
+            raise DoesNotFit(
+                f"the results of all {joined.samples} samples, about {format_bytes(whole)}, do not fit a budget of "
+                f"{format_bytes(runner.allowance.budget_bytes)}; {reason}: pass to='cpu', on_result=, or a larger "
+                f"budget="
+            )
+
+
+def _yield_rows(runner: PieceRunner, several: Iterator[Waiting]) -> Iterator[Any]:
+    """The result of each sample, as soon as all before it are there."""
+    following, early = 0, dict[int, Any]()
+    try:
+        for waiting in several:
+            while (done := runner.run_next(waiting)) is not None:
+                early.update(zip(done.indices, rows_of(done.result, len(done.indices)), strict=True))
+                del done
+                while following in early:
+                    yield early.pop(following)
+                    following += 1
+    except Exception as error:
+        _attach(error, [*early], [*early.values()])
+        raise
+    finally:
+        runner.report()
+
+
+def _hand_over(runner: PieceRunner, several: Iterable[Waiting], on_result: OnResult) -> None:
+    try:
+        for waiting in several:
+            while (done := runner.run_next(waiting)) is not None:
+                on_result(done.indices, done.result)
+                del done
+    except Exception as error:
+        _attach(error, [], [])
+        raise
+    finally:
+        runner.report()
+
+
+def _attach(error: Exception, done: list[int], results: Any) -> None:
+    """Give the caller what an error would otherwise lose."""
+    set_attributes(error, done=done, results=results, sample_index=getattr(error, "sample_index", None))
+
+
+class _Progress:
+    """A hook that writes at most one line a second."""
+
+    def __init__(self) -> None:
+        self._written = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        if time.monotonic() - self._written >= 1 or isinstance(event, PieceRetried):
+            self._written = time.monotonic()
+            sys.stderr.write(f"{event}\n")

@@ -1,0 +1,248 @@
+"""Decides what the samples of a ``map`` are, and hands out the next ones that have not run.
+
+What is given is either one batch, which is cut, or samples, which are collated:
+
+- One batch: a tensor, an array, a mapping, a tuple, a dataclass, an object of a registered type, ``batches.Fields``.
+- Samples: a list, a Dataset, an iterator, any other iterable; each entry is one sample.
+- A ``DataLoader`` gives batches, one after another, each of which is cut; they are not joined.
+
+Does not cover how many are taken at once (``planning.piece_size``), nor what is done with them (``piece``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from autobatch._formatting import name_type, show_value
+from autobatch.batch.largest import is_source
+from autobatch.batch.layout import Layout, map_tensors, tensors_of
+from autobatch.batch.list_rules import Fields
+from autobatch.batch.registry import find_type
+from autobatch.batch.tree import field_names, is_array, with_fresh_containers
+from autobatch.errors import InvalidArgument
+from autobatch.inference.error_notes import add_note, set_attributes
+from autobatch.memory.device import Device
+
+__all__ = ["BatchSamples", "Lengths", "SingleSamples", "Waiting", "are_samples", "iterate"]
+
+Lengths = Callable[[Any], Any] | Sequence[int]
+"""A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample."""
+
+Collate = Callable[[list[Any]], Any]
+
+_WINDOW = 256  # samples of a stream that are sorted by length at once, at least
+_PIECES_IN_WINDOW = 16  # and as many as this many pieces have: each is then of like lengths
+
+
+class Waiting(Protocol):
+    """Samples that have not run, in the order in which they are to run."""
+
+    def head(self, piece: int) -> int | None:
+        """The length of the next sample (1 where lengths are not known); ``None`` where none is left.
+
+        Args:
+            piece: Samples in the last piece.
+        """
+        ...
+
+    def left(self) -> int | None:
+        """How many there are until the last one, where that is known."""
+        ...
+
+    def ready(self, samples: int) -> range | list[int]:
+        """The indices of the next samples: as many as asked for, or fewer where no more are left."""
+        ...
+
+    def batch(self, indices: range | list[int], device: Device) -> Any:
+        """These samples, which ``ready`` gave, as a batch on the device; may be asked for again."""
+        ...
+
+    def drop(self, samples: int) -> None:
+        """So many have run."""
+        ...
+
+    def tensors(self, samples: int) -> Iterable[torch.Tensor]:
+        """The user's own tensors with the next samples, of which a piece may be views."""
+        ...
+
+
+class BatchSamples(Waiting):
+    """The samples of one batch, the longest first where lengths are known."""
+
+    def __init__(self, layout: Layout, lengths: Lengths | None = None, first: int = 0) -> None:
+        """Sort them.
+
+        Args:
+            layout: The batch.
+            lengths: Of its samples; a function is called once, with the batch.
+            first: The index of its first sample among all.
+        """
+        self.layout, self._position, self._first = layout, 0, first
+        self._lengths: list[int] | None = None
+        self._order: list[int] | None = None
+        if lengths is not None:
+            found = _measure_all(lengths, layout, first)
+            self._lengths = found
+            self._order = sorted(range(layout.count), key=lambda row: -found[row])
+
+    def head(self, piece: int) -> int | None:
+        """The next sample of the batch."""
+        if self._position >= self.layout.count:
+            return None
+        return 1 if self._order is None or self._lengths is None else self._lengths[self._order[self._position]]
+
+    def left(self) -> int | None:
+        """The rest of the batch; sizes by length are not divided evenly."""
+        return self.layout.count - self._position if self._order is None else None
+
+    def ready(self, samples: int) -> range | list[int]:
+        """Indices among all samples: a range, unless they are sorted."""
+        stop = min(self._position + samples, self.layout.count)
+        if self._order is None:
+            return range(self._first + self._position, self._first + stop)
+        return [self._first + row for row in self._order[self._position : stop]]
+
+    def batch(self, indices: range | list[int], device: Device) -> Any:
+        """Views of the batch, or copies where they are sorted, in new containers."""
+        if isinstance(indices, range):
+            taken = self.layout.take(indices.start - self._first, indices.stop - self._first)
+        else:
+            taken = self.layout.pick([index - self._first for index in indices])
+        return with_fresh_containers(map_tensors(taken, device.move_tensor))
+
+    def drop(self, samples: int) -> None:
+        """They have run."""
+        self._position += samples
+
+    def tensors(self, samples: int) -> Iterable[torch.Tensor]:
+        """Those of the whole batch."""
+        return self.layout.tensors()
+
+
+class _Sample(NamedTuple):
+    number: int
+    value: Any
+    length: int
+
+
+class SingleSamples(Waiting):
+    """Samples of an iterable, read when they are needed; with lengths a window of them, the longest first."""
+
+    def __init__(self, samples: Iterator[Any], collate: Collate, lengths: Lengths | None) -> None:
+        """Read nothing yet."""
+        self._samples, self._collate, self._lengths = samples, collate, lengths
+        self._read = 0
+        self._buffer: deque[_Sample] = deque()
+        self._error: Exception | None = None
+
+    def head(self, piece: int) -> int | None:
+        """The longest sample of the window; reads the next window where this one has run."""
+        if not self._buffer:
+            self._fill(1 if self._lengths is None else max(_WINDOW, _PIECES_IN_WINDOW * piece))
+            self._buffer = deque(sorted(self._buffer, key=lambda sample: -sample.length))
+        if not self._buffer and self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        return self._buffer[0].length if self._buffer else None
+
+    def left(self) -> int | None:
+        """Not known."""
+        return None
+
+    def ready(self, samples: int) -> range | list[int]:
+        """Reads as many as are missing; a window is never added to."""
+        if self._lengths is None:
+            self._fill(samples)
+        indices = [sample.number for sample in islice(self._buffer, samples)]
+        return indices if self._lengths is not None else range(indices[0], indices[-1] + 1)
+
+    def batch(self, indices: range | list[int], device: Device) -> Any:
+        """The samples collated, each time anew."""
+        values = [sample.value for sample in islice(self._buffer, len(indices))]
+        return map_tensors(self._collate(values), device.move_tensor)
+
+    def drop(self, samples: int) -> None:
+        """They have run."""
+        for _ in range(samples):
+            self._buffer.popleft()
+
+    def tensors(self, samples: int) -> Iterable[torch.Tensor]:
+        """Those of the samples, before they are collated."""
+        return (tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value))
+
+    def _fill(self, samples: int) -> None:
+        """Read until so many wait. An error of the iterable waits too, until those before it have run."""
+        while len(self._buffer) < samples and self._error is None:
+            index = self._read
+            try:
+                value = next(self._samples)
+                length = 1 if self._lengths is None else measure_length(self._lengths, index, value)
+            except StopIteration:
+                return
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is the user's, and raised in its turn
+                add_note(error, f"autobatch.map: raised where sample {index} is read")
+                set_attributes(error, sample_index=index)
+                self._error = error
+                return
+            self._read += 1
+            self._buffer.append(_Sample(index, value, length))
+
+
+def measure_length(lengths: Lengths, index: int, sample: Any) -> int:
+    """The length of a single sample; raises InvalidArgument where there is none."""
+    return _check_length(lengths(sample) if callable(lengths) else _look_up(lengths, index), index)
+
+
+def _measure_all(lengths: Lengths, layout: Layout, first: int) -> list[int]:
+    """The lengths of a batch whose first sample has this index; raises InvalidArgument where they are not there."""
+    if not callable(lengths):
+        return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
+    given: Any = lengths(layout.batch)
+    listed = given.tolist() if hasattr(given, "tolist") else given
+    if not isinstance(listed, list | tuple) or len(listed) != layout.count:
+        raise InvalidArgument(
+            f"lengths= gave {name_type(given)} for a batch of {layout.count} samples: of one batch it returns one int "
+            f'a sample, such as lambda batch: batch["attention_mask"].sum(1)'
+        )
+    return [_check_length(length, first + row) for row, length in enumerate(listed)]
+
+
+def _look_up(lengths: Sequence[int], index: int) -> Any:
+    try:
+        return lengths[index]
+    except IndexError:
+        raise InvalidArgument(
+            f"lengths= has {len(lengths)} entries, and there is a sample {index}: pass one int a sample, or a function"
+        ) from None
+
+
+def _check_length(length: Any, index: int) -> int:
+    value = length.item() if hasattr(length, "item") else length
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidArgument(f"lengths= gave {show_value(value)} for sample {index}: a length is an int of at least 0")
+    return max(value, 1)
+
+
+def are_samples(given: Any) -> bool:
+    """Whether each entry of it is a sample, or a loader's batch; else it is one batch."""
+    if find_type(given) is not None or isinstance(given, Fields) or is_array(given):
+        return False
+    if is_source(given):
+        return True
+    is_batch = isinstance(given, torch.Tensor | Mapping | tuple | str | bytes | set | frozenset)
+    return isinstance(given, Iterable) and not is_batch and field_names(given) is None
+
+
+def iterate(given: Any) -> Iterator[Any]:
+    """Every sample of a list, Dataset or other iterable, one by one; a Dataset with a length is read by index."""
+    if isinstance(given, IterableDataset | list) or not is_source(given) or isinstance(given, DataLoader):
+        return iter(given)
+    if not hasattr(given, "__len__"):
+        raise InvalidArgument(f"{name_type(given)} has no length, so its samples cannot be read: pass an iterable")
+    return (given[index] for index in range(len(given)))
