@@ -59,6 +59,7 @@ class Accumulation:
         in_float32: Whether gradients in bfloat16 and float16 of several micro-batches are added up in float32.
         smallest: The fewest samples that the model can run; no batch is cut into smaller micro-batches.
         leaves_are_known: Whether the first graph was searched for parameters outside model and optimizer already.
+        stand_ins: What stands for parameters of the model in a graph: those of ``fully_shard`` are gathered.
         known_state: What its steps are known to change; default: nothing yet.
         stands_for: Micro-batches of the step of which a trial runs the first two: sparse gradients get the rows that
             all of them may have. 0: all are run.
@@ -74,6 +75,7 @@ class Accumulation:
     in_float32: bool = True
     smallest: int = 1
     leaves_are_known: bool = False
+    stand_ins: Callable[[], Sequence[torch.Tensor]] = tuple
     known_state: StepState | None = None
     stands_for: int = 0
     keep: Sequence[Any] = ()
@@ -210,14 +212,17 @@ class Accumulation:
         if divided is not None:
             loss = divided[0]
             if not self.leaves_are_known:
-                self.workload.check_leaves(loss)
+                self.workload.check_leaves(loss, self.stand_ins())
                 self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
-            (loss if self.scale is None else self.scale(loss)).backward()
+            self._run_backward(loss if self.scale is None else self.scale(loss), micro_batch, progress)
         if self._state.may_be_sparse or stamps.any_sparse:
             self._join_sparse_rows(progress, stamps)
         if [*map(_VERSION, progress.batch)] != progress.versions and not self._state.is_looked_over:
             refuse_write(stays=not self.owns_batches)
         return divided, aux
+
+    def _run_backward(self, loss: torch.Tensor, micro_batch: MicroBatch, progress: AccumulationState) -> None:  # noqa: ARG002 - others need them
+        loss.backward()
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
         transaction.begin_micro_batch(self._try_twice(_COPYING, self._state.begin_micro_batch, transaction.start))
