@@ -20,7 +20,7 @@ from torch import nn
 
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.interrupts import deferred_interrupts
-from autobatch.distributed.pass_record import PassDiffers, is_recorded, record_of
+from autobatch.distributed.pass_record import is_recorded, record_of
 from autobatch.distributed.sharding import divisor_of, param_groups, reset
 from autobatch.distributed.sharding_limits import refuse_changed_settings
 from autobatch.distributed.step_agreement import StepAgreement, name_error
@@ -78,7 +78,8 @@ class Lockstep:
         refuse_changed_settings(self._model, self._groups, self._factor)
         if not all(map(is_recorded, self._groups)):
             raise InvalidArgument(
-                "set_custom_all_gather() or set_custom_reduce_scatter() was called after Runner() was made: call it before"
+                "set_custom_all_gather() or set_custom_reduce_scatter() was called after Runner() was made: call it "
+                "before"
             )
         reset(self._model)
 
@@ -217,7 +218,6 @@ class Lockstep:
             raise self._agreement.refuse(
                 RankFailed("the ranks' passes differ: each has to run the same sharded modules in the same order")
             )
-
 
     def _hear(self, heard: Sequence[Mapping[str, Any]]) -> None:
         """Note why any rank drops this pass."""

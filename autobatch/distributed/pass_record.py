@@ -1,7 +1,8 @@
 """The collectives of a sharded model's forward and backward passes, written down as they happen.
 
 Covers which they are and in which order, taking part in the rest of a pass without running it, asking before each
-collective of a pass that is not known, and noticing one that differs from what is known. Does not cover who asks, nor what the ranks say (``lockstep``).
+collective of a pass that is not known, and noticing one that differs from what is known. Does not cover who asks, nor
+what the ranks say (``lockstep``).
 """
 # ruff: noqa: SLF001 - torch has no public name for the collectives that a module uses now
 

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` (FSDP2) does by itself: which modules gather and scatter, and how a pass that broke off is cleared.
+"""What ``fully_shard`` (FSDP2) does by itself: what gathers and scatters, and how a pass that broke off is cleared.
 
 Covers these modules, their parameters and the divisor of gradients. Does not cover what cannot be supported
 (``sharding_limits``), their collectives (``pass_record``) nor how ranks end a pass together (``lockstep``).

@@ -67,8 +67,8 @@ def refuse_changed_settings(model: nn.Module, groups: Sequence[Any], factor: flo
         _refuse_settings(group)
         if group.gradient_divide_factor != factor:
             raise InvalidArgument(
-                "set_gradient_divide_factor() was called after Runner() was made: call it before, with the same on each "
-                "module"
+                "set_gradient_divide_factor() was called after Runner() was made: call it before, with the same on "
+                "each module"
             )
         if any(map(_waits_for_sum, group.fsdp_params)):
             raise InvalidStep(
@@ -78,7 +78,8 @@ def refuse_changed_settings(model: nn.Module, groups: Sequence[Any], factor: flo
             )
     if not model._get_fsdp_state()._state_ctx.is_last_backward:  # type: ignore[operator]
         raise InvalidArgument(
-            "backward passes are not finished (set_is_last_backward(False)): call model.set_is_last_backward(True) before"
+            "backward passes are not finished (set_is_last_backward(False)): call model.set_is_last_backward(True) "
+            "before"
         )
 
 

@@ -221,7 +221,7 @@ class Accumulation:
             refuse_write(stays=not self.owns_batches)
         return divided, aux
 
-    def _run_backward(self, loss: torch.Tensor, micro_batch: MicroBatch, progress: AccumulationState) -> None:  # noqa: ARG002 - others need them
+    def _run_backward(self, loss: torch.Tensor, micro_batch: MicroBatch, progress: AccumulationState) -> None:
         loss.backward()
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:

@@ -99,15 +99,15 @@ def run_zero_backward(reached: Sequence[ModelOutput], loss: torch.Tensor | None 
         )
     if not all(output.scalar is None or bool(output.scalar.isfinite()) for output in outputs):
         raise InvalidStep(
-            "the model returns only its loss, which is nan or infinite in a micro-batch that counts for nothing on this "
-            "rank, while others run theirs: let the model return what the loss is made of, too"
+            "the model returns only its loss, which is nan or infinite in a micro-batch that counts for nothing on "
+            "this rank, while others run theirs: let the model return what the loss is made of, too"
         )
     roots = [output.edge for output in outputs]
-    zeros: list[torch.Tensor | None] = [_make_zeros(edge) for edge in roots]
+    zeros = [_make_zeros(edge) for edge in roots]
     if loss is None:
         torch.autograd.backward(roots, zeros)
     else:
-        torch.autograd.backward([loss, *roots], [None, *zeros])
+        torch.autograd.backward([get_gradient_edge(loss), *roots], [torch.ones_like(loss), *zeros])
 
 
 def _describe(tensor: torch.Tensor) -> ModelOutput:
