@@ -250,8 +250,8 @@ def test_a_module_that_is_sharded_over_other_ranks_is_refused():
     """Nobody else would have its part of the gradient."""
     for rank, text in enumerate(results_of("elsewhere")):
         assert text == (
-            f"InvalidArgument: the parameter 2.weight is sharded over the ranks [{rank}], and 0.weight over [0, 1]: call "
-            f"fully_shard() with the same mesh on each module"
+            f"InvalidArgument: the parameter 2.weight is sharded over the ranks [{rank}], and 0.weight over [0, 1]: "
+            f"call fully_shard() with the same mesh on each module"
         )
 
 
