@@ -57,6 +57,8 @@ RANK_FAILURE_TESTS = ("tests/distributed/test_failures_on_ranks.py",)
 SHARDED_TESTS = ("tests/distributed/test_sharded_runner.py",)
 SHARDED_FAILURE_TESTS = ("tests/distributed/test_sharded_failures.py",)
 SHARDED_FIT_TESTS = ("tests/distributed/test_sharded_fit.py",)
+SHARDED_LOSS_TESTS = ("tests/distributed/test_sharded_losses.py",)
+SHARDED_PASS_TESTS = ("tests/distributed/test_sharded_passes.py",)
 RANK_FIT_TESTS = ("tests/distributed/test_fit_on_ranks.py",)
 RANK_WRAPPER_TESTS = ("tests/distributed/test_wrapper_on_ranks.py",)
 
@@ -442,7 +444,7 @@ MUTANTS = (
     Mutant(
         "parameters that nobody knows are trained",
         ACCUMULATION,
-        "                self.workload.check_leaves(loss)\n",
+        "                self.workload.check_leaves(loss, self.stand_ins())\n",
         "",
     ),
     Mutant(
@@ -1005,7 +1007,7 @@ MUTANTS = (
     Mutant(
         "a plan without trials never finds out",
         "autobatch/training/runner.py",
-        "if self._accumulation.smallest > 1 or not refuses_one_sample(error):",
+        "if self._is_sharded or self._accumulation.smallest > 1 or not refuses_one_sample(error):",
         "if True:",
         SMALLEST_TESTS,
     ),
@@ -1332,8 +1334,8 @@ MUTANTS = (
     Mutant(
         "ranks: a pass that nobody has seen is not asked for",
         DISTRIBUTED + "pass_record.py",
-        "            self.ask(collective.describe())\n",
-        "",
+        "            self.ask(collective.describe())\n        elif",
+        "            pass\n        elif",
         SHARDED_FAILURE_TESTS,
     ),
     Mutant(
@@ -1347,7 +1349,7 @@ MUTANTS = (
         "ranks: gradients of shards are clipped by each rank's own norm",
         DISTRIBUTED + "sharded_step.py",
         """math.fsum(one["square"] for one in said)""",
-        "_sum_squares(gradients)",
+        "_sum_squares(parts)",
         SHARDED_TESTS,
     ),
     Mutant(
@@ -1383,6 +1385,112 @@ MUTANTS = (
         DISTRIBUTED + "shared_trials.py",
         "        return min((limit for limit in self._hear(limit_bytes) if limit), default=0)\n",
         "        self._hear(limit_bytes)\n        return limit_bytes\n",
+        SHARDED_FIT_TESTS,
+    ),
+    Mutant(
+        "ranks: a parameter that only the optimizer holds has each rank's own gradient",
+        DISTRIBUTED + "sharded_step.py",
+        "            reduction.sum([*find_wanted(slots, said), last], factor)\n",
+        "            reduction.sum([last], factor)\n",
+        SHARDED_LOSS_TESTS,
+    ),
+    Mutant(
+        "ranks: the gradient of a whole parameter counts in the norm once for each rank",
+        DISTRIBUTED + "sharded_step.py",
+        """ + said[0]["whole"]  #""",
+        """ + math.fsum(one["whole"] for one in said)  #""",
+        SHARDED_LOSS_TESTS,
+    ),
+    Mutant(
+        "ranks: parameters in neither model nor optimizer are not searched for where others are gathered",
+        "autobatch/training/lockstep_accumulation.py",
+        "        self.stand_ins = partial(unsharded_parameters, self.workload.model)\n",
+        "        self.leaves_are_known = True\n",
+        SHARDED_LOSS_TESTS,
+    ),
+    Mutant(
+        "ranks: zeros flow from all that a model returns",
+        "autobatch/training/lockstep_accumulation.py",
+        "        return find_reached(counted, self._outputs)\n",
+        "        return [*self._outputs]\n",
+        SHARDED_LOSS_TESTS,
+    ),
+    Mutant(
+        "ranks: a term that counts for nothing on a rank has no pass there",
+        "autobatch/training/lockstep_accumulation.py",
+        "        if absent:\n",
+        "        if False:\n",
+        SHARDED_LOSS_TESTS,
+    ),
+    Mutant(
+        "ranks: zeros flow from the loss that a model computes itself",
+        "autobatch/training/model_outputs.py",
+        "    outputs = _leave_out_losses(reached)\n",
+        "    outputs = [*reached]\n",
+        SHARDED_LOSS_TESTS,
+    ),
+    Mutant(
+        "ranks: a pass that differs is asked for in the middle",
+        DISTRIBUTED + "pass_record.py",
+        "            raise PassDiffers(_DIFFERS)\n        # Neither",
+        "            self.ask(collective.describe())\n        # Neither",
+        SHARDED_PASS_TESTS,
+    ),
+    Mutant(
+        "ranks: a pass that differed once is never known again",
+        DISTRIBUTED + "pass_record.py",
+        "        if self._repeats[name] >= self._needed.get(name, 0):\n",
+        "        if not self._needed.get(name, 0):\n",
+        SHARDED_PASS_TESTS,
+    ),
+    Mutant(
+        "ranks: blocks of one shape are taken for each other",
+        DISTRIBUTED + "pass_record.py",
+        "        return [self.kind, self.place, self.outputs,",
+        "        return [self.kind, self.outputs,",
+        SHARDED_PASS_TESTS,
+    ),
+    Mutant(
+        "ranks: what an evaluation leaves behind changes the next pass",
+        DISTRIBUTED + "lockstep.py",
+        "            )\n        reset(self._model)\n",
+        "            )\n",
+        SHARDED_PASS_TESTS,
+    ),
+    Mutant(
+        "ranks: settings that are changed later are not looked at",
+        DISTRIBUTED + "lockstep.py",
+        "        refuse_changed_settings(self._model, self._groups, self._factor)\n",
+        "",
+        SHARDED_PASS_TESTS,
+    ),
+    Mutant(
+        "ranks: micro-batches of a rank that is not short keep samples that are gone",
+        "autobatch/training/lockstep_accumulation.py",
+        "            self._cut_again(progress)\n",
+        "            pass\n",
+        SHARDED_PASS_TESTS,
+    ),
+    Mutant(
+        "ranks: what is left after one sample was refused may be one sample",
+        "autobatch/training/lockstep_accumulation.py",
+        "        can_keep = can_keep and ONE_SAMPLE not in causes  # what is left may be a single sample\n",
+        "",
+        SHARDED_PASS_TESTS,
+    ),
+    Mutant(
+        "ranks: a rank that is short in a trial does not hear another one's error",
+        DISTRIBUTED + "lockstep.py",
+        """        agreement.meet("forward", short=name_error(error))\n""",
+        "        with suppress(RankFailed, RankLost):\n"
+        """            agreement.meet("forward", short=name_error(error))\n""",
+        SHARDED_FIT_TESTS,
+    ),
+    Mutant(
+        "ranks: modules may be sharded over other ranks",
+        DISTRIBUTED + "sharding_limits.py",
+        "    _refuse_other_ranks(model)\n",
+        "",
         SHARDED_FIT_TESTS,
     ),
 )

@@ -111,6 +111,14 @@ class Channel:
         self._lost = self._lost or self._explain(reason)
         return RankLost(self._lost)
 
+    def give_up(self, reason: str) -> RankLost:
+        """The error of this rank where others wait for it in vain; they find the reason when they no longer wait."""
+        own = f"rank {self.members[self.rank]} of {self.size} could not go on: {reason}"
+        if not self._lost:
+            _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", own))
+        self._lost = self._lost or own
+        return RankLost(self._lost)
+
     def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
         """Each rank's full length and the bytes of it that are in its slot."""
         said = bytearray((length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0"))

@@ -3,7 +3,7 @@
 Parameters that are sharded (``fully_shard``) are gathered inside each pass, so a rank that stopped in the middle of one
 would leave the others waiting. Here it takes part in the rest of the pass with zeros, all say how it went, and where
 memory has ended on one, all drop the pass and go on together. In a pass that nobody has seen yet they ask each other
-before each collective instead.
+before each collective instead. A rank whose pass turns out to be another than the known one drops it in the same way.
 
 Covers single passes, and blocks of several that are dropped as a whole. Does not cover which micro-batches are run
 again (``training.lockstep_accumulation``).
@@ -11,7 +11,8 @@ again (``training.lockstep_accumulation``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -19,17 +20,26 @@ from torch import nn
 
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.interrupts import deferred_interrupts
-from autobatch.distributed.pass_record import record_of
-from autobatch.distributed.sharding import reset
+from autobatch.distributed.pass_record import is_recorded, record_of
+from autobatch.distributed.sharding import divisor_of, param_groups, reset
+from autobatch.distributed.sharding_limits import refuse_changed_settings
 from autobatch.distributed.step_agreement import StepAgreement, name_error
-from autobatch.errors import DoesNotFit, RankFailed, RankLost
-from autobatch.memory.oom import is_oom
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument, RankFailed, RankLost
+from autobatch.memory.oom import describe_error, is_oom
 
-__all__ = ["Lockstep", "OtherRankShort"]
+__all__ = ["DIFFERS", "ONE_SAMPLE", "Lockstep", "OtherRankShort", "RunAgain"]
+
+DIFFERS = "the pass differs"
+ONE_SAMPLE = "the model refuses one sample"
+"""Why a pass is run again in which no memory has ended."""
 
 
 class OtherRankShort(DoesNotFit):
     """Memory has ended on another rank, in a pass that all have to end together."""
+
+
+class RunAgain(AutobatchError):
+    """All ranks drop a pass and run it again, though no memory has ended in it."""
 
 
 class Lockstep:
@@ -37,18 +47,41 @@ class Lockstep:
 
     Attributes:
         running: The pass that has begun and of which the ranks have not said how it went.
+        causes: Why the pass that was dropped last is run again, as any rank has said: ``DIFFERS``, ``ONE_SAMPLE``, or
+            ``"short"``.
+        divisor: What torch divides the sum of the ranks' gradients by.
     """
 
     def __init__(self, model: nn.Module, channel: Channel) -> None:
         """Nothing is recorded outside of a step."""
         self.running: Literal["forward", "backward"] | None = None
+        self.causes: frozenset[str] = frozenset()
         self._model, self._channel, self._record = model, channel, record_of(model)
+        self._groups = param_groups(model)
+        self._factor: float | None = self._groups[0].gradient_divide_factor
+        self.divisor = divisor_of(model)
         self._agreement: StepAgreement | None = None
         self._blocks = 0
 
     def begin(self, agreement: StepAgreement) -> None:
-        """A step begins, in which all ranks run the same number of micro-batches."""
+        """A step begins, in which all ranks run the same number of micro-batches.
+
+        Raises:
+            InvalidArgument: Something was set since this was made with which it cannot be run.
+            InvalidStep: Gradients wait to be summed over the ranks.
+        """
         self._agreement, self.running = agreement, None
+        self._settle()
+
+    def _settle(self) -> None:
+        """Make the passes begin as they always do: one that ran between two steps leaves parameters gathered."""
+        refuse_changed_settings(self._model, self._groups, self._factor)
+        if not all(map(is_recorded, self._groups)):
+            raise InvalidArgument(
+                "set_custom_all_gather() or set_custom_reduce_scatter() was called after Runner() was made: call it "
+                "before"
+            )
+        reset(self._model)
 
     def leave(self) -> None:
         """The step is over."""
@@ -81,38 +114,62 @@ class Lockstep:
         if self.running is None:
             return
         with deferred_interrupts():
+            self._record.check_end()
             self._ask(None)
             self._record.end()
             self.running, self._record.ask = None, None
 
-    def drop(self, reason: str | None) -> str:
-        """Drop the pass that is running: memory has ended in it, here or on another rank.
+    def drop(self, *, short: str | None = None, again: str | None = None) -> str:
+        """Drop the pass that is running, which all ranks will run again; ``causes`` says why.
 
         Args:
-            reason: Why it ended here, after which this rank still takes part in the rest of the pass; ``None`` where
-                another rank has said that it ended there.
+            short: Why memory ended in it here, after which this rank still takes part in the rest of the pass.
+            again: Why else it has to be run again: ``DIFFERS`` or ``ONE_SAMPLE``. Neither: another rank has said it.
 
         Returns:
             Which pass it was.
 
         Raises:
             RankFailed: Another rank has failed in it, in another way.
+            RankLost: Memory ended here in the rest of the pass, too.
         """
         assert self._agreement is not None and self.running is not None  # noqa: S101, PT018 - narrows for mypy
         name = self.running
-        if reason is not None:
+        if short is not None or again is not None:
             reset(self._model)  # first: it gives memory back, which the rest of the pass takes
-            self._record.play_rest()
-            self._agreement.meet(name, short=reason)
+            self._play_rest()
+            said = {"short": short} if short is not None else {"again": again}
+            self._hear(self._agreement.meet(name, **said))
+        if DIFFERS in self.causes:
+            self._record.forget(name)
         self._clear()
         return name
+
+    def _play_rest(self) -> None:
+        """Take part in the rest of the pass with zeros.
+
+        Raises:
+            RankLost: There is no memory for the zeros, so the others wait for this rank.
+        """
+        reason = ""
+        for _ in range(2):
+            try:
+                self._record.play_rest()
+            except Exception as error:
+                if isinstance(error, RankLost) or not is_oom(error):
+                    raise
+                reason = describe_error(error)
+            else:
+                return
+            gc.collect()
+        raise self._channel.give_up(f"memory ended while it took part in the rest of a pass with zeros: {reason}")
 
     def abandon(self, error: BaseException) -> None:
         """Tell the others of an error that ends the step here, unless all know; nothing is raised."""
         with suppress(Exception):  # the error that is on its way says more
             if self._agreement is not None and not self._agreement.is_over and not isinstance(error, RankLost):
                 if self.running is not None:
-                    self._record.play_rest()
+                    self._play_rest()
                 self._agreement.fail(error)
         with suppress(Exception):
             self._clear()
@@ -127,14 +184,17 @@ class Lockstep:
         """
         self._blocks += 1
         agreement = self._agreement = StepAgreement(self._channel, self._channel.agreed, self._blocks, call)
-        self._begin_pass("forward")
-        self._record.begin("")  # of which nothing is ever known: each collective is asked for
         try:
+            self._settle()
+            self._begin_pass("forward")
+            self._record.begin("")  # of which nothing is ever known: each collective is asked for
             yield
             self._ask(None)
         except BaseException as error:
-            _report(agreement, error)
-            self._clear()
+            try:
+                _report(agreement, error)
+            finally:
+                self._clear()
             raise
         finally:
             self.leave()
@@ -147,22 +207,34 @@ class Lockstep:
         """Say what comes next here, or that the pass is over."""
         assert self._agreement is not None and self.running is not None  # noqa: S101, PT018 - narrows for mypy
         heard = self._agreement.meet(self.running, next=collective)
+        self._hear(heard)
         short = {rank: one["short"] for rank, one in enumerate(heard) if "short" in one}
         if short:
             listed = "; ".join(f"rank {self._channel.members[rank]}: {reason}" for rank, reason in short.items())
             raise OtherRankShort(f"memory ended on another rank ({listed})")
+        if self.causes:
+            raise RunAgain(f"another rank runs this pass again ({', '.join(self.causes)})")
         if any(one["next"] != collective for one in heard):
             raise self._agreement.refuse(
                 RankFailed("the ranks' passes differ: each has to run the same sharded modules in the same order")
             )
 
+    def _hear(self, heard: Sequence[Mapping[str, Any]]) -> None:
+        """Note why any rank drops this pass."""
+        again = {one["again"] for one in heard if "again" in one}
+        self.causes = frozenset([*again, *(["short"] if any("short" in one for one in heard) else [])])
+
 
 def _report(agreement: StepAgreement, error: BaseException) -> None:
-    """Tell the others what has ended a block here, unless they said it."""
+    """Tell the others what has ended a block here, unless they said it.
+
+    Raises:
+        RankFailed: Memory has ended here, and another rank has failed in another way: there is no next block.
+        RankLost: Another rank is gone.
+    """
     if isinstance(error, OtherRankShort):
         return
     if isinstance(error, DoesNotFit) or is_oom(error):
-        with suppress(RankFailed, RankLost):
-            agreement.meet("forward", short=name_error(error))
+        agreement.meet("forward", short=name_error(error))
     else:
         agreement.fail(error)

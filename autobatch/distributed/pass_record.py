@@ -1,7 +1,8 @@
 """The collectives of a sharded model's forward and backward passes, written down as they happen.
 
-Covers which they are and in which order, taking part in the rest of a pass without running it, and asking before each
-collective of a pass that nobody has seen. Does not cover who asks, nor what the ranks say (``lockstep``).
+Covers which they are and in which order, taking part in the rest of a pass without running it, asking before each
+collective of a pass that is not known, and noticing one that differs from what is known. Does not cover who asks, nor
+what the ranks say (``lockstep``).
 """
 # ruff: noqa: SLF001 - torch has no public name for the collectives that a module uses now
 
@@ -16,9 +17,15 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.interrupts import deferred_interrupts
-from autobatch.distributed.sharding import sharded_modules
+from autobatch.distributed.sharding import param_groups
+from autobatch.errors import AutobatchError
 
-__all__ = ["Collective", "PassRecord", "record_of"]
+__all__ = ["Collective", "PassDiffers", "PassRecord", "is_recorded", "record_of"]
+
+_DIFFERS = "this pass gathers or scatters other parameters than the one before"
+
+_REPEATS = 3
+"""How often a pass has to repeat after one that differed before it is known again; doubled each time."""
 
 
 class Collective(NamedTuple):
@@ -26,6 +33,7 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: ``"gather"`` or ``"scatter"``.
+        place: Whose: of the model's ``param_groups``, which are the same on each rank.
         outputs: How many numbers it gives.
         inputs: How many it takes.
         dtype: Of both.
@@ -34,6 +42,7 @@ class Collective(NamedTuple):
     """
 
     kind: str
+    place: int
     outputs: int
     inputs: int
     dtype: torch.dtype
@@ -42,14 +51,18 @@ class Collective(NamedTuple):
 
     def describe(self) -> list[Any]:
         """What is the same on each rank."""
-        return [self.kind, self.outputs, self.inputs, str(self.dtype)]
+        return [self.kind, self.place, self.outputs, self.inputs, str(self.dtype)]
+
+
+class PassDiffers(AutobatchError):
+    """This pass is another than the known one, in which the other ranks are: all drop it, and ask in the next."""
 
 
 class PassRecord:
     """What one model's passes consist of.
 
     Attributes:
-        ask: Called before a collective that is not known to come next; raises where another rank will not come.
+        ask: Called before a collective of a pass that is not known; raises where another rank will not come.
             ``None`` outside of a pass.
         lose: Makes the error of a collective that broke off, from its reason.
     """
@@ -59,7 +72,9 @@ class PassRecord:
         self.ask: Callable[[list[Any]], None] | None = None
         self.lose: Callable[[str], BaseException] = RuntimeError
         self._known: dict[str, Sequence[Collective]] = {}
-        self._varying: set[str] = set()
+        self._latest: dict[str, Sequence[Collective]] = {}
+        self._repeats: dict[str, int] = {}
+        self._needed: dict[str, int] = {}
         self._name, self._now, self._is_followed = "", list[Collective](), False
 
     def begin(self, name: str) -> None:
@@ -67,27 +82,47 @@ class PassRecord:
         self._name, self._now = name, []
         self._is_followed = name in self._known
 
+    def check_end(self) -> None:
+        """Ask whether the pass may end here.
+
+        Raises:
+            PassDiffers: The known one has more collectives, in which the other ranks are.
+        """
+        if self._is_followed and len(self._now) < len(self._known[self._name]):
+            raise PassDiffers(_DIFFERS)
+
     def end(self) -> None:
         """The pass has run to its end, on each rank: the next one of its name is expected to be the same.
 
-        A pass that differs once is asked for in full from then on.
+        After one that differed it has to repeat a few times before, and more often each time.
         """
-        if self._name in self._varying:
+        name, latest = self._name, self._latest.get(self._name)
+        if self._is_followed:
             return
-        known = self._known.get(self._name)
-        if known is not None and _describe(known) != _describe(self._now):
-            del self._known[self._name]
-            self._varying.add(self._name)
-        elif known is None:
-            self._known[self._name] = tuple(self._now)
+        is_repeated = latest is not None and _describe(latest) == _describe(self._now)
+        self._repeats[name] = self._repeats.get(name, 0) + 1 if is_repeated else 0
+        self._latest[name] = tuple(self._now)
+        if self._repeats[name] >= self._needed.get(name, 0):
+            self._known[name] = self._latest[name]
+
+    def forget(self, name: str) -> None:
+        """A pass of this name differed on a rank, as all have heard: each asks before every collective again."""
+        if self._known.pop(name, None) is not None:
+            self._needed[name] = 2 * self._needed.get(name, 0) + _REPEATS
+            self._latest.pop(name, None)
 
     def take_part(self, collective: Collective, output: torch.Tensor, given: torch.Tensor) -> Any:
-        """Do a collective of the pass."""
+        """Do a collective of the pass.
+
+        Raises:
+            PassDiffers: Another one is known to come next. What follows ``ask``: its errors.
+        """
         if self.ask is None:
             return collective.call(output, given)
-        if not self._is_expected(collective):
-            self._is_followed = False
+        if not self._is_followed:
             self.ask(collective.describe())
+        elif not self._is_expected(collective):
+            raise PassDiffers(_DIFFERS)
         # Neither a budget nor an interrupt may end it: the others are in it.
         with deferred_interrupts(), _disable_current_modes():
             return self._call(collective, output, given)
@@ -102,31 +137,36 @@ class PassRecord:
         return work
 
     def _is_expected(self, collective: Collective) -> bool:
-        place = len(self._now)
-        known = self._known.get(self._name, ()) if self._is_followed else ()
+        place, known = len(self._now), self._known[self._name]
         return place < len(known) and known[place].describe() == collective.describe()
 
     @torch.no_grad()
     def play_rest(self) -> None:
-        """Take part in what is left of the pass with zeros, as its results are dropped on every rank."""
+        """Take part in what is left of the pass with zeros, as its results are dropped on every rank.
+
+        A second call goes on where the first has failed.
+        """
         if not self._is_followed:  # the others ask before each: they hear
             return
         with deferred_interrupts(), _disable_current_modes():
             for collective in self._known[self._name][len(self._now) :]:
-                given, output = (
-                    torch.zeros(count, dtype=collective.dtype, device=collective.device)
-                    for count in (collective.inputs, collective.outputs)
-                )
-                work = self._call(collective, output, given)
-                if isinstance(work, dist.Work):
-                    work.wait()
+                self._play(collective)
+
+    def _play(self, collective: Collective) -> None:
+        given, output = (
+            torch.zeros(count, dtype=collective.dtype, device=collective.device)
+            for count in (collective.inputs, collective.outputs)
+        )
+        work = self._call(collective, output, given)
+        if isinstance(work, dist.Work):
+            work.wait()
 
 
 class _Recorded:
     """A module's collective as it was, with a record of each call."""
 
-    def __init__(self, kind: str, inner: Any, record: PassRecord) -> None:
-        self.kind, self.inner, self.record = kind, inner, record
+    def __init__(self, kind: str, place: int, inner: Any, record: PassRecord) -> None:
+        self.kind, self.place, self.inner, self.record = kind, place, inner, record
 
     def allocate(self, *arguments: Any, **options: Any) -> torch.Tensor:
         memory: torch.Tensor = self.inner.allocate(*arguments, **options)
@@ -136,26 +176,26 @@ class _Recorded:
         def call(output: torch.Tensor, given: torch.Tensor) -> Any:
             return self.inner(output_tensor=output, input_tensor=given, **options)
 
-        collective = Collective(
-            self.kind, output_tensor.numel(), input_tensor.numel(), output_tensor.dtype, output_tensor.device, call
-        )
+        sizes = output_tensor.numel(), input_tensor.numel()
+        collective = Collective(self.kind, self.place, *sizes, output_tensor.dtype, output_tensor.device, call)
         return self.record.take_part(collective, output_tensor, input_tensor)
 
 
 def record_of(model: nn.Module) -> PassRecord:
     """The record of a sharded model; made with the first call. Outside of a pass it changes nothing."""
-    modules = sharded_modules(model)
-    record: PassRecord | None = None
-    for module in modules:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            record = getattr(group._all_gather_comm, "record", record)
-    record = record or PassRecord()
-    for module in modules:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            if not isinstance(group._all_gather_comm, _Recorded):
-                module.set_custom_all_gather(_Recorded("gather", group._all_gather_comm, record))
-                module.set_custom_reduce_scatter(_Recorded("scatter", group._reduce_scatter_comm, record))
+    groups = param_groups(model)
+    records = [group._all_gather_comm.record for group in groups if is_recorded(group)]
+    record = records[0] if records else PassRecord()
+    for place, group in enumerate(groups):
+        if not is_recorded(group):
+            group._all_gather_comm = _Recorded("gather", place, group._all_gather_comm, record)
+            group._reduce_scatter_comm = _Recorded("scatter", place, group._reduce_scatter_comm, record)
     return record
+
+
+def is_recorded(group: Any) -> bool:
+    """Whether the collectives of one of the model's ``param_groups`` are written down."""
+    return isinstance(group._all_gather_comm, _Recorded) and isinstance(group._reduce_scatter_comm, _Recorded)
 
 
 def _describe(collectives: Sequence[Collective]) -> list[list[Any]]:

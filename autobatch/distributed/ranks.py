@@ -25,7 +25,8 @@ from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
-from autobatch.distributed.sharding import group_of, is_sharded, refuse_unsupported_sharding
+from autobatch.distributed.sharding import group_of, is_sharded
+from autobatch.distributed.sharding_limits import refuse_unsupported_sharding
 from autobatch.distributed.step_agreement import name_error, was_told
 from autobatch.errors import InvalidArgument, RankFailed, RankLost
 from autobatch.state.tensor_header import is_uninitialized

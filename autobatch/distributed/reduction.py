@@ -158,7 +158,8 @@ class Reduction:
         for dtype in sorted({slot.dtype for slot in slots}, key=str):
             bucket = self._buckets[dtype]
             for parts in _fill_buckets([slot for slot in slots if slot.dtype is dtype], len(bucket)):
-                used = bucket[: sum(stop - start for _, start, stop in parts)]
+                with _disable_current_modes():  # what it raised would leave the others in the sum
+                    used = bucket[: sum(stop - start for _, start, stop in parts)]
                 _attempt(failures, lambda used=used, parts=parts: _read(used, parts, factor))  # type: ignore[misc]
                 self._sum_bucket(used)  # the others are in it too, whatever has failed here
                 _attempt(failures, lambda used=used, parts=parts: _write(used, parts))  # type: ignore[misc]

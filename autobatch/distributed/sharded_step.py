@@ -6,7 +6,7 @@ Covers the totals, the loss of all ranks, clipping and the update. Does not cove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import LossSlot
-from autobatch.distributed.shared_step import SharedStep
+from autobatch.distributed.sharding import has_shards
+from autobatch.distributed.shared_step import OTHERS_TRAINED, SharedStep, describe_slots, find_wanted, make_slots
 from autobatch.errors import InvalidStep
 from autobatch.state.gradients import gradient_dtype
 
@@ -71,10 +72,12 @@ class ShardedStep(SharedStep):
         return all(one["keep"] for one in self._agreement.meet("rewind", keep=can_keep))
 
     def _describe(self, earlier: Sequence[torch.Tensor | None]) -> str:
-        """Each rank has its own part of a gradient, so only whether it is there can be compared."""
-        return (
-            "".join("01"[gradient is not None] for gradient in earlier) if any(g is not None for g in earlier) else ""
-        )
+        """Each rank has its own part of a sharded gradient, so of that only whether it is there can be compared."""
+        there = [gradient for gradient in earlier if gradient is not None]
+        if not there:
+            return ""
+        whole = super()._describe([gradient for gradient in there if not has_shards(gradient)])
+        return "".join("01"[gradient is not None] for gradient in earlier) + whole
 
     @torch.no_grad()
     def combine(
@@ -88,21 +91,29 @@ class ShardedStep(SharedStep):
     ) -> torch.Tensor | None:
         """Make the loss that of all ranks, and correct gradients where the totals were not known before.
 
-        Arguments, result and errors are those of ``SharedStep.combine``; gradients were summed in the backward passes.
+        Arguments, result and errors are those of ``SharedStep.combine``; sharded gradients were summed in the backward
+        passes, and those of parameters that only the optimizer holds are summed here.
         """
         self._ranks.own_time.stop()
         device = next(parameter.device for parameter in parameters)
         reduction = self._ranks.reduction
-        reduction.reserve([], device)
+        whole = [parameter for parameter in parameters if parameter.requires_grad and not has_shards(parameter)]
+        slots = make_slots(whole, sums)
+        _multiply(whole, sums, 1 / self.lockstep.divisor)  # by which losses were multiplied, against torch's mean
+        reduction.reserve(whole, device)
         results = {dtype: torch.empty((), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
         with deferred_interrupts():
             said = self._agreement.meet(
                 "ready",
+                gradients=describe_slots(slots),
+                trains="".join("01"[parameter.requires_grad] for parameter in parameters if not has_shards(parameter)),
                 counted=None if unit is None else counted,
                 unit=unit,
                 runs=loss is not None,
                 wide=loss is not None and loss.dtype is torch.float64,
             )
+            if len({one["trains"] for one in said}) > 1:
+                raise self._agreement.refuse(InvalidStep(OTHERS_TRAINED))
             stated = [one["counted"] for one in said if one["runs"]]
             if len({one is None for one in stated}) > 1:
                 raise self._agreement.refuse(
@@ -115,8 +126,8 @@ class ShardedStep(SharedStep):
             unit = next(one["unit"] for one in said if one["runs"])
             factor = 1.0 if unit is None else unit / math.fsum(stated)
             last = LossSlot(loss, results[torch.float64 if any(one["wide"] for one in said) else torch.float32])
-            reduction.sum([last], factor)
-        _correct(parameters, sums, factor)
+            reduction.sum([*find_wanted(slots, said), last], factor)
+        _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)
         return last.result
 
     def begin_update(self, begin: Callable[[], None]) -> None:
@@ -132,13 +143,13 @@ class ShardedStep(SharedStep):
 
     def _clip(self, most: float) -> None:
         """As ``torch.nn.utils.clip_grad_norm_``, whose collectives would wait for a rank that fails."""
-        gradients = _local_gradients(self._optimizer)
-        said = self._agreement.meet("clip", square=_sum_squares(gradients))
-        norm = math.sqrt(math.fsum(one["square"] for one in said))
+        parts, whole = _split_gradients(self._optimizer)
+        said = self._agreement.meet("clip", square=_sum_squares(parts), whole=_sum_squares(whole))
+        norm = math.sqrt(math.fsum(one["square"] for one in said) + said[0]["whole"])  # which is the same on each rank
         self.gradient_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
         factor = most / (norm + 1e-6)
         if not factor >= 1:  # not "<": of a norm that is nan the factor is, too
-            for gradient in gradients:
+            for gradient in (*parts, *whole):
                 gradient.mul_(factor)
 
 
@@ -163,10 +174,20 @@ def _correct(
                 parameter.grad.mul_(factor)
 
 
-def _local_gradients(optimizer: Any) -> list[torch.Tensor]:
-    """This rank's part of each gradient that the optimizer uses."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [p.grad.to_local() for p in parameters if p.grad is not None]
+def _multiply(parameters: Sequence[torch.Tensor], sums: Mapping[torch.Tensor, torch.Tensor], factor: float) -> None:
+    """Multiply gradients, or their sums in float32."""
+    for parameter in parameters:
+        gradient = sums.get(parameter, parameter.grad)
+        if gradient is not None:
+            gradient.mul_(factor)
+
+
+def _split_gradients(optimizer: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Of the gradients that the optimizer uses, this rank's part of those that are sharded; and the others."""
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    parts = [gradient.to_local() for gradient in gradients if has_shards(gradient)]
+    return parts, [gradient for gradient in gradients if not has_shards(gradient)]
 
 
 def _sum_squares(gradients: Sequence[torch.Tensor]) -> float:

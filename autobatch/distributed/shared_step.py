@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -22,7 +23,9 @@ from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.errors import InvalidStep
 from autobatch.events.rank_step import RankStep
 
-__all__ = ["SharedStep"]
+__all__ = ["OTHERS_TRAINED", "SharedStep", "describe_slots", "find_wanted", "make_slots"]
+
+OTHERS_TRAINED = "the ranks train different parameters: make and freeze the same ones on each"
 
 
 class SharedStep:
@@ -118,54 +121,44 @@ class SharedStep:
             RankLost: A rank is gone.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in trained):
-            raise InvalidStep("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
+        slots = make_slots(trained, sums)
         # Before the others hear that this rank is ready: here memory may end.
         self._ranks.reduction.reserve(trained)
         results = {
             dtype: torch.empty((), dtype=dtype, device=trained[0].device) for dtype in (torch.float32, torch.float64)
         }
-        slots = [GradientSlot(parameter, sums) for parameter in trained]
         with deferred_interrupts():  # from the others' point of view this rank is in the sum now
             trains = "".join("01"[parameter.requires_grad] for parameter in parameters)
-            union, total, is_wide = self._get_ready(slots, trains, loss, counted, unit)
-            if not any(union):
+            wanted, total, is_wide = self._get_ready(slots, trains, loss, counted, unit)
+            if not wanted:
                 self._agreement.end()
                 return None
             last = LossSlot(loss, results[torch.float64 if is_wide else torch.float32])
-            wanted = [slot for slot, has_any in zip(slots, union, strict=True) if has_any]
             self._ranks.reduction.sum([*wanted, last], 1.0 if unit is None else unit / total)
         sums.clear()
         return last.result
 
     def _get_ready(
         self, slots: Sequence[GradientSlot], trains: str, loss: torch.Tensor | None, counted: float, unit: float | None
-    ) -> tuple[list[bool], float, bool]:
-        """Which gradients any rank has, what all have counted, and whether the loss is summed in float64."""
+    ) -> tuple[list[GradientSlot], float, bool]:
+        """Those of which any rank has a gradient, what all have counted, and whether the loss is summed in float64."""
         self._ranks.own_time.stop()
-        bits = "".join("1" if slot.has_any() else "0" for slot in slots)
         said = self._agreement.meet(
             "ready",
-            gradients=f"{int(bits or '0', 2):x}",
+            gradients=describe_slots(slots),
             trains=f"{len(trains)} {int(trains or '0', 2):x}",
             counted=None if unit is None else counted,
             runs=loss is not None,
             wide=loss is not None and loss.dtype is torch.float64,
         )
         if len({one["trains"] for one in said}) > 1:
-            raise self._agreement.refuse(
-                InvalidStep("the ranks train different parameters: make and freeze the same ones on each")
-            )
+            raise self._agreement.refuse(InvalidStep(OTHERS_TRAINED))
         stated = [one["counted"] for one in said if one["runs"]]
         if len({one is None for one in stated}) > 1:
             raise self._agreement.refuse(
                 InvalidStep("step() states a count (Mean, Sum) on one rank and none on another: always state it")
             )
-        union = 0
-        for one in said:
-            union |= int(one["gradients"], 16)
-        flags = [digit == "1" for digit in f"{union:b}".zfill(len(slots))] if slots else []
-        return flags, math.fsum(one or 0.0 for one in stated), any(one["wide"] for one in said)
+        return find_wanted(slots, said), math.fsum(one or 0.0 for one in stated), any(one["wide"] for one in said)
 
     def begin_update(self, begin: Callable[[], None]) -> None:
         """Call ``begin`` when no rank has anything left that could fail before the optimizer's step.
@@ -202,6 +195,34 @@ class SharedStep:
             "done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()}
         )
         return tuple(RankStep(rank=rank, **one["did"]) for rank, one in enumerate(said))
+
+
+def make_slots(
+    parameters: Sequence[torch.Tensor], sums: MutableMapping[torch.Tensor, torch.Tensor]
+) -> list[GradientSlot]:
+    """The parameters' gradients, to be summed.
+
+    Raises:
+        InvalidStep: One is sparse.
+    """
+    if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
+        raise InvalidStep("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
+    return [GradientSlot(parameter, sums) for parameter in parameters]
+
+
+def describe_slots(slots: Sequence[GradientSlot]) -> str:
+    """Which of them this rank has a gradient of."""
+    bits = "".join("1" if slot.has_any() else "0" for slot in slots)
+    return f"{int(bits or '0', 2):x}"
+
+
+def find_wanted(slots: Sequence[GradientSlot], said: Sequence[Mapping[str, Any]]) -> list[GradientSlot]:
+    """Those of which any rank has said that it has a gradient."""
+    union = 0
+    for one in said:
+        union |= int(one["gradients"], 16)
+    digits = f"{union:b}".zfill(len(slots))
+    return [slot for slot, digit in zip(slots, digits, strict=False) if digit == "1"]
 
 
 def _digest(gradients: Sequence[torch.Tensor | None]) -> str:

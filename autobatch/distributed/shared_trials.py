@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autobatch.distributed.ranks import Ranks
-from autobatch.distributed.sharding import gathered_tensors
+from autobatch.distributed.sharding import gathered_tensors, unsharded_parameters
 from autobatch.records import Trial
 
 __all__ = ["SharedTrials"]
@@ -43,6 +43,10 @@ class SharedTrials:
     def gathered_tensors(self) -> list[torch.Tensor]:
         """Memory into which parameters are gathered, and which is freed between passes."""
         return gathered_tensors(self._ranks.model) if self._ranks is not None and self.are_shared else []
+
+    def unsharded_parameters(self) -> list[torch.Tensor]:
+        """What stands for parameters in a graph, where they are sharded."""
+        return unsharded_parameters(self._ranks.model) if self._ranks is not None and self.are_shared else []
 
     def agree(self, trial: Trial) -> Trial:
         """The trial as the worst rank has measured it."""

@@ -80,7 +80,6 @@ class Probe:
         # What is compiled is not recorded, since that would run it eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
         self._learnt = StepState(self.workload.model, self.device.torch_device, records=not self._is_compiled)
-        self._leaves_are_known = self.shared.are_shared  # a graph ends at unsharded parameters
         self.state.rewind()
 
     def run(self, size: int) -> Trial:
@@ -231,6 +230,7 @@ class Probe:
             shrink=end,
             in_float32=self.in_float32,
             leaves_are_known=self._leaves_are_known,
+            stand_ins=self.shared.unsharded_parameters,
             known_state=self._learnt,
             stands_for=-(-self.target // size) if self.target > size else 0,
         )

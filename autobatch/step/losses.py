@@ -16,7 +16,18 @@ import torch
 from autobatch.errors import InvalidBatch, InvalidStep
 from autobatch.state.gradients import NARROW
 
-__all__ = ["Mean", "Part", "PerStep", "Sum", "Term", "Weigh", "read_terms", "read_weights", "states_counts"]
+__all__ = [
+    "Mean",
+    "Part",
+    "PerStep",
+    "Sum",
+    "Term",
+    "Weigh",
+    "losses_of",
+    "read_terms",
+    "read_weights",
+    "states_counts",
+]
 
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
 _Kind = Literal["mean", "sum", "per step", "part"]
@@ -161,6 +172,15 @@ def _read_term(name: str, returned: Any) -> Term:
             + ("; what is no loss goes beside it: return (losses, aux)" if name else "")
         )
     return Term(name, loss.reshape(()), kind, count, loss.dtype in NARROW)
+
+
+def losses_of(returned: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a step's loss by term, as far as they are some; reads no count, and refuses nothing."""
+    terms = returned if isinstance(returned, Mapping) else {"": returned}
+    losses = {
+        str(name): term.loss if isinstance(term, Mean | Sum | PerStep | Part) else term for name, term in terms.items()
+    }
+    return {name: loss for name, loss in losses.items() if isinstance(loss, torch.Tensor)}
 
 
 def states_counts(returned: Any) -> bool:

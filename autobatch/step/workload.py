@@ -136,9 +136,9 @@ class Workload:
         guard.parameters = parameters
         return guard
 
-    def check_leaves(self, loss: torch.Tensor) -> None:
-        """``check_leaves`` with the parameters of the model and the optimizer."""
-        check_leaves(loss, self.parameters())
+    def check_leaves(self, loss: torch.Tensor, stand_ins: Iterable[torch.Tensor] = ()) -> None:
+        """``check_leaves`` with the parameters of the model and the optimizer, and what stands for them in a graph."""
+        check_leaves(loss, [*self.parameters(), *stand_ins])
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:

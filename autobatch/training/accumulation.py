@@ -60,6 +60,7 @@ class Accumulation:
         in_float32: Whether gradients in bfloat16 and float16 of several micro-batches are added up in float32.
         smallest: The fewest samples that the model can run; no batch is cut into smaller micro-batches.
         leaves_are_known: Whether the first graph was searched for parameters outside model and optimizer already.
+        stand_ins: What stands for parameters of the model in a graph: those of ``fully_shard`` are gathered.
         known_state: What its steps are known to change; default: nothing yet.
         state: The same, learnt as steps run.
         stands_for: Micro-batches of the step of which a trial runs the first two: sparse gradients get the rows that
@@ -77,6 +78,7 @@ class Accumulation:
     in_float32: bool = True
     smallest: int = 1
     leaves_are_known: bool = False
+    stand_ins: Callable[[], Sequence[torch.Tensor]] = tuple
     known_state: StepState | None = None
     stands_for: int = 0
     keep: Sequence[Any] = ()
@@ -214,18 +216,20 @@ class Accumulation:
         if divided is not None:
             loss = divided[0]
             if not self.leaves_are_known:
-                self.workload.check_leaves(loss)
+                self.workload.check_leaves(loss, self.stand_ins())
                 self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
-            loss = loss if self.scale is None else self.scale(loss)
-            if self.backward is None:
-                loss.backward()
-            else:
-                self.backward(loss)
+            self._run_backward(loss if self.scale is None else self.scale(loss), micro_batch, progress)
         if self.state.may_be_sparse or stamps.any_sparse:
             self._join_sparse_rows(progress, stamps)
         if [*map(_VERSION, progress.batch)] != progress.versions and not self.state.is_looked_over:
             refuse_write(stays=not self.owns_batches)
         return divided, aux
+
+    def _run_backward(self, loss: torch.Tensor, micro_batch: MicroBatch, progress: AccumulationState) -> None:
+        if self.backward is None:
+            loss.backward()
+        else:
+            self.backward(loss)
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
         transaction.begin_micro_batch(self._try_twice(_COPYING, self.state.begin_micro_batch, transaction.start))

@@ -7,32 +7,39 @@ not cover a single pass (``distributed.lockstep``), nor what is the same on one 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 from autobatch.batch.layout import Layout, describe, map_tensors
-from autobatch.batch.tree import tensors_of
 from autobatch.distributed.interrupts import deferred_interrupts
-from autobatch.distributed.lockstep import Lockstep, OtherRankShort
+from autobatch.distributed.lockstep import DIFFERS, ONE_SAMPLE, Lockstep, OtherRankShort, RunAgain
+from autobatch.distributed.pass_record import PassDiffers
 from autobatch.distributed.sharded_step import ShardedStep
-from autobatch.distributed.sharding import gathered_tensors
+from autobatch.distributed.sharding import gathered_tensors, unsharded_parameters
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import GradientsAside, GradientStamps
+from autobatch.step.batch_norm import refuses_one_sample
+from autobatch.step.losses import losses_of
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation, UpdateFunction
 from autobatch.training.accumulation_state import AccumulationState
 from autobatch.training.loss_denominators import DividedLoss
 from autobatch.training.micro_batches import MicroBatch, find_least_size, join
+from autobatch.training.model_outputs import ModelOutput, collect_outputs, edges_of, find_reached, run_zero_backward
 from autobatch.training.transaction import Transaction
 
 __all__ = ["LockstepAccumulation"]
+
+_SPARE = 2
+"""Samples that are kept for passes that count for nothing: that many if the model turns out to refuse one."""
 
 
 @dataclass
@@ -47,13 +54,15 @@ class LockstepAccumulation(Accumulation):
     _spare: Layout | None = None
     _is_short: bool = False
     _ended_in: str = ""
-    _zeros: Sequence[torch.Tensor] = ()
-    _states_none: bool = False  # whether the step returns its loss alone, so that no micro-batch counts for nothing
+    _outputs: Sequence[ModelOutput] = ()
+    _losses: Mapping[str, GradientEdge] = field(default_factory=dict)
+    _runs_spare: bool = False
+    _states_none: bool = False  # whether the step returns one loss as it is, so that no micro-batch counts for nothing
 
     def __post_init__(self) -> None:
         """End the forward pass where the user's step returns."""
         super().__post_init__()
-        self.leaves_are_known = True  # a graph ends at unsharded parameters, which are in neither model nor optimizer
+        self.stand_ins = partial(unsharded_parameters, self.workload.model)
         self._inner: Workload = self.workload
         self.workload = self._inner.around(self._run_forward, weigh=self._inner.weigh)
 
@@ -74,40 +83,57 @@ class LockstepAccumulation(Accumulation):
         self._shared = shared
         try:
             if self._spare is None and batches:
-                self._spare = self._try_twice("copying a sample", _copy_samples, batches[0], self.smallest)
+                self._spare = self._try_twice("copying a sample", _copy_samples, batches[0], max(_SPARE, self.smallest))
             return super().run(batches, largest, update, shared)
         finally:
             self._shared = None
 
     def _run_forward(self, _: nn.Module, samples: Any) -> Any:
-        if self._states_none:
+        if self._states_none and not self._runs_spare:
             returned = self._inner.call_step(samples)
         else:
-            with _collect_zeros(self._inner.model) as self._zeros:
+            with collect_outputs(self._inner.model) as outputs:
                 returned = self._inner.call_step(samples)
-            self._states_none = type(returned) is torch.Tensor
+            loss = returned[0] if isinstance(returned, tuple) and returned else returned
+            self._outputs, self._losses = outputs, edges_of(losses_of(loss))
+            self._states_none = isinstance(loss, torch.Tensor)
         self._lockstep.start("backward")
         return returned
 
     def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
         """Run those of this rank, and passes that count for nothing where another rank has more."""
+        self._is_short, again = False, None
         try:
             spares = self._agree_on_number(progress) - _count(progress)
             reason = super()._run_micro_batches(progress, transaction)
             if reason is None and spares > 0:
-                reason = self._run_spares(spares, transaction)
+                reason = self._run_spares(spares, progress, transaction)
             if reason is None:
                 self._lockstep.finish()
                 return None
             self._is_short = True
-        except OtherRankShort as error:
-            reason, self._is_short = str(error), False
+        except (OtherRankShort, RunAgain) as error:
+            reason = str(error)
         except BaseException as error:
-            self._lockstep.abandon(error)
-            raise
+            again, reason = self._find_cause(error), str(error)
+            if again is None:
+                self._lockstep.abandon(error)
+                raise
+        finally:
+            self._forget_graph()
         # Only now, after the ``except`` block, are the frames of the failed pass gone.
-        self._ended_in = self._lockstep.drop(reason if self._is_short else None)
+        self._ended_in = self._lockstep.drop(short=reason if self._is_short else None, again=again)
         return reason
+
+    def _find_cause(self, error: BaseException) -> str | None:
+        """Why all ranks can run the pass again in which this came; ``None``: it is the user's."""
+        if isinstance(error, PassDiffers):
+            return DIFFERS
+        is_refusal = self.smallest == 1 and refuses_one_sample(error) and self._lockstep.running is not None
+        return ONE_SAMPLE if is_refusal else None
+
+    def _forget_graph(self) -> None:
+        self._outputs, self._losses = (), {}
 
     def _open(
         self, shared: SharedStep, progress: AccumulationState, batches: Sequence[Layout], aside: GradientsAside
@@ -137,16 +163,38 @@ class LockstepAccumulation(Accumulation):
         self._lockstep.start("forward")
         divided, aux = super()._run_micro_batch(micro_batch, progress, stamps)
         if divided is None:  # the step has counted nothing, but the other ranks run their backward pass
-            self._run_empty_backward(self._zeros)
-        self._zeros = []
+            run_zero_backward(self._find_counted(progress))
+        self._forget_graph()
         if self._sums.hooks:
             self._sums.take_in(stamps.parameters)  # torch calls no hook of a sharded parameter
         return divided, aux
 
+    def _run_backward(self, loss: torch.Tensor, micro_batch: MicroBatch, progress: AccumulationState) -> None:
+        """Also from what only a term uses that counts for nothing here: on other ranks it may count."""
+        absent = {name for name, weight in micro_batch.weights.items() if not weight}
+        zeros = self._find_counted(progress, absent) if absent else []
+        if not zeros:
+            super()._run_backward(loss, micro_batch, progress)
+        elif self.backward is None:
+            run_zero_backward(zeros, loss)
+        else:
+            raise InvalidStep(
+                f"backward= cannot be used where a term ({', '.join(sorted(absent))}) counts for nothing on one rank and "
+                f"parameters are sharded: leave backward= out"
+            )
+
+    def _find_counted(self, progress: AccumulationState, names: Container[str] | None = None) -> list[ModelOutput]:
+        """What the model has returned that the losses of these names use, as far as they count on any rank."""
+        totals = progress.denominators.weights
+        counted = [
+            edge for name, edge in self._losses.items() if totals.get(name, 1) and (names is None or name in names)
+        ]
+        return find_reached(counted, self._outputs)
+
     def _find_apart(self) -> Sequence[torch.Tensor]:
         return gathered_tensors(self.workload.model)
 
-    def _run_spares(self, number: int, transaction: Transaction) -> str | None:
+    def _run_spares(self, number: int, progress: AccumulationState, transaction: Transaction) -> str | None:
         """Run passes whose gradient is 0; returns why memory ended."""
         handled = sys.exc_info()[1]
         if self._spare is None:
@@ -154,44 +202,40 @@ class LockstepAccumulation(Accumulation):
                 "this rank has no samples, and had none before: parameters are sharded, so each rank has to run the "
                 "model; give it at least one sample in its first step"
             )
+        self._runs_spare = True
         try:
             with self.workload.guard(transaction.parameters):
                 for _ in range(number):
-                    self._run_spare(self._spare, transaction)
+                    self._run_spare(self._spare, progress, transaction)
         except Exception as error:
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 raise
             return describe_error(error, handled=handled)
+        finally:
+            self._runs_spare = False
         return None
 
-    def _run_spare(self, spare: Layout, transaction: Transaction) -> None:
+    def _run_spare(self, spare: Layout, progress: AccumulationState, transaction: Transaction) -> None:
         self._lockstep.start("forward")
         here = self.state.begin_micro_batch(transaction.start)
-        (micro_batch,) = self._cut([(spare, 0, spare.count)], None)
-        with _collect_zeros(self.workload.model) as zeros:
-            self.workload.call_step(self._move(micro_batch))
-        self._run_empty_backward(zeros)
+        (micro_batch,) = self._cut([(spare, 0, self.smallest)], None)
+        self.workload.call_step(self._move(micro_batch))
+        run_zero_backward(self._find_counted(progress))
+        self._forget_graph()
         here.restore()
-
-    def _run_empty_backward(self, zeros: Sequence[torch.Tensor]) -> None:
-        """A backward pass whose gradients are 0."""
-        if not zeros:
-            raise InvalidStep(
-                "step() did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
-                "micro-batch has to run a backward pass: return the loss of what the model has returned"
-            )
-        (self.backward or torch.Tensor.backward)(sum(zeros[1:], start=zeros[0]))
 
     def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
         """Go back with all other ranks, and cut this one's samples smaller where its own memory has ended."""
         assert self._shared is not None  # noqa: S101 - narrows for mypy
+        causes = self._lockstep.causes
         ran_spare = self._is_short and not _count(progress)
-        if progress.todo:
+        if progress.todo and "short" in causes:
             progress.fail()
         divides = not self._is_short or (
             not ran_spare and find_least_size(join(progress.todo), self.smallest) < progress.failed_size
         )
         can_keep = self._ended_in == "forward" and divides and transaction.can_keep(progress)
+        can_keep = can_keep and ONE_SAMPLE not in causes  # what is left may be a single sample
         keeps = self._shared.agree_to_keep(can_keep=can_keep)
         transaction.rewind(progress, reason, can_divide_rest=keeps)
         self.device.reclaim()
@@ -200,8 +244,23 @@ class LockstepAccumulation(Accumulation):
                 f"memory ended in a micro-batch of {self.smallest} that counts for nothing, which this rank runs as "
                 f"others have more ({reason}); everything is as before the step"
             )
+        if ONE_SAMPLE in causes:
+            self.smallest = 2
         if self._is_short:
             self._divide_anew(progress, reason)
+        elif progress.todo:
+            self._cut_again(progress)
+
+    def _cut_again(self, progress: AccumulationState) -> None:
+        """Cut the same micro-batches: the samples of one that has run are gone, and some may be too small."""
+        size = min(micro_batch.size for micro_batch in progress.todo)
+        if size < self.smallest:
+            largest = max(micro_batch.size for micro_batch in progress.todo)
+            parts = self._cut(join(progress.todo), largest)
+        else:
+            ranges = [(one.layout, one.start, one.stop) for one in progress.todo]
+            parts = [part for one in ranges for part in self._cut([one], None)]
+        progress.retry_with(parts)
 
 
 def _count(progress: AccumulationState) -> int:
@@ -210,25 +269,6 @@ def _count(progress: AccumulationState) -> int:
 
 
 def _copy_samples(layout: Layout, count: int) -> Layout:
-    """The first samples of a batch, for a step in which this rank has none."""
-    samples = layout.take(0, min(count, layout.count))
-    return describe(map_tensors(samples, lambda tensor: tensor.detach().clone()), like=layout)
-
-
-@contextmanager
-def _collect_zeros(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """For what the model returns inside the block: 0, with its graph.
-
-    Not made of the loss: one whose labels are all ignored is nan, and so is its gradient times 0. What a sum keeps for
-    its backward pass is a shape.
-    """
-    zeros: list[torch.Tensor] = []
-
-    def collect(_: nn.Module, __: Any, output: Any) -> None:
-        zeros.extend(tensor.sum() * 0 for tensor in tensors_of(output) if tensor.requires_grad)
-
-    handle = model.register_forward_hook(collect)
-    try:
-        yield zeros
-    finally:
-        handle.remove()
+    """The first samples of a batch, for a step in which this rank has none; repeated where it has fewer."""
+    samples = map_tensors(layout.grow(count), lambda tensor: tensor.detach().clone())
+    return describe(samples, like=layout, samples=count)

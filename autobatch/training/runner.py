@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -376,13 +377,15 @@ class StepRunner:
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
     ) -> tuple[AccumulationState | None, bool]:
         pace_before, apply = self._pace, self._update.run if update and self._update is not None else None
+        if self._accumulation.smallest > self._pace.smallest:  # of sharded parameters all ranks learn it inside a step
+            self._pace = pace_before = replace(self._pace, smallest=self._accumulation.smallest)
         if self._accumulation.smallest > 1:
             refuse_larger_micro_batches(layouts, self.plan, self._accumulation.smallest, self._workload.model)
         try:
             return self._accumulation.run(layouts, pace_before.size, apply, shared), False
         except BaseException as error:
             self._pace = pace_before  # a step that was undone does not count
-            if self._accumulation.smallest > 1 or not refuses_one_sample(error):
+            if self._is_sharded or self._accumulation.smallest > 1 or not refuses_one_sample(error):
                 raise
         # A plan without trials does not know it. Everything is as before the step: it can be run again.
         self._accumulation.smallest = 2

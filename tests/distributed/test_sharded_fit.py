@@ -10,7 +10,7 @@ import torch.distributed as dist
 from builders.rank_faults import needs_sharding, shard
 from builders.ranks import run_ranks, values_of
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn import functional as F
 from workloads import bits_of, differences
@@ -41,6 +41,15 @@ def failing_step(model, batch):
     loss = mean_step(model, batch)
     if dist.get_rank() == 1 and len(batch[0]) > 2:
         raise ValueError("my own bug")
+    return loss
+
+
+def short_or_failing_step(model, batch):
+    """Memory ends on one rank where the other one has an error of its own, before they meet again."""
+    loss = mean_step(model, batch)
+    if len(batch[0]) > 2:
+        is_short = dist.get_rank() == 0
+        raise torch.OutOfMemoryError("CUDA out of memory") if is_short else ValueError("my own bug")
     return loss
 
 
@@ -87,6 +96,8 @@ def refuse_all():
     for group in offloaded._get_fsdp_state()._fsdp_param_groups:
         group.offload_policy = CPUOffloadPolicy()  # only afterwards: torch makes such a model on a machine with a GPU
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    elsewhere = Wide()
+    fully_shard(elsewhere[2], mesh=DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("other", "shard"))["shard"])
     models = {
         "a part": part,
         "ignored": ignoring,
@@ -94,6 +105,7 @@ def refuse_all():
         "uneven": uneven,
         "hybrid": fully_shard(Wide(), mesh=mesh),
         "offloaded": offloaded,
+        "elsewhere": fully_shard(elsewhere),
     }
     return {name: fail(lambda model=model: fit(model)) for name, model in models.items()}
 
@@ -114,10 +126,11 @@ def fit_all():
     found["nothing fits"] = fail(lambda: fit(model, optimizer=optimizer, budget="4MiB" if rank else BUDGET))
     found["speed"] = fail(lambda: fit(model, share="speed"))
     found["strict"] = fail(lambda: fit(model, check="raise", max_micro_batch=100))
-    try:
-        fit(model, step=failing_step)
-    except Exception as error:
-        found["an error"] = f"{type(error).__name__}: {error}"
+    for name, step in (("an error", failing_step), ("an error beside a shortage", short_or_failing_step)):
+        try:
+            fit(model, step=step)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
     found["after an error"] = describe(fit(model, optimizer=optimizer))
     found["changed"] = differences(bits_of(model, optimizer), before)
     scaler = torch.amp.GradScaler("cpu")
@@ -176,7 +189,7 @@ def test_the_plan_is_what_the_runner_needs():
 
 
 def test_it_leaves_no_trace_on_any_rank():
-    """After six plans and three errors."""
+    """After six plans and four errors."""
     assert results_of("changed") == [[], []]
 
 
@@ -190,9 +203,10 @@ def test_the_split_is_not_checked():
         )
 
 
-def test_an_error_in_a_trial_of_one_rank_ends_fit_on_all():
-    """It gets its own error, the others hear which rank and why."""
-    first, second = results_of("an error")
+@pytest.mark.parametrize("name", ["an error", "an error beside a shortage"])
+def test_an_error_in_a_trial_of_one_rank_ends_fit_on_all(name):
+    """It gets its own error, the others hear which rank and why; so does one that runs out of memory there."""
+    first, second = results_of(name)
     assert second == "ValueError: my own bug"
     assert first.startswith("RankFailed: trial ")
     assert first.endswith("was undone on every rank, as it could not be done on one: rank 1: ValueError: my own bug")
@@ -230,6 +244,15 @@ REFUSALS = {
     ),
     "offloaded": "fully_shard(offload_policy=CPUOffloadPolicy()) is not supported: leave it out",
 }
+
+
+def test_a_module_that_is_sharded_over_other_ranks_is_refused():
+    """Nobody else would have its part of the gradient."""
+    for rank, text in enumerate(results_of("elsewhere")):
+        assert text == (
+            f"InvalidArgument: the parameter 2.weight is sharded over the ranks [{rank}], and 0.weight over [0, 1]: "
+            f"call fully_shard() with the same mesh on each module"
+        )
 
 
 @pytest.mark.parametrize(("name", "text"), REFUSALS.items())
