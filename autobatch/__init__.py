@@ -16,6 +16,7 @@ from autobatch.torch_internals import import_torch
 
 if TYPE_CHECKING:
     from autobatch import batches, hooks, testing
+    from autobatch.batch.lengths import Lengths
     from autobatch.distributed.share_sampler import ShareSampler
     from autobatch.errors import (
         AutobatchError,
@@ -50,6 +51,7 @@ __all__ = [
     "InvalidArgument",
     "InvalidBatch",
     "InvalidStep",
+    "Lengths",
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
@@ -77,6 +79,7 @@ _MODULES = {
     "hooks": "autobatch.hooks",
     "testing": "autobatch.testing",
     "DeviceInfo": "autobatch.records",
+    "Lengths": "autobatch.batch.lengths",
     "Mean": "autobatch.step.losses",
     "MemoryCurve": "autobatch.planning.curve",
     "PerStep": "autobatch.step.losses",

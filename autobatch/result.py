@@ -28,6 +28,8 @@ class StepResult:
             a micro-batch that was not run because it counts for nothing.
         skipped: Whether nothing was done because there was nothing to take a mean over (all labels ignored): then
             ``loss`` is nan, no micro-batch is committed, and everything is as before.
+        samples: With ``lengths``, by which samples are sorted, the rows of each committed micro-batch in the batch, as
+            ``aux`` has them; of several batches counted on. Empty without: samples come in their own order.
         ranks: What each rank did, by rank: samples, retries, peak and its own seconds; empty where there is one rank.
     """
 
@@ -39,6 +41,7 @@ class StepResult:
     aux: tuple[Any, ...] = ()
     skipped: bool = False
     ranks: tuple[RankStep, ...] = ()
+    samples: tuple[tuple[int, ...], ...] = ()
 
     def __init__(  # noqa: PLR0917 - as dataclasses make it
         self,
@@ -50,6 +53,7 @@ class StepResult:
         aux: tuple[Any, ...] = (),
         skipped: bool = False,  # noqa: FBT001, FBT002 - in the order of the fields, as dataclasses have it
         ranks: tuple[RankStep, ...] = (),
+        samples: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         """All fields in one write: a frozen dataclass writes each by a call, 17 us in each step (2 CPU cores)."""
         vars(self).update(
@@ -61,6 +65,7 @@ class StepResult:
             aux=aux,
             skipped=skipped,
             ranks=ranks,
+            samples=samples,
         )
 
     def metrics(self) -> dict[str, int | float]:

@@ -26,7 +26,9 @@ from autobatch.step.workload import Workload
 __all__ = ["fingerprint"]
 
 
-def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_size: int) -> str:
+def fingerprint(
+    workload: Workload, example: Layout, device: DeviceInfo, world_size: int, lengths: Callable[..., Any] | None = None
+) -> str:
     """A hexadecimal digest of 32 characters: equal where an earlier plan may be confirmed by one trial.
 
     Of ``example`` one sample's shapes count, not how many there are; who else is on the device does not count.
@@ -50,6 +52,7 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
         "software": [torch.__version__, str(torch.version.cuda)],
         "device": [device.kind, device.name, device.total_bytes, device.driver],
         "world_size": world_size,
+        **({} if lengths is None else {"lengths": _spell_code(lengths)}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

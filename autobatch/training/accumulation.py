@@ -357,6 +357,7 @@ class Accumulation:
             reason=reason,
             least_size=find_least_size(ranges, self.smallest),
             ended_in=progress.phase,
+            failed_scale=progress.failed_scale,
         )
         smaller = self._cut(ranges, self.shrink(shortage))
         check_additive(todo, smaller)

@@ -18,6 +18,7 @@ from torch import nn
 from autobatch._arguments import check_choice
 from autobatch._wrappers import unwrap_for_training, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
+from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
     Ranks,
     all_or_none,
@@ -52,7 +53,9 @@ from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
+from autobatch.training.micro_batches import find_scale, rows_of
 from autobatch.training.optimizer_step import Update, check_options
+from autobatch.training.sample_lengths import SampleLengths
 from autobatch.training.step_errors import (
     check_plan,
     check_rank,
@@ -85,6 +88,7 @@ class Runner:
         optimizer: Any,
         *,
         weigh: Weigh | None = None,
+        lengths: Lengths | LengthOf | None = None,
         device: torch.device | str | Device | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
@@ -105,6 +109,8 @@ class Runner:
             optimizer: Stepped once a step; ``None`` if only ``accumulate`` is used. Lightning's wrapper is stepped
                 itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its scaler.
             weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
+            lengths: How long samples are, as in ``fit``, where the plan was made with it: each batch is divided by
+                length, and micro-batches are trimmed to their longest sample.
             scaler: Scales each loss, and unscales, steps and updates once a step.
             max_grad_norm: Clip the norm of the gradients of all parameters that the optimizer holds, before the update.
             scheduler: Its ``step()`` is called after each step in which the optimizer stepped.
@@ -145,7 +151,8 @@ class Runner:
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
             self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
             self._accumulation = self._make_accumulation(scaler, check_objects(keep))
-            self._pace = _set_pace(plan, self._workload, plan.smallest_micro_batch)
+            self._lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=self._is_sharded)
+            self._pace = self._set_pace(plan.smallest_micro_batch)
             self._layout = Layout(None, 0, plan.batch_lists)
             self._sizes_seen = {sum(plan.micro_batch_sizes)}
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
@@ -255,7 +262,9 @@ class Runner:
         try:
             if shared is not None:
                 shared.begin()
-            layouts = self._describe([*batches])
+            layouts: Sequence[Layout] = self._describe([*batches])
+            if self._lengths is not None:
+                layouts = [*map(self._lengths.sort, layouts)]
             is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
             accumulate = self._accumulate_counted if is_counted else self._accumulate
             accumulated, thrashed = accumulate(layouts, shared, update=update)
@@ -278,6 +287,7 @@ class Runner:
             seconds=time.perf_counter() - started,
             aux=tuple(accumulated.aux),
             ranks=ranks,
+            samples=() if self._lengths is None else rows_of(accumulated.done),
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
@@ -285,7 +295,8 @@ class Runner:
         # Counted before anything is reported: an interrupt there must not make it a failed step.
         step, self.steps = self.steps, self.steps + 1
         self._events.report_finished(step, result)
-        pace = self._pace.after_step(max(result.micro_batch_sizes, default=0), thrashed=thrashed)
+        largest = result.micro_batch_sizes if self._lengths is None else map(find_scale, accumulated.done)
+        pace = self._pace.after_step(max(largest, default=0), thrashed=thrashed)
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
@@ -331,8 +342,16 @@ class Runner:
                 raise
         # A plan without trials does not know it. Everything is as before the step: it can be run again.
         self._accumulation.smallest = 2
-        self._pace = _set_pace(self.plan, self._workload, smallest=2)
+        self._pace = self._set_pace(smallest=2)
         return self._accumulate(layouts, shared, update=update)
+
+    def _set_pace(self, smallest: int) -> Pace:
+        plan, size = self.plan, self.plan.micro_batch_size
+        if self._lengths is not None:
+            return self._lengths.set_pace(smallest)
+        if is_compiled(self._workload.model, self._workload.step):
+            return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
+        return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
 
     def _look_ahead(self) -> Pace:
         """The pace for this step: smaller only if too little is free even after all caches are given back."""
@@ -398,7 +417,7 @@ class Runner:
         if shortage.failed_size <= least:
             used = self._device.usage().allocated
             raise DoesNotFit(explain_shortage(self.steps, shortage, used, self.plan, self._workload.model))
-        self._pace = self._pace.after_shortage(shortage.failed_size, self._free_memory.target(), least)
+        self._pace = self._pace.after_shortage(shortage.failed_scale, self._free_memory.target(), least)
         self._events.report_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size
 
@@ -440,9 +459,3 @@ def _describe_binding(
         **{name: "None" if one is None else type(one).__name__ for name, one in zip(names, given, strict=True)},
     }
 
-
-def _set_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
-    size = plan.micro_batch_size
-    if is_compiled(workload.model, workload.step):
-        return Pace(compiled_ladder(size), size, plan.curve, smallest, patience=CLEAN_STEPS)
-    return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)

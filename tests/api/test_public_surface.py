@@ -34,6 +34,7 @@ NAMES = [
     "InvalidArgument",
     "InvalidBatch",
     "InvalidStep",
+    "Lengths",
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
@@ -58,13 +59,13 @@ NAMES = [
 
 # A change here changes the public contract: it belongs into CHANGELOG.md. ``*`` begins the keyword-only arguments.
 SIGNATURES = {
-    "fit": "model target_batch * batch=None step=None optimizer=None weigh=None device=None budget=None headroom=None "
+    "fit": "model target_batch * batch=None step=None optimizer=None weigh=None lengths=None device=None budget=None headroom=None "
     "max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True progress=True "
     "share='equal' timeout=None",
     "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 world_size=None "
     "data_parallel=None gpu=None margin=0.1 expandable_segments=False scaler=False what_if=False all_cards=False",
-    "verify": "model batch step=None weigh=None * device=None",
-    "Runner": "plan model step optimizer * weigh=None device=None scaler=None max_grad_norm=None scheduler=None "
+    "verify": "model batch step=None weigh=None * lengths=None device=None",
+    "Runner": "plan model step optimizer * weigh=None lengths=None device=None scaler=None max_grad_norm=None scheduler=None "
     "hooks=() keep=() enforce='auto' timeout=None",
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
@@ -73,6 +74,7 @@ SIGNATURES = {
     "ShareSampler.set_epoch": "epoch",
     "ShareSampler.state_dict": "batches_done",
     "ShareSampler.load_state_dict": "state",
+    "Lengths": "of dims=None padding=None",
     "Mean": "loss over",
     "Sum": "loss count",
     "PerStep": "loss",
