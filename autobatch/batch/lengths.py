@@ -1,7 +1,7 @@
 """Reads how long each sample of a batch is, and which dimensions of it are padded.
 
-Covers ``Lengths``, what a user's function returns, and the padding of an example, which later batches of the kind share.
-Does not cover trimming (``trimming``) nor how many samples run at which length (``planning.lengths``).
+Covers ``Lengths``, what a user's function returns, and the padding of an example, which later batches share. Does not
+cover trimming (``trimming``) nor how many samples run at which length (``planning.lengths``).
 
 The padded length is the one size, of dimensions after the first, that no sample exceeds. Which dimensions have it is
 read from the example once, and believed only where the values show it: beyond a sample's length a padded tensor has one
@@ -31,6 +31,7 @@ LengthOf = Callable[[Any], Any]
 
 _EXAMPLE = 'such as lambda batch: batch["attention_mask"].sum(1)'
 Side = Literal["right", "left"]
+_SIDES: tuple[Side, ...] = ("right", "left")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> in
     """The size of the padded dimensions of a batch; of samples in lists the longest.
 
     Raises:
-        InvalidBatch: They differ, a tensor is missing or has fewer dimensions than the example's, or a sample is longer.
+        InvalidBatch: They differ, a tensor is missing or has fewer dimensions than the example, or a sample is longer.
     """
     if not padding.dims:
         return max(values)
@@ -138,7 +139,7 @@ def find_padding(layout: Layout, lengths: Lengths, values: Sequence[int]) -> Pad
             f"all samples of the example batch are {length} long, so that it does not show what padding is: pass a "
             f"batch with shorter samples, or {_spell(dims, lengths.padding or 'right')}"
         )
-    sides = {side: _find_unpadded(parts, dims, values, length, side) for side in ("right", "left")}
+    sides: dict[Side, str] = {side: _find_unpadded(parts, dims, values, length, side) for side in _SIDES}
     fitting = [side for side, path in sides.items() if not path and lengths.padding in (None, side)]
     if len(fitting) != 1:
         path = sides[lengths.padding or "right"]
@@ -161,7 +162,9 @@ def _find_dims(layout: Layout, parts: Mapping[str, Any], values: Sequence[int]) 
         if "samples" in layout.lists.values() or not parts or layout.spec is None:
             return {}
         shown = ", ".join(f"{path} {tuple(part.shape)}" for path, part in [*parts.items()][:4])
-        raise InvalidBatch(f"the longest sample is {longest} by lengths(), and no tensor has a dimension for it: {shown}")
+        raise InvalidBatch(
+            f"the longest sample is {longest} by lengths(), and no tensor has a dimension for it: {shown}"
+        )
     dims = {
         path: tuple(dim for dim, size in enumerate(part.shape) if dim and int(size) in sizes)
         for path, part in parts.items()

@@ -8,17 +8,17 @@ Samples that lie apart are gathered, one micro-batch at a time: a copy of what i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import padded_length
-from autobatch.batch.list_rules import ROOT, ListReading
+from autobatch.batch.list_rules import ROOT
 from autobatch.batch.registry import find_type
-from autobatch.batch.tree import count_rows, fields_of, is_array, with_fields, with_items
+from autobatch.batch.tree import fields_of, is_array, with_fields, with_items
 from autobatch.records import Padding, SizeAtLength
 
 __all__ = ["SortedLayout", "TrimmedLayout", "gather"]
@@ -73,7 +73,7 @@ class SortedLayout(Layout):
         *,
         trims_to_edges: bool = False,
     ) -> SortedLayout:
-        """Sort a batch, equal lengths in the order in which they came; raises InvalidBatch as ``padded_length`` does."""
+        """Sort a batch, equal lengths in the order they came in; raises InvalidBatch as ``padded_length`` does."""
         if "unclear" in layout.lists.values() and layout.count > 1:
             layout.take(0, 1)  # raises, and says what to pass
         order = sorted(range(layout.count), key=lambda row: -values[row])
@@ -99,30 +99,34 @@ class SortedLayout(Layout):
 
 def gather(layout: Layout, rows: Sequence[int], padding: Padding, length: int) -> Any:
     """These samples in this order, padded dimensions cut to ``length``; a part of at least one position."""
-    return _gather(layout.batch, ROOT, layout.lists, rows, padding, max(length, 1))
+    length = max(length, 1)
+
+    def take(node: Any, path: str) -> Any:
+        registered = find_type(node)
+        if registered is not None:
+            return registered.take_samples(node, [*rows])
+        if layout.lists.get(path) == "samples":
+            return with_items(node, [node[row] for row in rows])
+        if isinstance(node, torch.Tensor) or is_array(node):
+            return _take_rows(_trim(node, padding.dims.get(path, ()), padding.side, length), rows)
+        fields = fields_of(node)
+        taken = [take(child, path + suffix) for suffix, child in fields or ()]
+        return node if fields is None else with_fields(node, taken)
+
+    return take(layout.batch, ROOT)
 
 
-def _gather(
-    node: Any, path: str, lists: Mapping[str, ListReading], rows: Sequence[int], padding: Padding, length: int
-) -> Any:
-    if find_type(node) is None and lists.get(path) == "samples":
-        return with_items(node, [node[row] for row in rows])
-    if (registered := find_type(node)) is not None:
-        return registered.take_samples(node, [*rows])
-    if isinstance(node, torch.Tensor) or is_array(node):
-        return _take_rows(node, rows, padding.dims.get(path, ()), padding, length) if count_rows(node) else node
-    fields = fields_of(node)
-    taken = [_gather(child, path + suffix, lists, rows, padding, length) for suffix, child in fields or ()]
-    return node if fields is None else with_fields(node, taken)
+def _trim(part: Any, dims: Sequence[int], side: Literal["right", "left"], length: int) -> Any:
+    """A view; before rows are taken, so that only what is left is copied."""
+    cuts = [slice(None)] * part.ndim
+    for dim in dims:
+        cuts[dim] = slice(length) if side == "right" else slice(max(part.shape[dim] - length, 0), None)
+    return part[tuple(cuts)] if dims else part
 
 
-def _take_rows(part: Any, rows: Sequence[int], dims: Sequence[int], padding: Padding, length: int) -> Any:
-    """Trimmed first, so that only what is left is copied."""
-    if dims:
-        cuts = [slice(None)] * part.ndim
-        for dim in dims:
-            cuts[dim] = slice(length) if padding.side == "right" else slice(part.shape[dim] - length, None)
-        part = part[tuple(cuts)]
+def _take_rows(part: Any, rows: Sequence[int]) -> Any:
+    if not part.ndim:
+        return part
     if not isinstance(part, torch.Tensor):
         return part[[*rows]]
     index = torch.tensor([*rows], device=part.device)

@@ -1,7 +1,7 @@
 """Asks whether trimming padding is exact: a few samples padded together against each trimmed to its own length.
 
-Covers the comparison and its cause. Does not cover splitting without trimming (``verification``), which goes first: what
-differs here and not there comes from the padding.
+Covers the comparison and its cause. Does not cover splitting without trimming (``verification``), which goes first:
+what differs here and not there comes from the padding.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import Layout, tensors_of
-from autobatch.records import DeviceInfo
+from autobatch.records import DeviceInfo, Padding
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.workload import Workload
 
@@ -27,7 +27,11 @@ __all__ = ["fingerprint"]
 
 
 def fingerprint(
-    workload: Workload, example: Layout, device: DeviceInfo, world_size: int, lengths: Callable[..., Any] | None = None
+    workload: Workload,
+    example: Layout,
+    device: DeviceInfo,
+    world_size: int,
+    lengths: tuple[Callable[..., Any], Padding] | None = None,
 ) -> str:
     """A hexadecimal digest of 32 characters: equal where an earlier plan may be confirmed by one trial.
 
@@ -52,7 +56,7 @@ def fingerprint(
         "software": [torch.__version__, str(torch.version.cuda)],
         "device": [device.kind, device.name, device.total_bytes, device.driver],
         "world_size": world_size,
-        **({} if lengths is None else {"lengths": _spell_code(lengths)}),
+        **({} if lengths is None else {"lengths": [_spell_code(lengths[0]), lengths[1].model_dump_json()]}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

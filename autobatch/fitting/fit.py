@@ -140,7 +140,6 @@ def fit(
         model = take_module(model, ranks)
         workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
         division = Division(ranks, target_batch, share)
-        given = None if lengths is None else _read_lengths(lengths, division)
         said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
     division.hear(said)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
@@ -168,7 +167,7 @@ def fit(
                         rank=division.rank,
                         world_size=division.size,
                         shared=division.trials,
-                        lengths=given,
+                        lengths=_read_lengths(lengths, division),
                     )
                     found.run(batch)
                     said.append({"rate": found.rate})
@@ -189,7 +188,9 @@ def _check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, i
     return target, bound
 
 
-def _read_lengths(lengths: Any, division: Division) -> Lengths:
+def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:
+    if lengths is None:
+        return None
     if division.trials.are_shared:
         raise InvalidArgument(
             "lengths= is not supported where parameters are sharded: ranks run their micro-batches together, and each "

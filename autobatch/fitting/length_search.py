@@ -17,7 +17,11 @@ __all__ = ["search_lengths"]
 
 
 def search_lengths(
-    try_size: Callable[[int, int], Trial], longest: SizeAtLength, curve: MemoryCurve | None, limit_bytes: int, bound: int
+    try_size: Callable[[int, int], Trial],
+    longest: SizeAtLength,
+    curve: MemoryCurve | None,
+    limit_bytes: int,
+    bound: int,
 ) -> tuple[SizeAtLength, ...]:
     """How many samples run at each length, the shortest first.
 

@@ -156,7 +156,8 @@ class SizeSearch:
 
     def _settle(self, target: int) -> None:
         self.wanted = self.wanted.model_copy(update={"target_batch": target})
-        if self.shared.are_shared:  # of its largest share, which was tried with the others: they try no other one
+        # Of the largest share, which was tried with the others: they try no other one. Lengths are divided greedily.
+        if self.shared.are_shared or self.sizes:
             return
         self.size = max(balance(target, self.size, min(self.smallest, target)))
         if self.size not in {trial.micro_batch_size for trial in self.trials}:
@@ -182,9 +183,8 @@ class SizeSearch:
         self.workload.weights_of(self.example.batch, self.example.count)
         options = self.allowance.limit_bytes, self.state, self.wanted.accumulate_in_float32, target
         self._probe = Probe(self.workload, layout, self.memory, *options, shared=self.shared)
-        self.fingerprint = fingerprint(
-            self.workload, layout, self.memory.describe(), self.world_size, self.lengths and self.lengths.of
-        )
+        lengths = (self.lengths.of, self.samples.padding) if self.lengths and self.samples else None
+        self.fingerprint = fingerprint(self.workload, layout, self.memory.describe(), self.world_size, lengths)
         return layout
 
     def _read_lengths(self, lengths: Lengths, whole: Layout) -> Layout:

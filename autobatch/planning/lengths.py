@@ -1,8 +1,8 @@
 """Chooses how many samples run together at each of a few lengths, and divides samples of mixed lengths by that.
 
-Covers which lengths are tried (*edges*: the longest, its half, its quarter...), how many samples to try at each, and the
-division: a micro-batch has as many samples as ran at the edge above its longest one, so nothing untried runs. Does not
-cover how long a sample is or what is padding (``batch.lengths``), nor trials (``fitting.length_search``).
+Covers which lengths are tried (*edges*: the longest, its half, its quarter...), how many samples to try at each, and
+the division: a micro-batch has as many samples as ran at the edge above its longest one, so nothing untried runs. Does
+not cover how long a sample is or what is padding (``batch.lengths``), nor trials (``fitting.length_search``).
 
 One number shrinks all edges at once, after a shortage or where less is free: the *scale*, from 1 to the most samples of
 any micro-batch, which is that of the shortest edge.

@@ -128,7 +128,7 @@ def find_scale(micro_batch: MicroBatch) -> int:
 
 
 def rows_of(micro_batches: Iterable[MicroBatch]) -> tuple[tuple[int, ...], ...]:
-    """The samples of each micro-batch, as rows of its batch, those of a second batch counted on; in order of lengths."""
+    """The samples of each micro-batch of sorted batches, as rows of its batch; those of a second one are counted on."""
     firsts, samples, rows = dict[int, int](), 0, list[tuple[int, ...]]()
     for micro_batch in micro_batches:
         layout = micro_batch.layout

@@ -144,24 +144,23 @@ class Runner:
             check_options(scaler, max_grad_norm, scheduler, has_optimizer=optimizer is not None)
             hooks = check_hooks(hooks)
             check_choice("enforce", enforce, ("auto", "always"))
-            self.plan, self.steps, self._max_grad_norm = plan, 0, max_grad_norm
+            self.plan, self.steps, self._max_grad_norm, self._enforce = plan, 0, max_grad_norm, enforce
             self._workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
-            self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._is_sharded = is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
             self._update = None if optimizer is None else self._make_update(optimizer, scaler, max_grad_norm, scheduler)
             self._accumulation = self._make_accumulation(scaler, check_objects(keep))
-            self._lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=self._is_sharded)
             self._pace = self._set_pace(plan.smallest_micro_batch)
-            self._layout = Layout(None, 0, plan.batch_lists)
-            self._sizes_seen = {sum(plan.micro_batch_sizes)}
+            self._layout, self._sizes_seen = Layout(None, 0, plan.batch_lists), {sum(plan.micro_batch_sizes)}
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, hooks, recorder)
             self._events.report_plan(model, optimizer)
-            self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-            self._largest_elements, self._has_larger = 0.0, False
-            self._peak_bytes, self._has_reported_gradients = 0, False
+            self._counted_steps = CountedSteps(self._workload, self._device, plan.budget_bytes)
+            self._largest_elements, self._peak_bytes = 0.0, 0
+            self._has_larger = self._has_reported_gradients = False
             if self._ranks is not None:
                 said.append(_describe_binding(self._ranks, plan, self._workload, max_grad_norm, scaler, scheduler))
         refuse_differences(said, self._ranks)
@@ -262,9 +261,7 @@ class Runner:
         try:
             if shared is not None:
                 shared.begin()
-            layouts: Sequence[Layout] = self._describe([*batches])
-            if self._lengths is not None:
-                layouts = [*map(self._lengths.sort, layouts)]
+            layouts = self._describe([*batches])
             is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
             accumulate = self._accumulate_counted if is_counted else self._accumulate
             accumulated, thrashed = accumulate(layouts, shared, update=update)
@@ -287,7 +284,7 @@ class Runner:
             seconds=time.perf_counter() - started,
             aux=tuple(accumulated.aux),
             ranks=ranks,
-            samples=() if self._lengths is None else rows_of(accumulated.done),
+            samples=rows_of(accumulated.done) if self._lengths else (),
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
@@ -295,7 +292,7 @@ class Runner:
         # Counted before anything is reported: an interrupt there must not make it a failed step.
         step, self.steps = self.steps, self.steps + 1
         self._events.report_finished(step, result)
-        largest = result.micro_batch_sizes if self._lengths is None else map(find_scale, accumulated.done)
+        largest = map(find_scale, accumulated.done) if self._lengths else result.micro_batch_sizes
         pace = self._pace.after_step(max(largest, default=0), thrashed=thrashed)
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
@@ -364,7 +361,7 @@ class Runner:
     def _read_pace(self) -> Pace:
         return self._pace.before_step(self._free_memory.limit(), self._free_memory.target())
 
-    def _describe(self, batches: Sequence[Any]) -> list[Layout]:
+    def _describe(self, batches: Sequence[Any]) -> Sequence[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
         if self._ranks is not None:
             batches = [batch for batch in batches if not is_empty(batch)]
@@ -382,7 +379,7 @@ class Runner:
         if samples not in self._sizes_seen:
             self._sizes_seen.add(samples)
             self._events.report_size(self.steps, samples)
-        return layouts
+        return layouts if self._lengths is None else [*map(self._lengths.sort, layouts)]
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
         """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""
@@ -458,4 +455,3 @@ def _describe_binding(
         "the model": describe_parameters(workload.parameters()),
         **{name: "None" if one is None else type(one).__name__ for name, one in zip(names, given, strict=True)},
     }
-
