@@ -141,6 +141,8 @@ def _divide_greedily(
 def scale_of(samples: int, length: int, sizes: Sequence[SizeAtLength]) -> int:
     """The least scale at which so many samples, the longest of this length, are one micro-batch."""
     most = sizes[0].micro_batch_size
+    if samples == 1:  # one sample is run at any scale
+        return 1
     return min(-(-samples * most // edge_above(sizes, length).micro_batch_size), most)
 
 

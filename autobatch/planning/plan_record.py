@@ -132,6 +132,12 @@ class PlanRecord(Record):
         return self.ranks[0].plan_id if self.ranks else self.id
 
     @property
+    def longest_trials(self) -> tuple[Trial, ...]:
+        """The attempts at ``micro_batch_size`` and its neighbours: where samples have lengths, those of the longest."""
+        longest = self.lengths[-1].length if self.lengths else None
+        return tuple(trial for trial in self.trials if trial.length in (None, longest))
+
+    @property
     def out_of_memory_trials(self) -> int:
         """How many attempts ended out of memory."""
         return sum(trial.outcome == "oom" for trial in self.trials)

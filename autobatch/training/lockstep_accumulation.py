@@ -74,7 +74,7 @@ class LockstepAccumulation(Accumulation):
         self._shared = shared
         try:
             if self._spare is None and batches:
-                self._spare = self._try_twice("copying a sample", _copy_samples, batches[0], self.smallest)
+                self._spare = self.try_twice("copying a sample", _copy_samples, batches[0], self.smallest)
             return super().run(batches, largest, update, shared)
         finally:
             self._shared = None

@@ -379,7 +379,9 @@ class Runner:
         if samples not in self._sizes_seen:
             self._sizes_seen.add(samples)
             self._events.report_size(self.steps, samples)
-        return layouts if self._lengths is None else [*map(self._lengths.sort, layouts)]
+        if self._lengths is None:
+            return layouts
+        return self._accumulation.try_twice("reading lengths with lengths()", self._lengths.sort_all, layouts)
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
         """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""

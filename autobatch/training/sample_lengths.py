@@ -6,6 +6,7 @@ Covers what plan and runner must agree on, and the sizes from which a step's siz
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,10 @@ class SampleLengths:
                 "each would divide its samples otherwise"
             )
         return cls(read, plan, is_compiled(workload.model, workload.step))
+
+    def sort_all(self, layouts: Iterable[Layout]) -> list[SortedLayout]:
+        """Each batch with its samples in order of their lengths; raises InvalidBatch as ``sort``."""
+        return [*map(self.sort, layouts)]
 
     def sort(self, layout: Layout) -> SortedLayout:
         """The batch with its samples in order of their lengths.

@@ -85,7 +85,7 @@ SIGNATURES = {
     "Plan.explain": "",
 }
 
-ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "device"]
+ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "lengths", "device"]
 BY_POSITION = {"fit": 2, "predict": 1, "verify": 1, "Runner": 2}
 """How many arguments a page writes without a name: those before ``batch=``."""
 
