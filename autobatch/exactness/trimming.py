@@ -18,7 +18,10 @@ from autobatch.step.workload import Workload
 __all__ = ["check_trimming"]
 
 _MOST_SAMPLES = 8
-"""Each is run by itself: of lengths from the longest to the shortest."""
+"""Each is run by itself: of lengths from the longest to the shortest. Half as many where memory ends."""
+
+_FEWEST_SAMPLES = 2
+"""The longest, and one of a middle length."""
 
 _CAUSE = (
     "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "
@@ -44,16 +47,13 @@ def check_trimming(
         return verdict
     started, layout = time.perf_counter(), samples.spread()
     comparison = SplitComparison(
-        workload,
-        layout,
-        device,
-        min(layout.count, _MOST_SAMPLES),
-        after_trials=True,
-        trim=lambda few: samples.trim_parts(few, lengths),
+        workload, layout, device, 0, after_trials=True, trim=lambda few: samples.trim_parts(few, lengths)
     )
-    count = comparison.most
-    found, ended = comparison.attempt(count, ((1,) * count,))
-    device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+    found, ended, count = None, "", min(layout.count, _MOST_SAMPLES)
+    while found is None and count >= _FEWEST_SAMPLES:
+        found, ended = comparison.attempt(count, ((1,) * count,))
+        device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+        count //= 2
     seconds = verdict.seconds + time.perf_counter() - started
     if found is None or found.unchecked:
         reason = f"trimming padding could not be checked: {ended if found is None else found.unchecked}"

@@ -12,7 +12,7 @@ from autobatch.planning.planner import useful_sizes
 from autobatch.testing import FakeDevice
 
 TEXTS = (128, 100, 128, 40, 7, 64, 20, 90) * 4
-BUDGET = "8MiB"
+BUDGET = "3MiB"
 
 
 class Wide(Reader):
@@ -123,7 +123,7 @@ def test_a_step_that_looks_at_padding_is_named(check):
         logits = model(batch["tokens"], batch["mask"])
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].clamp(min=0).flatten())
 
-    given = {"step": step, "weigh": None, "check": check, "target_batch": 32, "budget": "4MiB"}
+    given = {"step": step, "weigh": None, "check": check, "target_batch": 32, "budget": "2MiB"}
     assert plan_for(**{**given, "lengths": None}).verdict.exact
     if check == "raise":
         with pytest.raises(InexactSplit, match="trimming padding changes the gradient"):
