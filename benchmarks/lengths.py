@@ -106,8 +106,8 @@ def measure(
     median = statistics.median(ratios)
     return Table(
         "Texts of different lengths",
-        f"A GPT-2 of two layers (64 wide) on {texts} texts, log-normal, 16 to {longest} tokens, the median an eighth of "
-        f"the longest, AdamW, in a budget of {budget}. *Padded*: `fit` and `Runner` on the batch as it is. *Sorted*: "
+        f"A GPT-2 of two layers (64 wide) on {texts} texts, log-normal, 16 to {longest} tokens, the median an eighth "
+        f"of the longest, AdamW, in a budget of {budget}. *Padded*: `fit` and `Runner` on the batch as it is. *Sorted*: "
         "the same with `lengths=`. Each row is one batch; times are medians of steps that run in turn. Tokens: those "
         f"that run, padding among them, for each that counts. Trials of `fit`: padded {searches[0]}, sorted "
         f"{searches[1]}.",
@@ -115,7 +115,7 @@ def measure(
         rows,
         [
             Goal(
-                f"time of a step on {texts} texts of 16 to {longest} tokens with lengths=, beside padded to the longest",
+                f"time of a step on {texts} texts of 16 to {longest} tokens with lengths=, beside all padded",
                 f"at most {_WANTED}",
                 f"{median:.2f}",
                 judge(median <= _WANTED),

@@ -38,7 +38,11 @@ BATCHES = {
     "features beside them": ({**make_texts(), "scores": torch.rand(N, 7)}, ONE, "right"),
     "a label a sample": ({**make_texts(), "kind": torch.arange(N)}, ONE, "right"),
     "what all share": ({**make_texts(), "temperature": 0.5, "name": "texts"}, ONE, "right"),
-    "positions, alike in each": ({**make_texts(), "at": torch.arange(L).expand(N, L)}, {**ONE, 'batch["at"]': (1,)}, "right"),
+    "positions, alike in each": (
+        {**make_texts(), "at": torch.arange(L).expand(N, L)},
+        {**ONE, 'batch["at"]': (1,)},
+        "right",
+    ),
     "a square mask": (with_mask(make_texts()), SQUARE, "right"),
     "a square mask of numbers, left": (with_mask(make_texts(left=True), kind=torch.float32), SQUARE, "left"),
     "a mask with heads": (

@@ -87,7 +87,8 @@ def test_other_frameworks_get_the_worst_step():
 
 def test_a_remembered_plan_is_confirmed_at_the_longest_length(tmp_path, monkeypatch):
     """One trial; the shorter lengths are those of the plan. Other lengths are another plan."""
-    monkeypatch.setenv("AUTOBATCH_LEDGER", str(tmp_path / "ledger.db"))
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "on")
+    monkeypatch.setenv("AUTOBATCH_HOME", str(tmp_path))
     first = plan_for()
     again = plan_for()
     assert again.confirms == first.id

@@ -158,7 +158,7 @@ def test_a_ladder_goes_up_to_the_most(most):
     ladder = scale_ladder(most)
     assert ladder[-1] == most
     assert list(ladder) == sorted({*ladder})
-    assert 1 <= ladder[0]
+    assert ladder[0] >= 1
     assert len(ladder) <= 16
 
 

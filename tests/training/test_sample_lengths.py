@@ -276,8 +276,6 @@ def test_a_compiled_step_sees_few_shapes():
     from autobatch.batch.layout import describe
     from autobatch.batch.trimming import SortedLayout
 
-    ordered = SortedLayout.of(
-        describe(make_texts()), LENGTHS, Padding(dims=DIMS), SIZES, trims_to_edges=True
-    )
+    ordered = SortedLayout.of(describe(make_texts()), LENGTHS, Padding(dims=DIMS), SIZES, trims_to_edges=True)
     lengths = {ordered.take(start, start + 1)["tokens"].shape[1] for start in range(len(LENGTHS))}
     assert lengths == {24, 12, 6}
