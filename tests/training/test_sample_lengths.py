@@ -233,6 +233,23 @@ def test_after_a_shortage_every_length_has_fewer_and_the_planned_ones_come_back(
     assert runner.step(batch).micro_batch_sizes == (4, 4, 8)
 
 
+def test_a_shortage_at_long_samples_gives_up_no_more_than_one_at_short_ones():
+    """Four of eight long ones failed: that is the whole of what was planned, not a half of it."""
+    sizes = (SizeAtLength(length=6, micro_batch_size=8), SizeAtLength(length=24, micro_batch_size=4))
+    calls = []
+
+    def step(model, batch):
+        calls.append(batch["tokens"].shape)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return read_step(model, batch)
+
+    runner, _ = make_runner(plan=make_plan(sizes=sizes), step=step)
+    result = runner.step(make_texts([24] * 8 + [6] * 8))
+    assert result.retries == 1
+    assert 2 <= result.micro_batch_sizes[0] < 4
+
+
 def test_one_sample_that_does_not_fit_ends_the_step():
     """Nothing is left to make smaller, and everything is as before."""
 
