@@ -108,9 +108,9 @@ def measure(
         "Texts of different lengths",
         f"A GPT-2 of two layers (64 wide) on {texts} texts, log-normal, 16 to {longest} tokens, the median an eighth "
         f"of the longest, AdamW, in a budget of {budget}. *Padded*: `fit` and `Runner` on the batch as it is. "
-        "*Sorted*: the same with `lengths=`. Each row is one batch; times are medians of steps that run in turn. Tokens: those "
-        f"that run, padding among them, for each that counts. Trials of `fit`: padded {searches[0]}, sorted "
-        f"{searches[1]}.",
+        "*Sorted*: the same with `lengths=`. Each row is one batch; times are medians of steps that run in turn. "
+        "Tokens: those that run, padding among them, for each that counts. "
+        f"Trials of `fit`: padded {searches[0]}, sorted {searches[1]}.",
         ("batch", "padded", "sorted", "sorted / padded", "micro-batches", "tokens run, padded", "tokens run, sorted"),
         rows,
         [
