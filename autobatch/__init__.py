@@ -16,6 +16,7 @@ from autobatch.torch_internals import import_torch
 
 if TYPE_CHECKING:
     from autobatch import batches, hooks, testing
+    from autobatch.batch.lengths import Lengths
     from autobatch.distributed.share_sampler import ShareSampler
     from autobatch.errors import (
         AutobatchError,
@@ -53,6 +54,7 @@ __all__ = [
     "InvalidBatch",
     "InvalidResult",
     "InvalidStep",
+    "Lengths",
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
@@ -82,6 +84,7 @@ _MODULES = {
     "hooks": "autobatch.hooks",
     "testing": "autobatch.testing",
     "DeviceInfo": "autobatch.records",
+    "Lengths": "autobatch.batch.lengths",
     "Mean": "autobatch.step.losses",
     "MemoryCurve": "autobatch.planning.curve",
     "Part": "autobatch.step.losses",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autobatch._bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text, is_one_line
 from autobatch._formatting import plural
@@ -15,8 +15,10 @@ __all__ = [
     "ModelIdentity",
     "ModuleError",
     "Outcome",
+    "Padding",
     "Phase",
     "Record",
+    "SizeAtLength",
     "Tenant",
     "Trial",
     "Verdict",
@@ -115,6 +117,7 @@ class Trial(Record):
         ended_in: Where memory ended, if it did. ``"gradients"``: in a backward pass, where the gradients alone are more
             than the limit beside what was there before it. ``"optimizer state"``: where the optimizer made it, which
             some do in the course of their first step.
+        length: What the samples were trimmed to, where ``fit`` was given ``lengths``.
     """
 
     micro_batch_size: Samples
@@ -129,11 +132,39 @@ class Trial(Record):
     resident_bytes: Bytes = 0
     held_bytes: Bytes = 0
     ended_in: Phase | None = None
+    length: Samples | None = None
 
     @property
     def samples_per_second(self) -> float:
         """Samples of both micro-batches over the attempt's wall time; 0 where no time was taken."""
         return 2 * self.micro_batch_size / self.seconds if self.seconds > SHORTEST else 0.0
+
+
+class SizeAtLength(Record):
+    """How many samples of up to one length a micro-batch may have: as many as a trial ran at that length.
+
+    Attributes:
+        length: What the trial's samples were trimmed to.
+        micro_batch_size: How many they were.
+        peak_bytes: The most bytes that the allocator held; 0 where the device does not measure.
+    """
+
+    length: Samples
+    micro_batch_size: Samples
+    peak_bytes: Bytes = 0
+
+
+class Padding(Record):
+    """Where the padding of a batch is.
+
+    Attributes:
+        dims: The dimensions of each padded tensor that have the padded length, by path; empty where samples are in
+            lists, each of its own length.
+        side: Where padding comes: after (``"right"``) or before (``"left"``) a sample's own values.
+    """
+
+    dims: dict[Text, tuple[Samples, ...]] = Field(default_factory=dict)
+    side: Literal["right", "left"] = "right"
 
 
 class ModelIdentity(Record):

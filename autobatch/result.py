@@ -30,6 +30,8 @@ class StepResult:
             ``loss`` is nan, no micro-batch is committed, and everything is as before.
         gradient_norm: Of the gradients that the optimizer used, before they were clipped to ``max_grad_norm``: a
             detached 0-dim tensor. ``None`` where nothing was clipped; then nobody has computed it.
+        samples: With ``lengths``, by which samples are sorted, the rows of each committed micro-batch in the batch, as
+            ``aux`` has them; of several batches counted on. Empty without: samples come in their own order.
         ranks: What each rank did, by rank: samples, retries, peak and its own seconds; empty where there is one rank.
     """
 
@@ -42,6 +44,7 @@ class StepResult:
     skipped: bool = False
     ranks: tuple[RankStep, ...] = ()
     gradient_norm: torch.Tensor | None = None
+    samples: tuple[tuple[int, ...], ...] = ()
 
     def __init__(  # noqa: PLR0917 - as dataclasses make it
         self,
@@ -54,6 +57,7 @@ class StepResult:
         skipped: bool = False,  # noqa: FBT001, FBT002 - in the order of the fields, as dataclasses have it
         ranks: tuple[RankStep, ...] = (),
         gradient_norm: torch.Tensor | None = None,
+        samples: tuple[tuple[int, ...], ...] = (),
     ) -> None:
         """All fields in one write: a frozen dataclass writes each by a call, 17 us in each step (2 CPU cores)."""
         vars(self).update(
@@ -66,6 +70,7 @@ class StepResult:
             skipped=skipped,
             ranks=ranks,
             gradient_norm=gradient_norm,
+            samples=samples,
         )
 
     def metrics(self) -> dict[str, int | float | torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
 from autobatch.memory.device import Device
@@ -44,6 +45,7 @@ class Runner(StepRunner):
         target_batch: int,
         batch: Any | None = None,
         weigh: Weigh | None = None,
+        lengths: LengthOf | Lengths | None = None,
         device: torch.device | str | Device | None = None,
         budget: int | str | None = None,
         headroom: float | str | None = None,
@@ -73,6 +75,7 @@ class Runner(StepRunner):
                 ``objective``, ``accumulate_in_float32``, ``check``, ``reuse``, ``progress`` and ``share``.
             batch: An example batch.
             weigh: As in both.
+            lengths: As in both.
             device: As in both.
             budget: What this process may hold.
             headroom: Left free of it.
@@ -109,6 +112,7 @@ class Runner(StepRunner):
                 step=step,
                 optimizer=optimizer,
                 weigh=weigh,
+                lengths=lengths,
                 device=device,
                 budget=budget,
                 headroom=headroom,
@@ -129,6 +133,7 @@ class Runner(StepRunner):
             step,
             optimizer,
             weigh=weigh,
+            lengths=lengths,
             device=device,
             scaler=scaler,
             max_grad_norm=max_grad_norm,

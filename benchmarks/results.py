@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+import lengths
 import peers
 import ranks
 import recomputed
@@ -43,6 +44,7 @@ _PARTS: tuple[Callable[[], Table], ...] = (
     recomputed.measure,
     search.measure,
     waiting.measure,
+    lengths.measure,
     ranks.measure_exchanges,
     ranks.measure_steps,
     ranks.measure_shares,

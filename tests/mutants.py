@@ -79,6 +79,8 @@ IN_PLACE_TESTS = ("tests/state/test_changed_in_place.py",)
 LIFETIME_TESTS = ("tests/training/test_step_lifetimes.py",)
 
 
+LENGTH_TESTS = ("tests/training/test_sample_lengths.py",)
+TRIMMING_TESTS = ("tests/batch/test_lengths.py",)
 SMALLEST_TESTS = ("tests/training/test_smallest_piece.py",)
 PACING_TESTS = ("tests/planning/test_pacing.py", "tests/training/test_size_over_time.py")
 
@@ -108,6 +110,76 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "a micro-batch has as many samples as ran at a shorter length",
+        "autobatch/planning/lengths.py",
+        "edge_above(sizes, lengths[done]).micro_batch_size * scale // sizes[0].micro_batch_size",
+        "sizes[0].micro_batch_size * scale // sizes[0].micro_batch_size",
+        ("tests/planning/test_lengths.py", *LENGTH_TESTS),
+    ),
+    Mutant(
+        "the limit is that of the shortest sample of a micro-batch",
+        "autobatch/planning/lengths.py",
+        "edge_above(sizes, lengths[done])",
+        "edge_above(sizes, lengths[-1])",
+        ("tests/planning/test_lengths.py", *LENGTH_TESTS),
+    ),
+    Mutant(
+        "a part is trimmed to its shortest sample",
+        BATCH + "trimming.py",
+        "        length = self.values[start]\n",
+        "        length = self.values[stop - 1]\n",
+        LENGTH_TESTS,
+    ),
+    Mutant(
+        "padding on the left is trimmed on the right",
+        BATCH + "trimming.py",
+        'slice(length) if side == "right" else slice(max(part.shape[dim] - length, 0), None)',
+        "slice(length)",
+        (*TRIMMING_TESTS, *LENGTH_TESTS),
+    ),
+    Mutant(
+        "what is no padding passes for it",
+        BATCH + "lengths.py",
+        "if size and bool((beyond != beyond.flatten()[0]).any()):",
+        "if False:",
+        TRIMMING_TESTS,
+    ),
+    Mutant(
+        "a longer sample than was tried is run",
+        "autobatch/training/sample_lengths.py",
+        "        if max(values) > longest:\n",
+        "        if False:\n",
+        LENGTH_TESTS,
+    ),
+    Mutant(
+        "a shortage at short samples is read as one at long ones",
+        ACCUMULATION_STATE,
+        "failed.size, find_scale(failed), self.retries + 1",
+        "failed.size, failed.size, self.retries + 1",
+        LENGTH_TESTS,
+    ),
+    Mutant(
+        "rows of a second batch are those of the first",
+        MICRO_BATCHES,
+        "tuple(first + row for row in layout.order",
+        "tuple(row for row in layout.order",
+        LENGTH_TESTS,
+    ),
+    Mutant(
+        "trimming is not checked",
+        EXACTNESS + "trimming.py",
+        "    if not samples.padding.dims:\n",
+        "    if True:\n",
+        ("tests/fitting/test_length_search.py",),
+    ),
+    Mutant(
+        "a plan of other padding is remembered",
+        "autobatch/fitting/fingerprint.py",
+        "**({} if lengths is None else",
+        "**({} if True else",
+        ("tests/fitting/test_length_search.py",),
+    ),
     Mutant(
         "no dirty check",
         TRANSACTION,

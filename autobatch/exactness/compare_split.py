@@ -11,7 +11,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -58,6 +58,7 @@ class SplitComparison:
         after_trials: Whether the step is known to run, so that an error comes from being made deterministic or split,
             and the result is "unchecked". And where BatchNorm explains the first partition, no cause is looked for.
         exact_at: The number of samples for which a smaller comparison has found the split exact; 0 where none has.
+        trim: Makes a batch one whose parts are trimmed; the whole of it is not.
     """
 
     workload: Workload
@@ -66,6 +67,7 @@ class SplitComparison:
     most: int
     after_trials: bool = False
     exact_at: int = 0
+    trim: Callable[[Layout], Layout] | None = None
 
     def run(self) -> Verdict:
         """The verdict, with its seconds. Raises what the step raises where it is used wrongly, except after trials."""
@@ -191,7 +193,7 @@ class SplitComparison:
                 raise _ModelDoesNotFit(f"the model does not fit in memory in float32 ({reason})") from None
             batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
             layout = Layout(batch, samples, self.layout.lists)
-            yield self._make_measurement(layout, random, diagnoses=diagnoses)
+            yield self._make_measurement(self.trim(layout) if self.trim else layout, random, diagnoses=diagnoses)
 
     def _make_measurement(self, layout: Layout, random: SampleNumbers, *, diagnoses: bool = False) -> Measurement:
         rewind_point = RewindPoint([*self.workload.model.modules()], self.device.torch_device)

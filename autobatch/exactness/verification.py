@@ -16,9 +16,12 @@ from torch import nn
 
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout
+from autobatch.batch.lengths import LengthOf, Lengths
+from autobatch.batch.samples_by_length import SamplesByLength
 from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.compare_split import SplitComparison
 from autobatch.exactness.partitions import divide_at_full_size, wholes_of
+from autobatch.exactness.trimming import check_trimming
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
@@ -43,6 +46,7 @@ def verify(
     step: Step | None = None,
     weigh: Weigh | None = None,
     *,
+    lengths: Lengths | LengthOf | None = None,
     device: torch.device | str | Device | None = None,
 ) -> Verdict:
     """Whether splitting a step into micro-batches gives the whole batch's gradient; if not, why.
@@ -58,6 +62,7 @@ def verify(
         batch: An example batch of at least 2 samples that differ, or a Dataset or DataLoader; as for ``fit``.
         step: ``step(model, micro_batch)``; as for ``fit``.
         weigh: What the mean is over; as for ``fit``.
+        lengths: How long samples are, as for ``fit``: then it is compared too whether trimming padding is exact.
         device: Where the model is; default: where its parameters are.
 
     Returns:
@@ -74,6 +79,8 @@ def verify(
     layout = find_example(model, batch, _MOST_AT_ONCE).layout
     check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
+    given = None if lengths is None else Lengths.read(lengths)
+    samples = None if given is None else SamplesByLength.read(layout, given)
     comparison = SplitComparison(workload, layout, memory, _MOST_SAMPLES)
     at_once = min(layout.count, _MOST_AT_ONCE)
     with (
@@ -85,6 +92,8 @@ def verify(
             memory.watch(workload.resident_tensors())
             with memory.limit(find_allowance(memory, None, None).limit_bytes):
                 verdict = compare_many(comparison, verdict, target=layout.count, size=at_once, most=at_once)
+        if verdict.exact and samples is not None and given is not None:
+            verdict = check_trimming(verdict, workload, samples, given, memory)
     memory.reclaim()
     return verdict
 

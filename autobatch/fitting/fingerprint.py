@@ -20,14 +20,20 @@ from torch import nn
 
 from autobatch._wrappers import members_of
 from autobatch.batch.layout import Layout, tensors_of
-from autobatch.records import DeviceInfo
+from autobatch.records import DeviceInfo, Padding
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.workload import Workload
 
 __all__ = ["fingerprint"]
 
 
-def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_size: int) -> str:
+def fingerprint(
+    workload: Workload,
+    example: Layout,
+    device: DeviceInfo,
+    world_size: int,
+    lengths: tuple[Callable[..., Any], Padding] | None = None,
+) -> str:
     """A hexadecimal digest of 32 characters: equal where an earlier plan may be confirmed by one trial.
 
     Of ``example`` one sample's shapes count, not how many there are; who else is on the device does not count.
@@ -51,6 +57,7 @@ def fingerprint(workload: Workload, example: Layout, device: DeviceInfo, world_s
         "software": [torch.__version__, str(torch.version.cuda)],
         "device": [device.kind, device.name, device.total_bytes, device.driver],
         "world_size": world_size,
+        **({} if lengths is None else {"lengths": [_spell_code(lengths[0]), lengths[1].model_dump_json()]}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -18,10 +18,12 @@ from torch import nn
 from autobatch._arguments import check_choice, check_count, check_micro_batches, check_switch, check_target
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
+from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout, take_module
-from autobatch.errors import InexactSplit
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import Event, Hook, PlanMade, emit
+from autobatch.exactness.trimming import check_trimming
 from autobatch.exactness.verification import check_split
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
@@ -33,7 +35,7 @@ from autobatch.planning.planner import Objective, balance
 from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
-from autobatch.records import Verdict
+from autobatch.records import Padding, Verdict
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import warn_of_batch_norms
@@ -58,6 +60,7 @@ def fit(
     step: Step | None = None,
     optimizer: Any | None = None,
     weigh: Weigh | None = None,
+    lengths: Lengths | LengthOf | None = None,
     device: torch.device | str | Device | None = None,
     budget: int | str | None = None,
     headroom: float | str | None = None,
@@ -93,6 +96,10 @@ def fit(
             and put back. Of the wrappers of Lightning and accelerate the torch optimizer inside is stepped, so that
             trainers count no step.
         weigh: What the mean is over, ``weigh(micro_batch) -> float``; default: samples.
+        lengths: Where samples of different lengths are padded to one: ``lengths(batch)`` gives one whole number for
+            each sample, of the whole batch and of any part of it. Then the plan says how many samples of up to each of
+            a few lengths run together; ``Runner`` sorts, trims and divides by that, and gives the same gradient. Where
+            the example does not show which dimensions are padded, pass ``autobatch.Lengths``.
         device: Where the model is; default: where its parameters are.
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
             now.
@@ -160,6 +167,7 @@ def fit(
                         rank=division.rank,
                         world_size=division.size,
                         shared=division.trials,
+                        lengths=_read_lengths(lengths, division),
                     )
                     found.run(batch)
                     said.append({"rate": found.rate})
@@ -178,6 +186,17 @@ def _check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, i
     bound = check_count("max_micro_batch", target if max_micro_batch is None else max_micro_batch)
     check_micro_batches(target, bound)
     return target, bound
+
+
+def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:
+    if lengths is None:
+        return None
+    if division.trials.are_shared:
+        raise InvalidArgument(
+            "lengths= is not supported where parameters are sharded: ranks run their micro-batches together, and each "
+            "would divide its samples otherwise"
+        )
+    return Lengths.read(lengths)
 
 
 def _check_choices(objective: Any, check: Any, **switches: Any) -> None:
@@ -233,7 +252,10 @@ def _compare(found: SizeSearch) -> Verdict:
     target, memory = found.wanted.target_batch, found.memory
     sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
     with memory.limit(found.wanted.limit_bytes):
-        return check_split(found.workload, found.example, memory, **sizes)
+        verdict = check_split(found.workload, found.example, memory, **sizes)
+        if found.samples is None or found.lengths is None or not verdict.exact:
+            return verdict
+        return check_trimming(verdict, found.workload, found.samples, found.lengths, memory)
 
 
 def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
@@ -262,6 +284,9 @@ def _balance(found: SizeSearch) -> tuple[int, ...]:
     """The micro-batches of this rank's share."""
     samples = found.wanted.target_batch
     check_micro_batches(samples, found.size)
+    if found.sizes:  # of the worst step: only lengths say how many run together
+        rest = samples % found.size
+        return (found.size,) * (samples // found.size) + ((rest,) if rest else ())
     return balance(samples, found.size, min(found.smallest, samples))
 
 
@@ -295,7 +320,7 @@ def _make_plan(
         headroom_bytes=allowance.headroom_bytes,
         peak_bytes=found.peak_bytes,
         curve=found.curve if memory.measures else None,
-        trials=tuple(found.trials),
+        trials=(*found.trials, *found.shorter_trials),
         device=memory.describe(),
         warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
         state_bytes=found.state_bytes,
@@ -316,6 +341,8 @@ def _make_plan(
         confirms=found.confirmed.id if found.confirmed else "",
         identity=identify_model(workload.model, workload.optimizer),
         smallest_micro_batch=found.smallest,
+        lengths=found.sizes,
+        padding=found.samples.padding if found.samples else Padding(),
     )
 
 

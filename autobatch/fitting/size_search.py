@@ -15,10 +15,13 @@ import torch
 from autobatch._formatting import format_bytes
 from autobatch.batch.example import check_values, find_example
 from autobatch.batch.layout import Layout, count_bytes, tensors_of
+from autobatch.batch.lengths import Lengths
+from autobatch.batch.samples_by_length import SamplesByLength
 from autobatch.distributed.shared_trials import SharedTrials
-from autobatch.errors import DoesNotFit
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
+from autobatch.fitting.length_search import search_lengths
 from autobatch.fitting.probe import Probe
 from autobatch.memory.device import Device
 from autobatch.memory.devices import Allowance
@@ -29,7 +32,7 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, least_size, useful_sizes
 from autobatch.planning.reuse import Wanted, find_remembered, why_not_confirmed
 from autobatch.prediction.prior import Expectation, FirstStep, expect_largest
-from autobatch.records import Trial
+from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import (
@@ -58,9 +61,13 @@ class SizeSearch:
     rank: int = 0
     world_size: int = 1
     shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))
+    lengths: Lengths | None = None  # how long samples are; None: all alike
     example: Layout = field(init=False)  # the samples of the trials, as they were given or found
     fingerprint: str = ""
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[Trial] = field(default_factory=list)  # of the longest samples, where they differ
+    shorter_trials: list[Trial] = field(default_factory=list)
+    samples: SamplesByLength | None = None  # of the example, by length
+    sizes: tuple[SizeAtLength, ...] = ()  # how many samples of up to each length run together
     confirmed: PlanRecord | None = None  # by one trial; None where sizes were searched
     size: int = 0  # of the micro-batches; it has run
     state_bytes: int = 0  # what the optimizer's state took
@@ -68,6 +75,7 @@ class SizeSearch:
     batch_norms: Sequence[str] = ()  # layers that normalise by their micro-batch, in the mode that the user left
     warnings: list[str] = field(default_factory=list)
     _probe: Probe = field(init=False)
+    _whole: Layout | None = None  # the batch beside the trials' samples, which are copies where they have lengths
 
     @property
     def _of(self) -> dict[str, int]:
@@ -116,6 +124,8 @@ class SizeSearch:
                 if self.smallest > 1:
                     self._search()
                     self.confirmed = self.confirmed if self.size == 2 else None
+            if self.samples is not None:
+                self.sizes = self.confirmed.lengths if self.confirmed else self._search_lengths(self.samples)
         if self.workload.step is default_step:
             self.warnings.append(explain_default(model, layout.grow(2)))
 
@@ -141,11 +151,13 @@ class SizeSearch:
                 f"{micro_batches} x that, of which the trials held two"
             )
         self.state_bytes = self._probe.state_bytes
+        self._whole = None
         del self._probe  # holds a whole batch, which the check must not find on the device
 
     def _settle(self, target: int) -> None:
         self.wanted = self.wanted.model_copy(update={"target_batch": target})
-        if self.shared.are_shared:  # of its largest share, which was tried with the others: they try no other one
+        # Of the largest share, which was tried with the others: they try no other one. Lengths are divided greedily.
+        if self.shared.are_shared or self.sizes:
             return
         self.size = max(balance(target, self.size, min(self.smallest, target)))
         if self.size not in {trial.micro_batch_size for trial in self.trials}:
@@ -166,11 +178,40 @@ class SizeSearch:
             self.warnings.append("the model was in eval mode: sizes were tried in train mode, which needs more memory")
             model.train()
         layout = self._hold_whole_batch()
+        if self.lengths is not None:
+            layout = self._read_lengths(self.lengths, layout)
         self.workload.weights_of(self.example.batch, self.example.count)
         options = self.allowance.limit_bytes, self.state, self.wanted.accumulate_in_float32, target
         self._probe = Probe(self.workload, layout, self.memory, *options, shared=self.shared)
-        self.fingerprint = fingerprint(self.workload, layout, self.memory.describe(), self.world_size)
+        lengths = (self.lengths.of, self.samples.padding) if self.lengths and self.samples else None
+        self.fingerprint = fingerprint(self.workload, layout, self.memory.describe(), self.world_size, lengths)
         return layout
+
+    def _read_lengths(self, lengths: Lengths, whole: Layout) -> Layout:
+        """The longest samples of the example; the ``whole`` batch stays beside them, as in training."""
+        self.samples, self._whole = SamplesByLength.read(self.example, lengths), whole
+        self.memory.watch(tensors_of(whole.batch))
+        return self.samples.at(self.samples.longest)[0]
+
+    def _search_lengths(self, samples: SamplesByLength) -> tuple[SizeAtLength, ...]:
+        """Try shorter samples, one number of them at each length."""
+        if self.smallest > 1:
+            raise InvalidArgument(
+                f"lengths= divides a batch into parts of any size, and {explain_smallest(self.workload.model)}: plan "
+                f"without lengths="
+            )
+
+        def try_size(length: int, size: int) -> Trial:
+            self._probe.example, length = samples.at(length)
+            trial = self._probe.run(size).model_copy(update={"length": length})
+            self.shorter_trials.append(trial)
+            emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes, **self._of), self.hooks)
+            return trial
+
+        longest = SizeAtLength(length=samples.longest, micro_batch_size=self.size, peak_bytes=self.peak_bytes)
+        limit = self.allowance.limit_bytes if self.wanted.objective == "throughput" else self.peak_bytes
+        curve = self.curve if self.memory.measures else None
+        return search_lengths(try_size, longest, curve, limit, self.wanted.max_micro_batch)
 
     def _confirm(self) -> None:
         """Confirm an earlier plan by a trial of its size, if the ledger has one."""
@@ -222,9 +263,13 @@ class SizeSearch:
                 f"max_micro_batch={bound} leaves a micro-batch of one sample of target_batch={target}, and "
                 f"{explain_smallest(self.workload.model)}: pass max_micro_batch={least} or more"
             )
-        return tuple(size for size in useful_sizes(target, bound) if size >= least)
+        # Of samples of mixed lengths each micro-batch has as many as ran at its own: any number is worth trying.
+        sizes = useful_sizes(target, bound) if self.lengths is None else range(1, bound + 1)
+        return tuple(size for size in sizes if size >= least)
 
     def _add(self, trial: Trial) -> None:
+        if self.samples is not None:
+            trial = trial.model_copy(update={"length": self.samples.longest})
         self.trials.append(trial)
         emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes, **self._of), self.hooks)
 

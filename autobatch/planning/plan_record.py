@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, model_validator
@@ -21,7 +22,7 @@ from autobatch._bounds import (
 )
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.rank_plan import RankPlan
-from autobatch.records import DeviceInfo, ModelIdentity, Record, Trial, Verdict
+from autobatch.records import DeviceInfo, ModelIdentity, Padding, Record, SizeAtLength, Trial, Verdict
 
 __all__ = ["PlanRecord"]
 
@@ -69,6 +70,10 @@ class PlanRecord(Record):
         failing_size: The smallest size that did not fit when sizes were searched for; 0 where each one tried did.
         searched_bytes: The limit within which they were searched for; of a confirmed plan that of its own search.
         confirms: The id of the remembered plan that one trial has confirmed; empty where sizes were searched for.
+        lengths: Where ``fit`` was given ``lengths``, how many samples of up to each of a few lengths run together, the
+            shortest first; then sizes elsewhere (``micro_batch_size``, ``micro_batch_sizes``...) are those of the worst
+            step, in which all samples are as long as the longest that was tried. Empty without.
+        padding: Where the padding of batches is, by which they are trimmed.
         identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
             plan that was written by hand without it.
     """
@@ -109,6 +114,8 @@ class PlanRecord(Record):
     rank: Count = 0
     shares: Annotated[tuple[Samples, ...], LISTED] = ()
     ranks: Annotated[tuple[RankPlan, ...], LISTED] = ()
+    lengths: Annotated[tuple[SizeAtLength, ...], LISTED] = ()
+    padding: Padding = Field(default_factory=Padding)
 
     def __hash__(self) -> int:
         """Of a few fields; ``batch_lists`` is a dict, which has none."""
@@ -123,6 +130,12 @@ class PlanRecord(Record):
     def whole_id(self) -> str:
         """The id of the first rank's plan, under which the runs of all ranks are stored; of one rank its own."""
         return self.ranks[0].plan_id if self.ranks else self.id
+
+    @property
+    def longest_trials(self) -> tuple[Trial, ...]:
+        """The attempts at ``micro_batch_size`` and its neighbours: where samples have lengths, those of the longest."""
+        longest = self.lengths[-1].length if self.lengths else None
+        return tuple(trial for trial in self.trials if trial.length in (None, longest))
 
     @property
     def out_of_memory_trials(self) -> int:
@@ -162,6 +175,16 @@ class PlanRecord(Record):
         for name in ("micro_batch_size", "accumulation_steps", "peak_bytes", "budget_bytes"):
             if getattr(own, name) != getattr(self, name):
                 raise ValueError(f"ranks has {name}={getattr(own, name)} for rank {self.rank}, not the plan's own")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_wrong_lengths(self) -> PlanRecord:
+        for shorter, longer in pairwise(self.lengths):
+            if shorter.length >= longer.length or shorter.micro_batch_size <= longer.micro_batch_size:
+                raise ValueError("lengths must go up, and the samples that run together at each of them down")
+        if self.lengths and self.micro_batch_size > self.lengths[-1].micro_batch_size:
+            most = self.lengths[-1].micro_batch_size
+            raise ValueError(f"micro_batch_size={self.micro_batch_size} is more than the {most} of the longest lengths")
         return self
 
     @model_validator(mode="after")

@@ -60,7 +60,9 @@ def advise(plan: PlanRecord) -> Iterator[str]:
         missing = format_bytes(need - plan.limit_bytes)
         yield f"the whole {share} at once would need about {format_bytes(need)}, {missing} more than the limit"
         yield "activation checkpointing or bfloat16 autocast shrink what each sample needs"
-    used = max((t.peak_allocated for t in plan.trials if t.micro_batch_size == plan.micro_batch_size), default=0)
+    used = max(
+        (t.peak_allocated for t in plan.longest_trials if t.micro_batch_size == plan.micro_batch_size), default=0
+    )
     gap = plan.peak_bytes - used
     if used and plan.device.kind == "cuda" and gap > plan.peak_bytes // 5:
         setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

@@ -34,7 +34,7 @@ def held_bytes(trial: Trial) -> int:
 
 def chosen_trial(plan: PlanRecord) -> Trial | None:
     """The trial behind the planned size; of several, the one that held most, as the plan's peak is that one's."""
-    same = [trial for trial in plan.trials if trial.micro_batch_size == plan.micro_batch_size and ran(trial)]
+    same = [trial for trial in plan.longest_trials if trial.micro_batch_size == plan.micro_batch_size and ran(trial)]
     return max(same, key=held_bytes, default=None)
 
 

@@ -33,7 +33,7 @@ _LANE = 30
 
 def peak_chart(plan: PlanRecord) -> str:
     """Peak memory against micro-batch size: trials, curve, budget, headroom and the chosen size."""
-    peaks = [held_bytes(trial) for trial in plan.trials]
+    peaks = [held_bytes(trial) for trial in plan.longest_trials]
     if not any((*peaks, plan.peak_bytes)):
         return ""
     across = _size_scale(plan)
@@ -51,19 +51,19 @@ def peak_chart(plan: PlanRecord) -> str:
         *_budget_bands(plan, upward),
         svg.axes(across, "samples in a micro-batch", upward, "peak", in_bytes=True),
         *_curve_lines(plan, across, upward),
-        *_trial_marks(plan.trials, across, upward, held_bytes, format_bytes),
+        *_trial_marks(plan.longest_trials, across, upward, held_bytes, format_bytes),
         *_chosen_mark(plan, across, upward.position(plan.peak_bytes), format_bytes(plan.peak_bytes)),
     )
 
 
 def speed_chart(plan: PlanRecord) -> str:
     """Samples per second against micro-batch size."""
-    rates = {trial.micro_batch_size: _rate(trial) for trial in plan.trials if trial.outcome != "oom"}
+    rates = {trial.micro_batch_size: _rate(trial) for trial in plan.longest_trials if trial.outcome != "oom"}
     if not any(rates.values()):
         return ""
     across = _size_scale(plan)
     upward = Scale(0, max(rates.values()) * 1.15, FRAME.bottom, FRAME.top)
-    timed = [trial for trial in plan.trials if trial.outcome == "oom" or trial.samples_per_second]
+    timed = [trial for trial in plan.longest_trials if trial.outcome == "oom" or trial.samples_per_second]
     chosen = rates.get(plan.micro_batch_size, 0.0)
     named = f"{chosen:.1f}/s"
     return picture(
@@ -105,7 +105,7 @@ def _rate(trial: Trial) -> float:
 
 def _largest_drawn(plan: PlanRecord) -> int:
     """Up to where the curve meets the budget, if that is not far from what was tried."""
-    tried = max([plan.micro_batch_size, *(trial.micro_batch_size for trial in plan.trials)])
+    tried = max([plan.micro_batch_size, *(trial.micro_batch_size for trial in plan.longest_trials)])
     if plan.curve is None:
         return tried
     meets = plan.curve.largest(plan.budget_bytes) + 1 if plan.budget_bytes else tried * 2
@@ -113,7 +113,7 @@ def _largest_drawn(plan: PlanRecord) -> int:
 
 
 def _size_scale(plan: PlanRecord) -> Scale:
-    sizes = (plan.micro_batch_size, *(trial.micro_batch_size for trial in plan.trials), _largest_drawn(plan))
+    sizes = (plan.micro_batch_size, *(trial.micro_batch_size for trial in plan.longest_trials), _largest_drawn(plan))
     return choose_scale(sizes, FRAME.left, FRAME.right, margin=1.06)
 
 
@@ -135,7 +135,7 @@ def _curve_lines(plan: PlanRecord, across: Scale, upward: Scale) -> Iterator[str
     if plan.curve is None:
         return
     curve, last = plan.curve, _largest_drawn(plan)
-    ran = max((trial.micro_batch_size for trial in plan.trials if trial.outcome != "oom"), default=0)
+    ran = max((trial.micro_batch_size for trial in plan.longest_trials if trial.outcome != "oom"), default=0)
     even = {max(round(across.value(FRAME.left + 3 * step)), 1) for step in range(117)}
     knots = {size for size, _ in curve.reserved if size >= 1}
     sizes = sorted(size for size in {*even, *knots, ran, last} - {0} if size <= last)

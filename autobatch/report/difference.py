@@ -97,7 +97,7 @@ def _trial_facts(plan: PlanRecord) -> dict[int, dict[str, Any]]:
             "peak_bytes": held_bytes(trial),
             "alloc_retries": trial.alloc_retries,
         }
-        for trial in plan.trials
+        for trial in plan.longest_trials
     }
 
 

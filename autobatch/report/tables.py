@@ -29,6 +29,8 @@ def plan_sections(plan: PlanRecord) -> Iterator[Section]:
     """What is known about a plan."""
     size = plan.micro_batch_size
     yield Section("The plan", table=_facts_table(plan))
+    if plan.lengths:
+        yield Section("Samples by length", table=_length_table(plan))
     if plan.ranks:
         yield rank_section(plan)
     yield Section("Budget", table=_budget_table(plan), lines=list(tenant_lines(plan.device)))
@@ -110,8 +112,18 @@ def _budget_table(plan: PlanRecord) -> Table:
     return Table(("", "bytes", "what it is"), tuple(rows))
 
 
+def _length_table(plan: PlanRecord) -> Table:
+    rows = tuple((size.length, size.micro_batch_size, known(size.peak_bytes)) for size in plan.lengths)
+    sides = {"right": "after", "left": "before"}
+    trimmed = f"Padding comes {sides[plan.padding.side]} a sample's own values, and is trimmed."
+    worst = "All other sizes of this plan are of the worst step: all samples as long as the longest."
+    return Table(("up to", "together", "peak"), rows, (trimmed, worst) if plan.padding.dims else (worst,))
+
+
 def _trial_table(plan: PlanRecord) -> Table:
-    headings = ("size", "outcome", "allocated", "reserved", "optimizer", "retries", "samples/s")
+    headings: tuple[str, ...] = ("size", "outcome", "allocated", "reserved", "optimizer", "retries", "samples/s")
+    if plan.lengths:
+        headings = (*headings, "length")
     note = "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
     ended = ("Where memory ended (oom), peaks are what was reached before.",) if plan.out_of_memory_trials else ()
     rows = (
@@ -121,6 +133,7 @@ def _trial_table(plan: PlanRecord) -> Table:
             *map(known, (trial.peak_allocated, trial.peak_reserved, trial.optimizer_peak)),
             trial.alloc_retries,
             trial.samples_per_second or UNKNOWN,
+            *([trial.length or UNKNOWN] if plan.lengths else []),
         )
         for trial in plan.trials
     )

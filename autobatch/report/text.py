@@ -28,7 +28,10 @@ def summarise_plan(plan: PlanRecord) -> str:
 
 
 def describe_division(plan: PlanRecord) -> str:
-    """``256 = 6 x 43 (two of 42)``, or ``rank 1 of 4: 64 of 256 = 2 x 32``."""
+    """``256 = 6 x 43 (two of 42)``, or ``rank 1 of 4: 64 of 256 = 2 x 32``.
+
+    Of samples with lengths: ``64 by length, 2 of length 1024 to 64 of at most 32 together``.
+    """
     share: int | str = sum(plan.micro_batch_sizes)
     sizes = Counter(plan.micro_batch_sizes)
     smaller = [f"{spell(count)} of {size}" for size, count in sizes.items() if size != plan.micro_batch_size]
@@ -36,6 +39,12 @@ def describe_division(plan: PlanRecord) -> str:
     ranks = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks, {plan.target_batch} in all"
     if plan.shares:
         share, ranks = f"rank {plan.rank} of {plan.world_size}: {share} of {plan.target_batch}", ""
+    if plan.lengths:
+        longest, shortest = plan.lengths[-1], plan.lengths[0]
+        together = f"{longest.micro_batch_size} of length {longest.length}"
+        if shortest is not longest:
+            together += f" to {shortest.micro_batch_size} of at most {shortest.length}"
+        return f"{share} by length, {together} together{ranks}"
     return f"{share} = {plan.accumulation_steps} x {plan.micro_batch_size}{ragged}{ranks}"
 
 

@@ -128,7 +128,7 @@ class Accumulation:
             DoesNotFit: A copy of the model's buffers does not fit, or ``weigh``, or what follows the last backward
                 pass. Errors of ``shrink`` and ``update`` pass through.
         """
-        start = self._try_twice(_COPYING, self.state.begin)
+        start = self.try_twice(_COPYING, self.state.begin)
         parameters = self._find_parameters(start.modules)
         with Transaction(self.state, start, self.workload, parameters, self._sums) as transaction:
             self.had_gradients = transaction.aside.are_there
@@ -232,7 +232,7 @@ class Accumulation:
             self.backward(loss)
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
-        transaction.begin_micro_batch(self._try_twice(_COPYING, self.state.begin_micro_batch, transaction.start))
+        transaction.begin_micro_batch(self.try_twice(_COPYING, self.state.begin_micro_batch, transaction.start))
         if self.in_float32 and self.state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
@@ -326,7 +326,7 @@ class Accumulation:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    def _try_twice(self, purpose: str, action: Callable[..., _T], *arguments: Any) -> _T:
+    def try_twice(self, purpose: str, action: Callable[..., _T], *arguments: Any) -> _T:
         """Do what takes little memory; where memory ends, try again after all caches are given back."""
         handled = sys.exc_info()[1]
         for _ in range(2):
@@ -356,7 +356,7 @@ class Accumulation:
     def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[MicroBatch]:
         if self.workload.weigh is None:
             return cut(self.workload, ranges, largest, self.smallest)
-        return self._try_twice("counting with weigh()", cut, self.workload, ranges, largest, self.smallest)
+        return self.try_twice("counting with weigh()", cut, self.workload, ranges, largest, self.smallest)
 
     def _divide_anew(self, progress: AccumulationState, reason: str) -> None:
         """Cut what is not finished into smaller micro-batches."""
@@ -369,6 +369,7 @@ class Accumulation:
             reason=reason,
             least_size=find_least_size(ranges, self.smallest),
             ended_in=progress.phase,
+            failed_scale=progress.failed_scale,
         )
         smaller = self._cut(ranges, self.shrink(shortage))
         check_additive(todo, smaller)

@@ -17,7 +17,7 @@ import torch
 from autobatch.errors import InvalidStep
 from autobatch.records import Phase
 from autobatch.training.loss_denominators import Denominators, DividedLoss
-from autobatch.training.micro_batches import MicroBatch
+from autobatch.training.micro_batches import MicroBatch, find_scale
 
 __all__ = ["AccumulationState", "Shortage"]
 
@@ -33,6 +33,8 @@ class Shortage:
         failed_size: Samples in the micro-batch that failed.
         samples_kept: Samples whose gradient stays.
         samples_redone: Samples that have to be run, or run again.
+        failed_scale: The least ``largest`` with which batches are cut into such a micro-batch: ``failed_size``, but for
+            samples in order of their lengths.
         reason: The error's first line.
         least_size: The smallest size into which the ``samples_redone`` can be divided such that the model can run each
             micro-batch.
@@ -45,6 +47,7 @@ class Shortage:
     reason: str
     least_size: int = 1
     ended_in: Phase = "forward"
+    failed_scale: int = 0
 
 
 class AccumulationState:
@@ -63,13 +66,14 @@ class AccumulationState:
         retries: How often memory ended.
         is_ready: Whether the leaves of a micro-batch are what the step gets: pairs of tensors on the device.
         failed_size: Samples of the micro-batch in which memory ended last.
+        failed_scale: As in ``Shortage``.
         phase: The pass of the running micro-batch.
     """
 
     loss: torch.Tensor | None = None
     counted: float = 0.0
     unit: float | None = None
-    retries = failed_size = 0
+    retries = failed_size = failed_scale = 0
     phase: Phase = "forward"
 
     def __init__(
@@ -129,7 +133,7 @@ class AccumulationState:
         """Note that memory ended in the first unfinished micro-batch."""
         failed = self.todo[0]
         failed.leaves.clear()  # its samples are cut anew, and these may have gradients
-        self.failed_size, self.retries = failed.size, self.retries + 1
+        self.failed_size, self.failed_scale, self.retries = failed.size, find_scale(failed), self.retries + 1
 
     def begin_anew(self) -> None:
         """Count nothing as done."""

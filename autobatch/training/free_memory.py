@@ -93,4 +93,5 @@ class FreeMemory:
     def _trials(self) -> Sequence[Trial]:
         """The trials of at most the plan's size: larger ones held more activations."""
         size = self.plan.micro_batch_size
-        return [trial for trial in self.plan.trials if trial.micro_batch_size <= size] or self.plan.trials
+        trials = self.plan.longest_trials
+        return [trial for trial in trials if trial.micro_batch_size <= size] or trials

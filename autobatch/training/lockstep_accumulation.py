@@ -83,7 +83,7 @@ class LockstepAccumulation(Accumulation):
         self._shared = shared
         try:
             if self._spare is None and batches:
-                self._spare = self._try_twice("copying a sample", _copy_samples, batches[0], max(_SPARE, self.smallest))
+                self._spare = self.try_twice("copying a sample", _copy_samples, batches[0], max(_SPARE, self.smallest))
             return super().run(batches, largest, update, shared)
         finally:
             self._shared = None
@@ -178,9 +178,10 @@ class LockstepAccumulation(Accumulation):
         elif self.backward is None:
             run_zero_backward(zeros, loss)
         else:
+            named = ", ".join(sorted(absent))
             raise InvalidStep(
-                f"backward= cannot be used where a term ({', '.join(sorted(absent))}) counts for nothing on one rank and "
-                f"parameters are sharded: leave backward= out"
+                f"backward= cannot be used where a term ({named}) counts for nothing on one rank and parameters are "
+                f"sharded: leave backward= out"
             )
 
     def _find_counted(self, progress: AccumulationState, names: Container[str] | None = None) -> list[ModelOutput]:

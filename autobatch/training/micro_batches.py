@@ -16,11 +16,23 @@ import torch
 
 from autobatch.batch.example import refuse_meta
 from autobatch.batch.layout import Layout
+from autobatch.batch.trimming import SortedLayout
 from autobatch.errors import InvalidBatch
+from autobatch.planning.lengths import divide_by_length, scale_of
 from autobatch.planning.planner import balance, least_size
 from autobatch.step.workload import Workload
 
-__all__ = ["MicroBatch", "check_additive", "cut", "find_least_size", "join", "refuse_graphs", "sum_weights"]
+__all__ = [
+    "MicroBatch",
+    "check_additive",
+    "cut",
+    "find_least_size",
+    "find_scale",
+    "join",
+    "refuse_graphs",
+    "rows_of",
+    "sum_weights",
+]
 
 
 class MicroBatch(NamedTuple):
@@ -58,7 +70,8 @@ def cut(
         workload: Weighs each micro-batch.
         ranges: Each a batch, the first sample and the one after the last. No micro-batch has samples of two batches.
         largest: The most samples of a micro-batch, exceeded only where the batch cannot be cut otherwise without a
-            micro-batch below ``smallest``. ``None``: as many as a batch has.
+            micro-batch below ``smallest``. ``None``: as many as a batch has. Of samples in order of their lengths the
+            most at the shortest length that was tried, and in proportion at others (``planning.lengths``).
         smallest: The fewest samples that the model can run. A smaller batch is one micro-batch; its error is the
             model's own.
 
@@ -67,9 +80,14 @@ def cut(
     """
     micro_batches: list[MicroBatch] = []
     for layout, start, stop in ranges:
-        sizes, starts, stops, weights = _divide(start, stop, largest or layout.count, smallest)
+        if type(layout) is SortedLayout and largest is not None:
+            sizes, starts, stops, weights = _divide_by_length(layout, start, stop, largest, smallest)
+        else:
+            sizes, starts, stops, weights = _divide(start, stop, largest or layout.count, smallest)
         counts: Iterable[bool] = repeat(True)
         if workload.weigh is not None:  # samples are not taken out of the batch where nothing is counted in them
+            if largest is None and stop - start == layout.count:  # as it was given: sorted, it would be a copy
+                layout = Layout(layout.batch, layout.count, layout.lists)  # noqa: PLW2901 - the same batch
             parts = zip(starts, stops, sizes, strict=True)
             weights = tuple(workload.weights_of(layout.take(first, last), size) for first, last, size in parts)
             counts = [max(weighed.values()) > 0 for weighed in weights]
@@ -90,6 +108,36 @@ def _divide(
     sizes = balance(total, max(largest, least_size(total, smallest)), min(total, smallest))
     bounds = tuple(accumulate(sizes, initial=start))
     return sizes, bounds[:-1], bounds[1:], tuple({"": float(size)} for size in sizes)
+
+
+def _divide_by_length(
+    layout: SortedLayout, start: int, stop: int, scale: int, smallest: int
+) -> tuple[_Bounds, _Bounds, _Bounds, tuple[Mapping[str, float], ...]]:
+    """The same of samples in order of their lengths."""
+    sizes = divide_by_length(layout.values[start:stop], layout.sizes, scale, smallest)
+    bounds = tuple(accumulate(sizes, initial=start))
+    return sizes, bounds[:-1], bounds[1:], tuple({"": float(size)} for size in sizes)
+
+
+def find_scale(micro_batch: MicroBatch) -> int:
+    """The least ``largest`` with which ``cut`` makes such a micro-batch."""
+    layout = micro_batch.layout
+    if type(layout) is not SortedLayout:
+        return micro_batch.size
+    return scale_of(micro_batch.size, layout.values[micro_batch.start], layout.sizes)
+
+
+def rows_of(micro_batches: Iterable[MicroBatch]) -> tuple[tuple[int, ...], ...]:
+    """The samples of each micro-batch of sorted batches, as rows of its batch; those of a second one are counted on."""
+    firsts, samples, rows = dict[int, int](), 0, list[tuple[int, ...]]()
+    for micro_batch in micro_batches:
+        layout = micro_batch.layout
+        assert isinstance(layout, SortedLayout)  # noqa: S101 - narrows for mypy
+        if id(layout) not in firsts:
+            firsts[id(layout)], samples = samples, samples + layout.count
+        first = firsts[id(layout)]
+        rows.append(tuple(first + row for row in layout.order[micro_batch.start : micro_batch.stop]))
+    return tuple(rows)
 
 
 def find_least_size(ranges: Iterable[tuple[Layout, int, int]], smallest: int) -> int:

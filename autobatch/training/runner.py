@@ -19,6 +19,7 @@ from torch import nn
 from autobatch._arguments import as_sequence, check_choice
 from autobatch._wrappers import unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
+from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
     all_or_none,
     find_ranks,
@@ -48,8 +49,10 @@ from autobatch.training.binding import describe_binding, make_accumulation, make
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
+from autobatch.training.micro_batches import find_scale, rows_of
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.runner_state import RunnerState, read_state
+from autobatch.training.sample_lengths import SampleLengths
 from autobatch.training.step_errors import (
     check_plan,
     check_rank,
@@ -84,6 +87,7 @@ class StepRunner:
         optimizer: Any,
         *,
         weigh: Weigh | None = None,
+        lengths: Lengths | LengthOf | None = None,
         device: torch.device | str | Device | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
@@ -107,6 +111,8 @@ class StepRunner:
                 stepped itself, so that the trainer counts the step; of accelerate's the optimizer inside is, with its
                 scaler.
             weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
+            lengths: How long samples are, as in ``fit``, where the plan was made with it: each batch is divided by
+                length, and micro-batches are trimmed to their longest sample.
             scaler: Scales each loss, and unscales, steps and updates once a step.
             max_grad_norm: Clip the norm of the gradients of all parameters that the optimizers hold, taken together,
                 before the update.
@@ -150,19 +156,19 @@ class StepRunner:
             self._workload = Workload(model, step or default_step, weigh, inner)
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
-            self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._is_sharded = is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
             self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
             self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
-            self._pace = make_pace(plan, self._workload, plan.smallest_micro_batch)
-            self._layout = Layout(None, 0, plan.batch_lists)
-            self._sizes_seen = {sum(plan.micro_batch_sizes)}
+            self._pace = self._set_pace(plan.smallest_micro_batch)
+            self._layout, self._sizes_seen = Layout(None, 0, plan.batch_lists), {sum(plan.micro_batch_sizes)}
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, check_hooks(hooks), recorder)
             self._events.report_plan(model, inner)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-            self._largest_elements, self._has_larger = 0.0, False
-            self._peak_bytes, self._has_reported_gradients = 0, False
+            self._largest_elements, self._peak_bytes = 0.0, 0
+            self._has_larger = self._has_reported_gradients = False
             if self._ranks is not None:
                 said.append(
                     describe_binding(
@@ -291,7 +297,7 @@ class StepRunner:
             InvalidArgument: It is no such state, or another plan's; nothing has changed.
         """
         found = read_state(state, self.plan)
-        pace = found.resume(make_pace(self.plan, self._workload, found.smallest_micro_batch))
+        pace = found.resume(self._set_pace(found.smallest_micro_batch))
         self._accumulation.state.relearn(
             moves_modules=found.moves_modules, draws=found.draws, draws_on_host=found.draws_on_host
         )
@@ -330,6 +336,7 @@ class StepRunner:
             aux=tuple(accumulated.aux),
             ranks=ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
+            samples=rows_of(accumulated.done) if self._lengths else (),
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
@@ -337,7 +344,8 @@ class StepRunner:
         # Counted before anything is reported: an interrupt there must not make it a failed step.
         step, self.steps = self.steps, self.steps + 1
         self._events.report_finished(step, result)
-        pace = self._pace.after_step(max(result.micro_batch_sizes, default=0), thrashed=thrashed)
+        largest = map(find_scale, accumulated.done) if self._lengths else result.micro_batch_sizes
+        pace = self._pace.after_step(max(largest, default=0), thrashed=thrashed)
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
@@ -389,8 +397,13 @@ class StepRunner:
                 raise
         # A plan without trials does not know it. Everything is as before the step: it can be run again.
         self._accumulation.smallest = 2
-        self._pace = make_pace(self.plan, self._workload, smallest=2)
+        self._pace = self._set_pace(smallest=2)
         return self._accumulate(layouts, shared, update=update)
+
+    def _set_pace(self, smallest: int) -> Pace:
+        if self._lengths is not None:
+            return self._lengths.set_pace(smallest)
+        return make_pace(self.plan, self._workload, smallest)
 
     def _look_ahead(self) -> Pace:
         """The pace for this step: smaller only if too little is free even after all caches are given back."""
@@ -403,7 +416,7 @@ class StepRunner:
     def _read_pace(self) -> Pace:
         return self._pace.before_step(self._free_memory.limit(), self._free_memory.target())
 
-    def _describe(self, batches: Sequence[Any]) -> list[Layout]:
+    def _describe(self, batches: Sequence[Any]) -> Sequence[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
         if self._ranks is not None:
             batches = [batch for batch in batches if not is_empty(batch)]
@@ -421,7 +434,9 @@ class StepRunner:
         if samples not in self._sizes_seen:
             self._sizes_seen.add(samples)
             self._events.report_size(self.steps, samples)
-        return layouts
+        if self._lengths is None:
+            return layouts
+        return self._accumulation.try_twice("reading lengths with lengths()", self._lengths.sort_all, layouts)
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
         """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""
@@ -456,6 +471,6 @@ class StepRunner:
         if shortage.failed_size <= least:
             used = self._device.usage().allocated
             raise DoesNotFit(explain_shortage(self.steps, shortage, used, self.plan, self._workload.model))
-        self._pace = self._pace.after_shortage(shortage.failed_size, self._free_memory.target(), least)
+        self._pace = self._pace.after_shortage(shortage.failed_scale, self._free_memory.target(), least)
         self._events.report_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size

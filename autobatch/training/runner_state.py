@@ -136,10 +136,9 @@ def read_state(state: Any, plan: Plan) -> RunnerState:
                 f"make it with the plan with which it was saved (plan.save(path), Plan.load(path))"
             )
     sizes = [found.size, found.smallest_micro_batch, *(setback.size for setback in found.setbacks)]
-    if max(sizes) > plan.micro_batch_size:
-        raise InvalidArgument(
-            f"the state is none of a Runner (a size of {max(sizes)}, where micro_batch_size={plan.micro_batch_size})"
-        )
+    most = max([plan.micro_batch_size, *(one.micro_batch_size for one in plan.lengths)])
+    if max(sizes) > most:
+        raise InvalidArgument(f"the state is none of a Runner (a size of {max(sizes)}, where micro_batch_size={most})")
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import accuracy
 import child
+import lengths
 import models
 import peaks
 import peers
@@ -97,6 +98,17 @@ def test_a_rank_that_fails_ends_the_others(tmp_path):
     assert time.monotonic() - began < 30
     with pytest.raises(RuntimeError, match=r"the ranks took over 0.1 s"):
         child.read_ranks(str(program), 1, limit_seconds=0.1)
+
+
+def test_texts_are_timed_padded_and_sorted():
+    """Each batch has both times, fewer micro-batches and fewer tokens with lengths, and the goal is the ratio."""
+    pytest.importorskip("transformers")
+    table = lengths.measure(pairs=1, seeds=(0,), texts=8, longest=64, budget="6MiB")
+    [row] = table.rows
+    padded, sorted_ = map(int, row[4].split(" and "))
+    assert sorted_ <= padded
+    assert 1 <= float(row[6]) <= float(row[5])
+    assert [goal.wanted for goal in table.goals] == ["at most 0.25"]
 
 
 def test_the_loop_by_hand_and_the_runner_peak_alike():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from calls import fit, make_runner
+from texts import Reader, count_tokens, length_of, make_texts, read_step
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import StepLR
@@ -157,7 +158,70 @@ def fit_with(optimizer=None, hook=lambda parameter: None):
     fit(model=model, optimizer=optimizer and optimizer(model.parameters()))
 
 
+def fit_texts(lengths=length_of, batch=None, **options):
+    """A fit with lengths, but for the changes."""
+    texts = make_texts() if batch is None else batch
+    given = {"step": read_step, "weigh": count_tokens, "max_micro_batch": 2, "check": None, **options}
+    model = Reader()
+    return model, autobatch.fit(model, 12, batch=texts, lengths=lengths, **given)
+
+
+def run_texts(batch, lengths=length_of):
+    """A step of a plan with lengths."""
+    model, plan = fit_texts()
+    autobatch.Runner(plan, model, read_step, None, weigh=count_tokens, lengths=lengths).accumulate(batch)
+
+
 TABLE = [
+    (lambda: fit_texts(3), "InvalidArgument", "lengths=3 cannot be called: pass lengths(batch) -> one length a sample"),
+    (
+        lambda: fit_texts(lambda batch: [1]),
+        "InvalidBatch",
+        (
+            "lengths() gave 1 lengths for 12 samples: return one whole number a sample, such as lambda batch: "
+            'batch["attention_mask"].sum(1)'
+        ),
+    ),
+    (
+        lambda: fit_texts(batch=make_texts([6, 6])),
+        "InvalidBatch",
+        (
+            "all samples of the example batch are 6 long, so that it does not show what padding is: pass a batch with "
+            "shorter samples, or lengths=autobatch.Lengths(length_of, dims={'batch[\"tokens\"]': 1, "
+            "'batch[\"mask\"]': 1, 'batch[\"labels\"]': 1}, padding='right')"
+        ),
+    ),
+    (
+        lambda: fit_texts(batch={**make_texts(), "sound": torch.zeros(12, 60)}),
+        "InvalidBatch",
+        (
+            'the padded length of a batch whose longest sample is 24 could be 24 (batch["labels"]) or 60 '
+            '(batch["sound"]): pass lengths=autobatch.Lengths(length_of, dims={\'batch["tokens"]\': 1, '
+            "'batch[\"mask\"]': 1, 'batch[\"labels\"]': 1, 'batch[\"sound\"]': 1}, padding='right'), with the "
+            "dimensions that are padded"
+        ),
+    ),
+    (
+        lambda: run_texts(make_texts([25, 3])),
+        "InvalidBatch",
+        (
+            "a sample is 25 long, and the longest that fit() tried is 24: nothing untried is run; cut the sample, or "
+            "give fit() an example batch with the longest sample"
+        ),
+    ),
+    (
+        lambda: run_texts(make_texts(), lengths=None),
+        "InvalidArgument",
+        "the plan was made with lengths=, and this Runner has none: pass the same lengths= to both",
+    ),
+    (
+        lambda: make_runner(lengths=length_of),
+        "InvalidArgument",
+        (
+            "the plan was made without lengths=, so nothing is known of shorter samples: pass the same lengths= to "
+            "fit() and Runner"
+        ),
+    ),
     (lambda: fit(target_batch=0), "InvalidArgument", "target_batch=0 must be an int of at least 1: it counts samples"),
     (
         lambda: fit(max_micro_batch=1.5),

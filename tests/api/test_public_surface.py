@@ -35,6 +35,7 @@ NAMES = [
     "InvalidBatch",
     "InvalidResult",
     "InvalidStep",
+    "Lengths",
     "Mean",
     "MemoryCurve",
     "NeedsBatch",
@@ -61,18 +62,18 @@ NAMES = [
 
 # A change here changes the public contract: it belongs into CHANGELOG.md. ``*`` begins the keyword-only arguments.
 SIGNATURES = {
-    "fit": "model target_batch * batch=None step=None optimizer=None weigh=None device=None budget=None headroom=None "
-    "max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True progress=True "
-    "share='equal' timeout=None",
+    "fit": "model target_batch * batch=None step=None optimizer=None weigh=None lengths=None device=None budget=None "
+    "headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True "
+    "progress=True share='equal' timeout=None",
     "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 world_size=None "
     "data_parallel=None gpu=None margin=0.1 expandable_segments=False scaler=False what_if=False all_cards=False",
-    "verify": "model batch step=None weigh=None * device=None",
-    "Runner": "plan model step optimizer * weigh=None device=None scaler=None max_grad_norm=None scheduler=None "
-    "hooks=() keep=() backward=None enforce='auto' timeout=None",
-    "Runner.fit": "model step optimizer * target_batch batch=None weigh=None device=None budget=None headroom=None "
-    "max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True progress=True "
-    "share='equal' scaler=None max_grad_norm=None scheduler=None hooks=() keep=() backward=None enforce='auto' "
-    "timeout=None",
+    "verify": "model batch step=None weigh=None * lengths=None device=None",
+    "Runner": "plan model step optimizer * weigh=None lengths=None device=None scaler=None max_grad_norm=None "
+    "scheduler=None hooks=() keep=() backward=None enforce='auto' timeout=None",
+    "Runner.fit": "model step optimizer * target_batch batch=None weigh=None lengths=None device=None budget=None "
+    "headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True "
+    "progress=True share='equal' scaler=None max_grad_norm=None scheduler=None hooks=() keep=() backward=None "
+    "enforce='auto' timeout=None",
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
     "Runner.step_over": "batches",
@@ -84,6 +85,7 @@ SIGNATURES = {
     "ShareSampler.set_epoch": "epoch",
     "ShareSampler.state_dict": "batches_done",
     "ShareSampler.load_state_dict": "state",
+    "Lengths": "of dims=None padding=None",
     "Mean": "loss over",
     "Sum": "loss count",
     "Part": "loss",
@@ -95,7 +97,7 @@ SIGNATURES = {
     "Plan.explain": "",
 }
 
-ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "device"]
+ORDER = ["plan", "model", "target_batch", "batch", "step", "optimizer", "weigh", "lengths", "device"]
 BY_POSITION = {"fit": 2, "predict": 1, "verify": 1, "Runner": 2}
 """How many arguments a page writes without a name: those before ``batch=``."""
 

@@ -61,6 +61,14 @@ def weigh(batch: Batch) -> float:
     return float(len(batch[0]))
 
 
+def length_of(batch: Batch) -> Tensor:
+    """How much of each sample is no padding."""
+    return (batch[0] != 0).sum(1)
+
+
+LENGTHS = autobatch.Lengths(length_of, dims={"batch[0]": 1}, padding="right")
+
+
 @dataclass
 class Rows:
     """A batch of a type of one's own."""

@@ -1,0 +1,167 @@
+"""Chooses how many samples run together at each of a few lengths, and divides samples of mixed lengths by that.
+
+Covers which lengths are tried (*edges*: the longest, its half, its quarter...), how many samples to try at each, and
+the division: a micro-batch has as many samples as ran at the edge above its longest one, so nothing untried runs. Does
+not cover how long a sample is or what is padding (``batch.lengths``), nor trials (``fitting.length_search``).
+
+One number shrinks all edges at once, after a shortage or where less is free: the *scale*, from 1 to the most samples of
+any micro-batch, which is that of the shortest edge.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from autobatch.errors import InvalidArgument
+from autobatch.planning.curve import MemoryCurve
+from autobatch.records import SizeAtLength
+
+__all__ = [
+    "choose_size",
+    "divide_by_length",
+    "edge_above",
+    "halve_lengths",
+    "keep_useful",
+    "scale_curve",
+    "scale_ladder",
+    "scale_of",
+]
+
+_MOST_HALVINGS = 6
+"""1/64 of the longest: what is shorter runs as many together as there, and takes little time."""
+
+_SPARE = 64
+"""1/64 of the limit is left free by an estimate: what a sample takes between two lengths is a parabola to 0.3 %, and a
+trial that fails would be lost."""
+
+_STEPS = 16
+"""After a shortage all edges go down by sixteenths; below one sixteenth they are halved."""
+
+
+def halve_lengths(longest: int, size: int, bound: int) -> tuple[int, ...]:
+    """The edges, longest first: halves, until ``bound`` samples take no more than ``size`` of the longest do.
+
+    Half as long, a sample takes at most half the memory beside what all share: activations grow with the length, and
+    attention's with its square.
+
+    Args:
+        longest: The longest edge.
+        size: How many samples fit there.
+        bound: The most that a micro-batch may ever have.
+    """
+    edges = [longest]
+    while size << (len(edges) - 1) < bound and len(edges) <= _MOST_HALVINGS and edges[-1] > 1:
+        edges.append(-(-edges[-1] // 2))
+    return tuple(edges)
+
+
+def choose_size(measured: Mapping[int, float], resident: int, limit_bytes: int, length: int) -> int:
+    """How many samples of a length should fit.
+
+    Args:
+        measured: Bytes that each sample takes, by length; at least one length.
+        resident: Bytes that do not depend on how many samples there are.
+        limit_bytes: What a step may hold.
+        length: At most the longest that was measured.
+    """
+    each = max(_bytes_at(measured, length), 1.0)
+    return max(int((limit_bytes - limit_bytes // _SPARE - resident) / each), 0)
+
+
+def _bytes_at(measured: Mapping[int, float], length: int) -> float:
+    """``a L + b L^2`` through the shortest and the longest length, or a line where that would bend down."""
+    short, long = min(measured), max(measured)
+    if short == long:
+        return measured[long] * length / long
+    bend = (measured[long] / long - measured[short] / short) / (long - short)
+    if bend < 0:  # a part that does not depend on the length
+        share = (length - short) / (long - short)
+        return measured[short] + share * (measured[long] - measured[short])
+    return (measured[short] / short + bend * (length - short)) * length
+
+
+def keep_useful(sizes: Sequence[SizeAtLength]) -> tuple[SizeAtLength, ...]:
+    """The edges at which more samples ran than at every longer one, shortest first."""
+    kept: list[SizeAtLength] = []
+    for size in sorted(sizes, key=lambda size: -size.length):
+        if not kept or size.micro_batch_size > kept[-1].micro_batch_size:
+            kept.append(size)
+    return tuple(reversed(kept))
+
+
+def edge_above(sizes: Sequence[SizeAtLength], length: int) -> SizeAtLength:
+    """The shortest edge of at least this length; raises InvalidArgument beyond the longest."""
+    index = bisect_left(sizes, length, key=lambda size: size.length)
+    if index == len(sizes):
+        raise InvalidArgument(f"a length of {length} is beyond the longest that was tried, {sizes[-1].length}")
+    return sizes[index]
+
+
+def divide_by_length(
+    lengths: Sequence[int], sizes: Sequence[SizeAtLength], scale: int, smallest: int = 1
+) -> tuple[int, ...]:
+    """How many samples each micro-batch has; samples are in order of length, the longest first.
+
+    As few micro-batches as can be, and of those the division that stays furthest from what was tried: as nearly the
+    same part of it in each as whole samples allow.
+
+    Args:
+        lengths: Of each sample, none longer than the longest edge.
+        sizes: The edges, shortest first.
+        scale: The most samples at the shortest edge now; other edges in proportion.
+        smallest: The fewest samples that the model can run; what would be left alone joins the micro-batch before it.
+    """
+    division = _divide_greedily(lengths, sizes, scale, smallest)
+    low, high = 0, scale
+    while high - low > 1:
+        middle = (low + high) // 2
+        fewer = _divide_greedily(lengths, sizes, middle, smallest)
+        if len(fewer) == len(division):
+            division, high = fewer, middle
+        else:
+            low = middle
+    return division
+
+
+def _divide_greedily(
+    lengths: Sequence[int], sizes: Sequence[SizeAtLength], scale: int, smallest: int
+) -> tuple[int, ...]:
+    parts: list[int] = []
+    done = 0
+    while done < len(lengths):
+        most = max(edge_above(sizes, lengths[done]).micro_batch_size * scale // sizes[0].micro_batch_size, smallest)
+        parts.append(min(most, len(lengths) - done))
+        done += parts[-1]
+    if len(parts) > 1 and parts[-1] < smallest:
+        parts[-2:] = [sum(parts[-2:])]
+    return tuple(parts)
+
+
+def scale_of(samples: int, length: int, sizes: Sequence[SizeAtLength]) -> int:
+    """The least scale at which so many samples, the longest of this length, are one micro-batch."""
+    most = sizes[0].micro_batch_size
+    if samples == 1:  # one sample is run at any scale
+        return 1
+    return min(-(-samples * most // edge_above(sizes, length).micro_batch_size), most)
+
+
+def scale_ladder(most: int) -> tuple[int, ...]:
+    """The scales worth going on with, ascending."""
+    return tuple(sorted({-(-most * step // _STEPS) for step in range(1, _STEPS + 1)}))
+
+
+def scale_curve(curve: MemoryCurve | None, sizes: Sequence[SizeAtLength]) -> MemoryCurve | None:
+    """A curve of samples at the longest edge, as one of scales: each edge holds about what the longest does."""
+    longest, most = sizes[-1].micro_batch_size, sizes[0].micro_batch_size
+    if curve is None or longest == most:
+        return curve
+
+    def stretch(knots: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """The last straight piece, which leads to the largest sizes, from no samples to the scale."""
+        (start, low), (end, high) = knots[-2:]
+        rise = -(-(high - low) * longest // (end - start))
+        peak = high - (end - longest) * (high - low) // (end - start)
+        return ((0, max(peak - rise, 0)), (most, max(peak, 0)))
+
+    return curve.model_copy(update={"allocated": stretch(curve.allocated), "reserved": stretch(curve.reserved)})

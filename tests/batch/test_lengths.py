@@ -1,0 +1,225 @@
+"""How long samples are, which dimensions are padded, and what is left of a batch when padding is trimmed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from texts import LENGTHS, length_of, make_texts
+
+from autobatch.batch.layout import describe
+from autobatch.batch.lengths import Lengths, find_padding, padded_length, read_lengths
+from autobatch.batch.samples_by_length import SamplesByLength
+from autobatch.batch.trimming import SortedLayout, TrimmedLayout, gather
+from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.records import Padding
+
+N, L = len(LENGTHS), max(LENGTHS)
+
+
+def with_mask(batch, *, kind=torch.bool):
+    """The batch with a square mask of each sample."""
+    mask = batch["mask"].bool()
+    return {**batch, "square": (mask[:, :, None] & mask[:, None]).to(kind)}
+
+
+def padding_of(batch, lengths=length_of):
+    """What the example shows."""
+    layout, read = describe(batch), Lengths.read(lengths)
+    return find_padding(layout, read, read_lengths(read, batch, layout.count))
+
+
+ONE = {'batch["tokens"]': (1,), 'batch["mask"]': (1,), 'batch["labels"]': (1,)}
+SQUARE = {**ONE, 'batch["square"]': (1, 2)}
+BATCHES = {
+    "right": (make_texts(), ONE, "right"),
+    "left": (make_texts(left=True), ONE, "left"),
+    "padded further than the longest": (make_texts(padded=40), ONE, "right"),
+    "features beside them": ({**make_texts(), "scores": torch.rand(N, 7)}, ONE, "right"),
+    "a label a sample": ({**make_texts(), "kind": torch.arange(N)}, ONE, "right"),
+    "what all share": ({**make_texts(), "temperature": 0.5, "name": "texts"}, ONE, "right"),
+    "positions, alike in each": (
+        {**make_texts(), "at": torch.arange(L).expand(N, L)},
+        {**ONE, 'batch["at"]': (1,)},
+        "right",
+    ),
+    "a square mask": (with_mask(make_texts()), SQUARE, "right"),
+    "a square mask of numbers, left": (with_mask(make_texts(left=True), kind=torch.float32), SQUARE, "left"),
+    "a mask with heads": (
+        {**make_texts(), "square": with_mask(make_texts())["square"][:, None]},
+        {**ONE, 'batch["square"]': (2, 3)},
+        "right",
+    ),
+    "vectors a position": (
+        {**make_texts(), "vectors": torch.rand(N, L, 5) * make_texts()["mask"][:, :, None]},
+        {**ONE, 'batch["vectors"]': (1,)},
+        "right",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_padded_dimensions_are_those_of_the_padded_length(name):
+    """Found from sizes and confirmed by values, on either side."""
+    batch, dims, side = BATCHES[name]
+    assert padding_of(batch) == Padding(dims=dims, side=side)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_trimmed_part_has_its_samples_and_no_padding_that_none_needs(name):
+    """Rows in the order asked for, cut on the side of the padding; everything else is whole."""
+    batch, dims, side = BATCHES[name]
+    rows = [4, 2, 7]
+    length = max(LENGTHS[row] for row in rows)
+    part = gather(describe(batch), rows, Padding(dims=dims, side=side), length)
+    assert part["mask"].sum(1).tolist() == [LENGTHS[row] for row in rows]
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            assert part[key] == value
+            continue
+        whole = value[rows]
+        for dim in dims.get(f'batch["{key}"]', ()):
+            whole = whole.narrow(dim, 0 if side == "right" else value.shape[dim] - length, length)
+        assert torch.equal(part[key], whole)
+
+
+def test_a_tuple_of_arrays_is_trimmed_like_tensors():
+    """Paths are of any container, and NumPy's arrays stay arrays."""
+    texts = make_texts()
+    batch = texts["tokens"].numpy(), (texts["mask"].numpy(), np.arange(N))
+    padding = padding_of(batch, lambda batch: batch[1][0].sum(1))
+    assert padding.dims == {"batch[0]": (1,), "batch[1][0]": (1,)}
+    part = gather(describe(batch), [1, 5], padding, 3)
+    assert part[0].shape == (2, 3)
+    assert part[1][1].tolist() == [1, 5]
+
+
+def test_samples_in_lists_have_nothing_to_trim():
+    """Each has its own length; they are only sorted."""
+    batch = {"texts": [torch.arange(n + 1) for n in (3, 9, 5)], "labels": torch.tensor([0, 1, 2])}
+    lengths = Lengths.read(lambda batch: [len(text) for text in batch["texts"]])
+    samples = SamplesByLength.read(describe(batch), lengths)
+    assert (samples.padding, samples.longest) == (Padding(), 10)
+    ordered = SortedLayout.of(describe(batch), samples.values, samples.padding, ())
+    part = ordered.take(0, 2)
+    assert [len(text) for text in part["texts"]] == [10, 6]
+    assert part["labels"].tolist() == [1, 2]
+    assert samples.at(8)[1] == 6
+    assert samples.at(2)[1] == 4
+
+
+def test_all_samples_of_a_trimmed_layout_are_the_batch_itself():
+    """The whole is what parts are compared with."""
+    batch = make_texts()
+    layout = TrimmedLayout(batch, N, {}, values=LENGTHS, padding=Padding(dims=ONE))
+    assert layout.take(0, N) is batch
+    assert layout.take(1, 4)["tokens"].shape == (3, 17)
+
+
+def test_a_sorted_layout_trims_all_samples_too():
+    """A batch that is one micro-batch may be padded further than its longest sample."""
+    batch = make_texts(padded=40)
+    ordered = SortedLayout.of(describe(batch), LENGTHS, Padding(dims=ONE), ())
+    assert ordered.take(0, N)["tokens"].shape == (N, L)
+    assert ordered.values == sorted(LENGTHS, reverse=True)
+
+
+def test_equal_lengths_stay_in_their_order():
+    """Two texts of 24 tokens are rows 0 and 4."""
+    assert SortedLayout.of(describe(make_texts()), LENGTHS, Padding(dims=ONE), ()).order[:2] == [0, 4]
+
+
+def test_samples_of_length_nothing_keep_one_position():
+    """A tensor without positions is no input for most models."""
+    batch = make_texts([4, 0, 2])
+    assert gather(describe(batch), [1], Padding(dims=ONE), 0)["tokens"].shape == (1, 1)
+
+
+def test_what_was_given_is_taken_at_its_word():
+    """The user's own dims and side need no evidence, and what is left out is not trimmed."""
+    lengths = Lengths(length_of, dims={'batch["tokens"]': 1}, padding="left")
+    assert padding_of(make_texts([5, 5]), lengths) == Padding(dims={'batch["tokens"]': (1,)}, side="left")
+
+
+REFUSED = {
+    "two sizes": (
+        {**make_texts(), "sound": torch.rand(N, 60)},
+        length_of,
+        r'could be 24 \(batch\["labels"\]\) or 60 \(batch\["sound"\]\): pass lengths=autobatch.Lengths',
+    ),
+    "hidden size equal to the length": (
+        {**make_texts(), "vectors": torch.rand(N, L, L) * make_texts()["mask"][:, :, None]},
+        length_of,
+        r'batch\["vectors"\] has other values than padding beyond its samples\' lengths in dimensions \[1, 2\]',
+    ),
+    "as many classes as positions": (
+        {**make_texts(), "classes": torch.rand(N, L)},
+        length_of,
+        r'batch\["classes"\] has other values than padding',
+    ),
+    "no shorter sample": (make_texts([6, 6]), length_of, "all samples of the example batch are 6 long"),
+    "no such dimension": (
+        {"tokens": torch.ones(3, 4)},
+        lambda batch: [9, 9, 9],
+        r'the longest sample is 9 by lengths\(\), and no tensor has a dimension for it: batch\["tokens"\] \(3, 4\)',
+    ),
+    "the other side": (
+        make_texts(),
+        Lengths(length_of, padding="left"),
+        r'batch\["tokens"\] has other values than padding',
+    ),
+    "no number": (make_texts(), lambda batch: 3, r"lengths\(\) gave an? .*int.*: return one whole number a sample"),
+    "too few": (make_texts(), lambda batch: [1], "gave 1 lengths for 12 samples"),
+    "fractions": (make_texts(), lambda batch: [0.5] * N, "gave 0.5 as a sample's length"),
+    "negative": (make_texts(), lambda batch: [-1] * N, "gave -1 as a sample's length"),
+    "longer than the padding": (
+        make_texts(),
+        Lengths(lambda batch: batch["mask"].sum(1) + 1, dims={'batch["tokens"]': 1}),
+        "gave 25 for a sample of a batch that is padded to 24",
+    ),
+    "padded to two lengths": (
+        {**make_texts(), "more": torch.zeros(N, 30)},
+        Lengths(length_of, dims={'batch["tokens"]': 1, 'batch["more"]': 1}),
+        "the batch is padded to different lengths",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_example_leaves_open_is_refused(name):
+    """In words, with what to pass; nothing is guessed."""
+    batch, lengths, match = REFUSED[name]
+    with pytest.raises(InvalidBatch, match=match):
+        padding_of(batch, lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "match"),
+    [
+        (3, "lengths=3 cannot be called"),
+        (Lengths(length_of, padding="both"), "padding='both': pass 'right', 'left' or None"),
+        (Lengths(length_of, dims={"tokens": 1}), "dims has 'tokens', and the batch has"),
+        (Lengths(length_of, dims={'batch["tokens"]': 0}), "has dimensions 1 to 1 after that of its samples"),
+        (Lengths(length_of, dims={'batch["tokens"]': 2}), "has dimensions 1 to 1 after that of its samples"),
+    ],
+)
+def test_what_is_no_lengths_argument_is_refused(lengths, match):
+    """Before anything is run."""
+    with pytest.raises(InvalidArgument, match=match):
+        padding_of(make_texts(), lengths)
+
+
+def test_lengths_that_change_when_padding_goes_are_refused():
+    """A side that was given and is the wrong one: trimming would cut the samples themselves."""
+    lengths = Lengths(length_of, dims={'batch["tokens"]': 1, 'batch["mask"]': 1}, padding="right")
+    with pytest.raises(InvalidBatch, match=r"lengths\(\) gives 0 for a sample .* gave 11 .* trimmed on the right"):
+        SamplesByLength.read(describe(make_texts(left=True)), lengths)
+
+
+def test_a_later_batch_of_another_kind_is_refused():
+    """Its padded tensor is missing, or has too few dimensions."""
+    padding = Padding(dims=ONE)
+    with pytest.raises(InvalidBatch, match=r'batch\["tokens"\] is not in the batch'):
+        padded_length(describe({"mask": torch.ones(2, 3)}), padding, [3, 3])
+    with pytest.raises(InvalidBatch, match=r'batch\["mask"\] is of shape \(2,\)'):
+        padded_length(describe({"tokens": torch.ones(2, 3), "mask": torch.ones(2)}), padding, [3, 3])

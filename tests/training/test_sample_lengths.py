@@ -1,0 +1,298 @@
+"""Batches divided by length: the same gradient, nothing untried, and all or nothing wherever memory ends."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from texts import LENGTHS, Reader, count_tokens, length_of, make_texts, read_step
+from torch.nn import functional as F
+
+import autobatch
+from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.records import Padding, SizeAtLength
+from autobatch.testing import oom_at
+
+pytestmark = pytest.mark.usefixtures("quiet_log")
+
+DIMS = {'batch["tokens"]': (1,), 'batch["mask"]': (1,), 'batch["labels"]': (1,)}
+SIZES = (
+    SizeAtLength(length=6, micro_batch_size=4),
+    SizeAtLength(length=12, micro_batch_size=3),
+    SizeAtLength(length=24, micro_batch_size=2),
+)
+
+
+@pytest.fixture
+def quiet_log(caplog):
+    """Retries are expected."""
+    caplog.set_level("CRITICAL", logger="autobatch")
+
+
+@cache
+def make_plan(side="right", sizes=SIZES):
+    """A plan with these sizes by length."""
+    model = Reader()
+    plan = autobatch.fit(
+        model,
+        len(LENGTHS),
+        batch=make_texts(left=side == "left"),
+        step=read_step,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        weigh=count_tokens,
+        lengths=length_of,
+        max_micro_batch=2,
+        check=None,
+    )
+    assert plan.padding == Padding(dims=DIMS, side=side)
+    return plan.model_copy(update={"lengths": sizes, "padding": plan.padding})
+
+
+def make_runner(*, plan=None, step=read_step, model=None, **options):
+    """A runner on a new model, and the model."""
+    torch.manual_seed(3)
+    model = model or Reader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    given = {"weigh": count_tokens, "lengths": length_of, **options}
+    return autobatch.Runner(plan or make_plan(), model, step, optimizer, **given), model
+
+
+def padded_gradient(model, batch, step=read_step):
+    """The gradient of the padded whole."""
+    model.zero_grad()
+    step(model, batch).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def far(found, expected):
+    """The largest relative difference of any parameter."""
+    return max(
+        float((one - other).detach().norm() / other.detach().norm().clamp_min(1e-30))
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("padded", [0, 30])
+def test_the_gradient_is_that_of_the_padded_whole(side, padded):
+    """In float64 to 1e-12, on either side, padded to the longest or further."""
+    runner, model = make_runner(plan=make_plan(side))
+    batch = make_texts(left=side == "left", padded=padded)
+    expected = padded_gradient(model, batch)
+    model.zero_grad()
+    result = runner.accumulate(batch)
+    assert far([p.grad for p in model.parameters()], expected) < 1e-12
+    assert float(result.loss) == pytest.approx(float(read_step(model, batch).detach()), abs=1e-12)
+
+
+def test_no_micro_batch_is_more_than_was_tried():
+    """Shapes as the step sees them: at most as many as ran at the length above, and no padding beyond the longest."""
+    shapes = []
+
+    def step(model, batch):
+        shapes.append((*batch["tokens"].shape, int(batch["mask"].sum(1).max())))
+        return read_step(model, batch)
+
+    runner, _ = make_runner(step=step)
+    result = runner.step(make_texts())
+    assert sorted(row for rows in result.samples for row in rows) == list(range(len(LENGTHS)))
+    for samples, length, longest in shapes:
+        assert length == longest
+        assert samples <= next(size for size in SIZES if size.length >= length).micro_batch_size
+    assert [len(rows) for rows in result.samples] == list(result.micro_batch_sizes) == [shape[0] for shape in shapes]
+
+
+def test_what_a_step_returns_can_be_put_back_in_order():
+    """``result.samples`` says which rows each entry of ``result.aux`` is of."""
+
+    def step(model, batch):
+        return read_step(model, batch), batch["tokens"].sum(1)
+
+    runner, _ = make_runner(step=step)
+    batch = make_texts()
+    result = runner.step(batch)
+    rows = [row for rows in result.samples for row in rows]
+    together = torch.cat(result.aux)[torch.tensor(rows).argsort()]
+    assert together.tolist() == batch["tokens"].sum(1).tolist()
+
+
+def test_several_batches_are_counted_on():
+    """Rows of the second one follow those of the first; each is sorted by itself."""
+    runner, model = make_runner()
+    halves = [make_texts(LENGTHS[:6]), make_texts(LENGTHS[6:], seed=1)]
+    torch.manual_seed(3)
+    other = copy.deepcopy(model)
+    result = runner.step_over(halves)
+    assert sorted(row for rows in result.samples for row in rows) == list(range(12))
+    assert all(max(rows) < 6 or min(rows) >= 6 for rows in result.samples)
+    counts = [count_tokens(half) for half in halves]
+    for half, count in zip(halves, counts, strict=True):
+        (read_step(other, half) * count / sum(counts)).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).step()
+    assert far(model.parameters(), list(other.parameters())) < 1e-12
+
+
+def test_without_lengths_results_say_nothing_of_rows():
+    """Samples come in their own order."""
+    model = Reader()
+    plan = autobatch.fit(model, 12, batch=make_texts(), step=read_step, weigh=count_tokens, max_micro_batch=4)
+    runner = autobatch.Runner(plan, model, read_step, torch.optim.SGD(model.parameters()), weigh=count_tokens)
+    assert runner.step(make_texts()).samples == ()
+
+
+def test_samples_in_lists_are_sorted_and_cut():
+    """Nothing is trimmed: each has its own length."""
+    model = Reader()
+    generator = torch.Generator().manual_seed(2)
+    batch = [torch.randint(1, 30, (length,), generator=generator) for length in LENGTHS]
+
+    def step(model, texts):
+        losses = [F.cross_entropy(model(text[None], torch.ones(1, len(text)))[0], text) for text in texts]
+        return torch.stack(losses).mean()
+
+    def lengths(texts):
+        return [len(text) for text in texts]
+
+    plan = autobatch.fit(model, 12, batch=batch, step=step, lengths=lengths, max_micro_batch=4)
+    assert plan.padding == Padding()
+    runner = autobatch.Runner(plan, model, step, None, lengths=lengths)
+    expected = padded_gradient(model, batch, step)
+    model.zero_grad()
+    result = runner.accumulate(batch)
+    assert far([p.grad for p in model.parameters()], expected) < 1e-12
+    assert [LENGTHS[row] for rows in result.samples for row in rows] == sorted(LENGTHS, reverse=True)
+
+
+def run_by_hand(model, optimizer, batch, samples):
+    """The step in these micro-batches, by a loop."""
+    total = float(count_tokens(batch))
+    for rows in samples:
+        longest = max(int(batch["mask"][row].sum()) for row in rows)
+        part = {key: value[list(rows)][:, :longest] for key, value in batch.items()}
+        (read_step(model, part) * (float(count_tokens(part)) / total)).backward()
+    optimizer.step()
+
+
+FEW = (24, 3, 12, 24, 6)
+
+
+def outcome_at(position):
+    """What comes of memory that ends at one operation: the name of the outcome; wrong ones fail here."""
+    batch = make_texts(FEW)
+    runner, model = make_runner(model=Reader(dropout=0.2))
+    reference = copy.deepcopy(model)
+    torch.manual_seed(7)
+    with oom_at(position) as planned:
+        try:
+            result = runner.step(batch)
+        except DoesNotFit:
+            assert far(model.parameters(), list(reference.parameters())) == 0
+            return "undone", planned.operations
+        except autobatch.CannotRetry:
+            return "told", planned.operations
+    torch.manual_seed(7)
+    run_by_hand(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), batch, result.samples)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True)), position
+    assert sorted(row for rows in result.samples for row in rows) == list(range(len(FEW)))
+    if not result.retries:
+        return "clean", planned.operations
+    return "kept" if result.micro_batch_sizes[0] == 2 else "restarted", planned.operations
+
+
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)]), 17])
+def test_memory_may_end_at_any_operation(stride):
+    """Bit for bit the step of the micro-batches that were committed, dropout included; or nothing has happened."""
+    _, operations = outcome_at(10**9)
+    found = {outcome_at(position)[0] for position in range(1, operations + 1, stride)}
+    assert {"kept", "restarted"} <= found
+    assert found <= {"kept", "restarted", "undone", "told", "clean"}
+
+
+def test_after_a_shortage_every_length_has_fewer_and_the_planned_ones_come_back():
+    """One number for all: the micro-batch of short texts that failed makes those of long ones smaller too."""
+    sizes = (SizeAtLength(length=6, micro_batch_size=8), SizeAtLength(length=24, micro_batch_size=4))
+    calls = []
+
+    def step(model, batch):
+        calls.append(batch["tokens"].shape)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return read_step(model, batch)
+
+    runner, _ = make_runner(plan=make_plan(sizes=sizes), step=step)
+    batch = make_texts([24] * 8 + [6] * 8)
+    first = runner.step(batch)
+    assert first.retries == 1
+    assert first.micro_batch_sizes[:2] == (4, 4)
+    assert max(first.micro_batch_sizes[2:]) < 8
+    second = runner.step(batch)
+    assert second.micro_batch_sizes[:2] == (3, 3)
+    assert runner.step(batch).micro_batch_sizes == (4, 4, 8)
+
+
+def test_a_shortage_at_long_samples_gives_up_no_more_than_one_at_short_ones():
+    """Four of eight long ones failed: that is the whole of what was planned, not a half of it."""
+    sizes = (SizeAtLength(length=6, micro_batch_size=8), SizeAtLength(length=24, micro_batch_size=4))
+    calls = []
+
+    def step(model, batch):
+        calls.append(batch["tokens"].shape)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return read_step(model, batch)
+
+    runner, _ = make_runner(plan=make_plan(sizes=sizes), step=step)
+    result = runner.step(make_texts([24] * 8 + [6] * 8))
+    assert result.retries == 1
+    assert 2 <= result.micro_batch_sizes[0] < 4
+
+
+def test_one_sample_that_does_not_fit_ends_the_step():
+    """Nothing is left to make smaller, and everything is as before."""
+
+    def step(model, batch):
+        if batch["tokens"].shape[1] == 24:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return read_step(model, batch)
+
+    runner, model = make_runner(step=step)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(DoesNotFit, match="at a micro-batch of one sample"):
+        runner.step(make_texts())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_longer_sample_than_was_tried_is_refused():
+    """Nothing untried runs."""
+    runner, _ = make_runner()
+    with pytest.raises(InvalidBatch, match="a sample is 25 long, and the longest that fit\\(\\) tried is 24"):
+        runner.step(make_texts([25, 3]))
+
+
+def test_plan_and_runner_have_lengths_both_or_neither():
+    """In words, before anything runs."""
+    with pytest.raises(InvalidArgument, match="the plan was made with lengths=, and this Runner has none"):
+        make_runner(lengths=None)
+    plan = make_plan().model_copy(update={"lengths": ()})
+    with pytest.raises(InvalidArgument, match="the plan was made without lengths="):
+        make_runner(plan=plan)
+
+
+def test_weights_that_count_padding_are_refused():
+    """They are others once it is trimmed."""
+    runner, _ = make_runner(weigh=lambda batch: batch["tokens"].numel())
+    with pytest.raises(InvalidBatch, match=r"weigh\(\) is not additive"):
+        runner.step(make_texts())
+
+
+def test_a_compiled_step_sees_few_shapes():
+    """Samples are trimmed to lengths that were tried, not to every length there is."""
+    from autobatch.batch.layout import describe
+    from autobatch.batch.trimming import SortedLayout
+
+    ordered = SortedLayout.of(describe(make_texts()), LENGTHS, Padding(dims=DIMS), SIZES, trims_to_edges=True)
+    lengths = {ordered.take(start, start + 1)["tokens"].shape[1] for start in range(len(LENGTHS))}
+    assert lengths == {24, 12, 6}
