@@ -45,7 +45,7 @@ class Runner(StepRunner):
         target_batch: int,
         batch: Any | None = None,
         weigh: Weigh | None = None,
-        lengths: LengthOf | Lengths | None = None,
+        lengths: Lengths | LengthOf | None = None,
         device: torch.device | str | Device | None = None,
         budget: int | str | None = None,
         headroom: float | str | None = None,

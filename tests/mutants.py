@@ -1469,8 +1469,8 @@ MUTANTS = (
     Mutant(
         "ranks: the gradient of a whole parameter counts in the norm once for each rank",
         DISTRIBUTED + "sharded_step.py",
-        """ + said[0]["whole"]  #""",
-        """ + math.fsum(one["whole"] for one in said)  #""",
+        """ + said[0]["whole"])  #""",
+        """ + math.fsum(one["whole"] for one in said))  #""",
         SHARDED_LOSS_TESTS,
     ),
     Mutant(
@@ -1490,8 +1490,8 @@ MUTANTS = (
     Mutant(
         "ranks: a term that counts for nothing on a rank has no pass there",
         "autobatch/training/lockstep_accumulation.py",
-        "        if absent:\n",
-        "        if False:\n",
+        "        zeros = self._find_counted(progress, absent) if absent else []\n",
+        "        zeros: list[ModelOutput] = []\n",
         SHARDED_LOSS_TESTS,
     ),
     Mutant(

@@ -218,18 +218,16 @@ class Accumulation:
             if not self.leaves_are_known:
                 self.workload.check_leaves(loss, self.stand_ins())
                 self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
-            self._run_backward(loss if self.scale is None else self.scale(loss), micro_batch, progress)
+            loss = loss if self.scale is None else self.scale(loss)
+            if self.backward is None:
+                loss.backward()
+            else:
+                self.backward(loss)
         if self.state.may_be_sparse or stamps.any_sparse:
             self._join_sparse_rows(progress, stamps)
         if [*map(_VERSION, progress.batch)] != progress.versions and not self.state.is_looked_over:
             refuse_write(stays=not self.owns_batches)
         return divided, aux
-
-    def _run_backward(self, loss: torch.Tensor, micro_batch: MicroBatch, progress: AccumulationState) -> None:
-        if self.backward is None:
-            loss.backward()
-        else:
-            self.backward(loss)
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
         transaction.begin_micro_batch(self.try_twice(_COPYING, self.state.begin_micro_batch, transaction.start))

@@ -31,6 +31,7 @@ from autobatch.step.losses import losses_of
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation, UpdateFunction
 from autobatch.training.accumulation_state import AccumulationState
+from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import DividedLoss
 from autobatch.training.micro_batches import MicroBatch, find_least_size, join
 from autobatch.training.model_outputs import ModelOutput, collect_outputs, edges_of, find_reached, run_zero_backward
@@ -57,11 +58,14 @@ class LockstepAccumulation(Accumulation):
     _outputs: Sequence[ModelOutput] = ()
     _losses: Mapping[str, GradientEdge] = field(default_factory=dict)
     _runs_spare: bool = False
+    _now: tuple[MicroBatch, AccumulationState] | None = None
+    _given_backward: Backward | None = None
     _states_none: bool = False  # whether the step returns one loss as it is, so that no micro-batch counts for nothing
 
     def __post_init__(self) -> None:
         """End the forward pass where the user's step returns."""
         super().__post_init__()
+        self._given_backward, self.backward = self.backward, self._call_backward
         self.stand_ins = partial(unsharded_parameters, self.workload.model)
         self._inner: Workload = self.workload
         self.workload = self._inner.around(self._run_forward, weigh=self._inner.weigh)
@@ -161,22 +165,26 @@ class LockstepAccumulation(Accumulation):
         self, micro_batch: MicroBatch, progress: AccumulationState, stamps: GradientStamps
     ) -> tuple[DividedLoss | None, Any]:
         self._lockstep.start("forward")
+        self._now = micro_batch, progress
         divided, aux = super()._run_micro_batch(micro_batch, progress, stamps)
         if divided is None:  # the step has counted nothing, but the other ranks run their backward pass
             run_zero_backward(self._find_counted(progress))
+        self._now = None
         self._forget_graph()
         if self._sums.hooks:
             self._sums.take_in(stamps.parameters)  # torch calls no hook of a sharded parameter
         return divided, aux
 
-    def _run_backward(self, loss: torch.Tensor, micro_batch: MicroBatch, progress: AccumulationState) -> None:
+    def _call_backward(self, loss: torch.Tensor) -> None:
         """Also from what only a term uses that counts for nothing here: on other ranks it may count."""
+        assert self._now is not None  # noqa: S101 - narrows for mypy
+        micro_batch, progress = self._now
         absent = {name for name, weight in micro_batch.weights.items() if not weight}
         zeros = self._find_counted(progress, absent) if absent else []
-        if not zeros:
-            super()._run_backward(loss, micro_batch, progress)
-        elif self.backward is None:
+        if self._given_backward is None:
             run_zero_backward(zeros, loss)
+        elif not zeros:
+            self._given_backward(loss)
         else:
             named = ", ".join(sorted(absent))
             raise InvalidStep(

@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import autobatch
 from autobatch.testing import FakeDevice
 
+pytestmark = pytest.mark.quick
+
 SAMPLES = 37
 INPUTS = torch.arange(SAMPLES * 3.0).reshape(SAMPLES, 3)
 
