@@ -9,6 +9,7 @@ result comes back. What it prints is dropped, but for the last line before a cra
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import pickle
 import select
@@ -108,6 +109,7 @@ def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes])
 def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes], ended: int) -> None:
     """In the child: note what comes of the function, and end without the parent's clean-up."""
     status = 1
+    gc.freeze()  # what the parent has let go of may wait, as it is freed, for threads that are not here
     try:
         # A child that is killed for its time takes its own children with it (prctl(2), PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))

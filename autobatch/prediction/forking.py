@@ -21,7 +21,9 @@ import os
 import platform
 import signal
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from itertools import tee
+from operator import methodcaller
 
 import torch
 
@@ -63,9 +65,13 @@ def fork_without_handlers() -> int:
     before, in_parent, in_child = python.PyOS_BeforeFork, python.PyOS_AfterFork_Parent, python.PyOS_AfterFork_Child
     for function in (before, in_parent, in_child):
         function.restype, function.argtypes = None, ()
-    before()
-    child = make_child()
-    (in_parent if child else in_child)()
+    made, children = tee(iter(make_child, None))
+    after = map(methodcaller("__call__"), map((in_child, in_parent).__getitem__, map(bool, made)))
+    # All of it in one call of C. Between two lines of Python the child of a parent that had been asked for the
+    # interpreter's lock would hand it to a thread that it does not have and wait forever: 1 of 200 forks beside two
+    # busy threads.
+    next(zip(iter(before, ...), after, strict=True))
+    child = next(children)
     if child < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
@@ -80,12 +86,12 @@ def _find_fork() -> Callable[[], int] | None:
         function: Callable[[], int] = library._Fork
         return function
     number = _CLONE.get(platform.machine())
-    return None if number is None else lambda: _clone(library, number)
+    return None if number is None else _make_clone(library, number)
 
 
-def _clone(library: ctypes.PyDLL, number: int) -> int:
+def _make_clone(library: ctypes.PyDLL, number: int) -> Callable[[], int]:
     library.syscall.restype = ctypes.c_long
-    return int(library.syscall(ctypes.c_long(number), ctypes.c_long(int(signal.SIGCHLD)), *[ctypes.c_long(0)] * 4))
+    return partial(library.syscall, *[ctypes.c_long(value) for value in (number, int(signal.SIGCHLD), 0, 0, 0, 0)])
 
 
 def _keep_off_the_card() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import resource
 import signal
@@ -267,3 +268,24 @@ def is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_what_the_parent_has_let_go_of_is_not_freed_in_the_child():
+    """Objects in a cycle may wait for a thread as they are freed; the child has none of the parent's threads."""
+
+    class Waiting:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            freed.append(os.getpid())
+
+    freed = []
+    gc.disable()
+    try:
+        Waiting()
+        assert run_apart(lambda: (gc.collect(), list(freed))[1], 30) == []
+    finally:
+        gc.enable()
+    gc.collect()
+    assert freed == [os.getpid()]

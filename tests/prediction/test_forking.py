@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ def system_fork(request, monkeypatch):
     if request.param == "clone":
         library = ctypes.PyDLL(None, use_errno=True)
         number = forking._CLONE[os.uname().machine]
-        monkeypatch.setattr(forking, "_find_fork", lambda: lambda: forking._clone(library, number))
+        monkeypatch.setattr(forking, "_find_fork", lambda: forking._make_clone(library, number))
     elif not hasattr(ctypes.CDLL(None), "_Fork"):
         pytest.skip("the C library is older")
 
@@ -120,3 +121,26 @@ def test_where_there_is_no_such_fork_a_plain_one_is_made(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert not forking.has_cards_threads()
     assert run_apart(backward, 30)[1] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_child_keeps_the_lock_of_the_interpreter():
+    """Threads that ask for it as the process forks are not in the child, which would wait for them."""
+    ended = threading.Event()
+
+    def ask():
+        while not ended.is_set():
+            sum(range(100))
+
+    interval = sys.getswitchinterval()
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    sys.setswitchinterval(1e-6)  # asked for at all times
+    try:
+        for thread in threads:
+            thread.start()
+        assert [run_apart(lambda number=number: number, 30) for number in range(20)] == [*range(20)]
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
