@@ -19,7 +19,9 @@ from builders.rank_losses import (
 )
 from builders.ranks import run_ranks, values_of
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
@@ -71,6 +73,40 @@ class Checkpointed(Plain):
         super().__init__(checkpointed=True)
 
 
+class Reentrant(Deep):
+    """Its backward pass runs forward passes inside, and others of its own."""
+
+    def forward(self, inputs):
+        """The recomputed part needs an input with a gradient."""
+        inputs = inputs.clone().requires_grad_()
+        *layers, last = self
+        for first, second in zip(layers[::2], layers[1::2], strict=True):
+            inputs = checkpoint(lambda rows, pair=(first, second): pair[1](pair[0](rows)), inputs, use_reentrant=True)
+        return last(inputs)
+
+
+class Compiled(Deep):
+    """Each layer by itself, as fully_shard is used with compilation."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self:
+            layer.compile(backend="eager")
+
+
+class Described(Deep):
+    """Called by a method of its own."""
+
+    def describe(self, inputs):
+        """As ``forward``."""
+        return super().forward(inputs)
+
+
+def step_by_method(model, batch):
+    """Not through ``forward``."""
+    return mean_step(model.describe, batch)
+
+
 def state_part(model, batch):
     """Divided by the samples of all ranks."""
     return autobatch.Part(mean_step(model, batch) * (len(batch[0]) / SAMPLES))
@@ -86,6 +122,16 @@ CASES = {
     "stated sum": (state_sum, None, mean_of_some, Plain, {}),
     "counts of zero": (mean_of_states, None, whole_mean_of_states, Deep, {}),
     "checkpointed": (mean_step, None, mean_step, Checkpointed, {}),
+    "reentrant": (mean_step, None, mean_step, Reentrant, {}),
+    "compiled": (mean_step, None, mean_step, Compiled, {}),
+    "another method": (step_by_method, None, step_by_method, Described, {}),
+    "summed in float64": (
+        mean_step,
+        None,
+        mean_step,
+        Deep,
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+    ),
     "kept after forward": (mean_step, None, mean_step, Deep, {"reshard_after_forward": False}),
 }
 
@@ -118,6 +164,8 @@ def make_runner(name, **options):
     step, weigh, _, make_model, shards = CASES[name]
     torch.manual_seed(0)
     model = shard(make_model(), **shards)
+    if isinstance(model, Described):
+        register_fsdp_forward_method(model, "describe")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     size, rank = dist.get_world_size(), dist.get_rank()
     plan = make_rank_plans(spread(SAMPLES, size), 3, weighed=weigh is not None, **SMALL)[rank]
