@@ -34,6 +34,8 @@ _TARGETS = {"mlp": 60_000}
 _TARGET = 4000
 _MOST_TRIALS = 3
 _MEAN_TRIALS = 2
+_PREDICTION_SECONDS = 300.0
+"""A prediction is given up after some seconds; what is counted here must not depend on how busy this machine is."""
 
 
 class Search(NamedTuple):
@@ -68,6 +70,9 @@ def measure_search(name: str, gibibytes: int) -> Search:
     """A plan in this budget, and some steps of the whole target with it."""
     import torch  # noqa: PLC0415 - only the processes that measure need it
 
+    from autobatch.prediction import prior  # noqa: PLC0415 - as above
+
+    prior._MOST_SECONDS = _PREDICTION_SECONDS  # noqa: SLF001 - not a choice that users have
     training = TRAININGS[name]
     model = training.make_model().cuda()
     optimizer = training.make_optimizer(model)
