@@ -158,6 +158,10 @@ class Layout:
             return self.batch
         return self._replace(self.batch, ROOT, lambda part: _entries(part, range(start, stop)))
 
+    def views(self, start: int, stop: int) -> Any:
+        """Samples ``start`` to ``stop`` as they lie in the user's memory, where that is not what ``take`` returns."""
+        return self.take(start, stop)
+
     def pick(self, rows: list[int]) -> Any:
         """The samples at these indices, in this order, as new tensors."""
         return self._replace(self.batch, ROOT, lambda part: _entries(part, rows))

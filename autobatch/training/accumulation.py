@@ -241,7 +241,7 @@ class Accumulation:
         watch: AbstractContextManager[object] = nullcontext()
         record: AbstractContextManager[object] = nullcontext()
         if self.state.is_looked_over:
-            samples = micro_batch.layout.take(micro_batch.start, micro_batch.stop)
+            samples = micro_batch.layout.views(micro_batch.start, micro_batch.stop)
             watch = watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
             if self.state.is_recording:
                 apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors(), *self._find_apart()]

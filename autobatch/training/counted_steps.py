@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autobatch.batch.joining import JoinedLayout
 from autobatch.batch.layout import Layout
 from autobatch.memory.device import Device
 from autobatch.planning.counted_growth import CountedGrowth
@@ -82,13 +83,14 @@ class CountedSteps:
         micro_batches, lengths = 0, []
         sizes: list[float] = []
         for layout in layouts:
-            if layout.spec is None:
+            shown = layout.parts[0] if type(layout) is JoinedLayout else layout  # samples of all have the same size
+            if shown.spec is None:
                 return None
             count = -(-layout.count // size)
             micro_batches += count
-            lengths.append(len(layout.leaves))
+            lengths.append((len(shown.leaves), shown is layout))  # joined micro-batches are copies
             sizes.append(-(-layout.count // count))
-            sizes.extend(map(_size_of, layout.leaves, repeat(layout.count)))
+            sizes.extend(map(_size_of, shown.leaves, repeat(shown.count)))
         sizes.append(micro_batches > 1)  # from the second one on there is a gradient beside the one it is added to
         kind = (
             size,

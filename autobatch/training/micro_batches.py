@@ -7,7 +7,7 @@ cover running a micro-batch (``accumulation``) nor what its losses are divided b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, repeat
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autobatch.batch.example import refuse_meta
+from autobatch.batch.joining import JoinedLayout
 from autobatch.batch.layout import Layout
 from autobatch.batch.trimming import SortedLayout
 from autobatch.errors import InvalidBatch
@@ -79,7 +80,7 @@ def cut(
         InvalidBatch: ``weigh`` gave no count.
     """
     micro_batches: list[MicroBatch] = []
-    for layout, start, stop in ranges:
+    for layout, start, stop in ranges if largest is not None else _separate(ranges):
         if type(layout) is SortedLayout and largest is not None:
             sizes, starts, stops, weights = _divide_by_length(layout, start, stop, largest, smallest)
         else:
@@ -94,6 +95,15 @@ def cut(
         leaves = map(list, layout.split_leaves(start, sizes))
         micro_batches += map(_make, zip(repeat(layout), starts, stops, sizes, weights, counts, leaves, strict=False))
     return micro_batches
+
+
+def _separate(ranges: Iterable[tuple[Layout, int, int]]) -> Iterator[tuple[Layout, int, int]]:
+    """The same, where all samples of joined batches are to be counted: joined they would be a copy of all."""
+    for layout, start, stop in ranges:
+        if type(layout) is JoinedLayout and stop - start == layout.count:
+            yield from ((part, 0, part.count) for part in layout.parts)
+        else:
+            yield layout, start, stop
 
 
 _Bounds = tuple[int, ...]

@@ -18,6 +18,7 @@ from torch import nn
 
 from autobatch._arguments import as_sequence, check_choice
 from autobatch._wrappers import unwrap_members, unwrap_optimizer, unwrap_scheduler
+from autobatch.batch.joining import join_neighbours
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
@@ -240,9 +241,14 @@ class StepRunner:
     def step_over(self, batches: Iterable[Any]) -> StepResult:
         """Run one optimizer step on smaller batches that make up the target together.
 
+        The step is that of one batch with all their samples: neighbours whose samples one tensor can hold are divided
+        together, so that small batches fill micro-batches of the plan's size. Others are divided each by itself: those
+        of unlike shape or dtype, with numbers in them, of registered types, and all with ``lengths=`` or sharded
+        parameters.
+
         Args:
             batches: All are read before the first one is run: the mean's denominator is the total, and a restart needs
-                them.
+                them. Samples of several batches are copied together, one micro-batch at a time.
 
         Returns:
             As ``step``.
@@ -435,7 +441,7 @@ class StepRunner:
             self._sizes_seen.add(samples)
             self._events.report_size(self.steps, samples)
         if self._lengths is None:
-            return layouts
+            return layouts if len(layouts) < 2 or self._is_sharded else join_neighbours(layouts)
         return self._accumulation.try_twice("reading lengths with lengths()", self._lengths.sort_all, layouts)
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -547,11 +548,28 @@ class Judge:
         """The run that used these micro-batches from the start."""
         if sizes not in self._committed:
             training = self.training(self.case, **self.options)
-            parts = zip(*(tensor.split(list(sizes)) for tensor in training.batch), strict=True)
-            result = training.runner.step_over(parts)
+            cut_into(training.runner, sizes)
+            result = training.runner.step(training.batch)
             assert (result.micro_batch_sizes, result.retries) == (sizes, 0)
             self._committed[sizes] = _comparable(training.state()), result.loss
         return self._committed[sizes]
+
+
+def cut_into(runner: autobatch.Runner, sizes: tuple[int, ...]) -> None:
+    """Let a runner cut its batch into these sizes."""
+    accumulation: Any = runner._accumulation
+    cut = accumulation._cut
+
+    def cut_anew(ranges: Any, largest: int | None) -> Any:
+        if largest is None:
+            return cut(ranges, None)
+        ((layout, _, _),) = ranges
+        stops = accumulate(sizes)
+        return [
+            part for stop, size in zip(stops, sizes, strict=True) for part in cut([(layout, stop - size, stop)], None)
+        ]
+
+    accumulation._cut = cut_anew
 
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CASES, OUTCOMES, Case, Judge, Training, _comparable, _seed
+from faults import CASES, OUTCOMES, Case, Judge, Training, _comparable, _seed, cut_into
 from plans import SMALL, make_rank_plans
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -75,31 +74,11 @@ class RankJudge(Judge):
         key = _gather(sizes)
         if key not in self._committed:
             training = self.training(self.case, **self.options)
-            _cut_into(training.runner, sizes)
+            cut_into(training.runner, sizes)
             result = training.runner.step(training.batch)
             assert (result.micro_batch_sizes, result.retries) == (sizes, 0)
             self._committed[key] = _comparable(training.state()), result.loss
         return self._committed[key]
-
-
-def _cut_into(runner: autobatch.Runner, sizes: tuple[int, ...]) -> None:
-    """Let a runner cut its batch into these sizes.
-
-    Not ``step_over`` of parts: their weights would be summed part by part, and those of a batch are counted at once.
-    """
-    accumulation: Any = runner._accumulation
-    cut = accumulation._cut
-
-    def cut_into(ranges: Any, largest: int | None) -> Any:
-        if largest is None:
-            return cut(ranges, None)
-        ((layout, _, _),) = ranges
-        stops = accumulate(sizes)
-        return [
-            part for stop, size in zip(stops, sizes, strict=True) for part in cut([(layout, stop - size, stop)], None)
-        ]
-
-    accumulation._cut = cut_into
 
 
 def shard(model: nn.Module, **options: Any) -> nn.Module:

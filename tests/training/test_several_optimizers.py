@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from faults import cut_into
 from torch import nn
 from workloads import Plain, bits_of, differences, make_batch, mean_step
 
@@ -130,9 +131,8 @@ def test_memory_that_ends_anywhere(scaled, quiet_log):
         outcomes.append("retried")
         if sizes not in committed:
             other = Training(scaled=scaled)
-            other.runner.step_over(
-                [tuple(part) for part in zip(*(tensor.split(sizes) for tensor in batch), strict=True)]
-            )
+            cut_into(other.runner, sizes)
+            other.runner.step(batch)
             committed[sizes] = other.state()
         assert not [d for d in differences(training.state(), committed[sizes]) if "gradient object" not in d]
     assert set(outcomes) == {"retried", "undone", "told"}

@@ -191,7 +191,8 @@ def test_a_whole_batch_of_one_sample_is_the_users_own(model):
     model = model()
     runner = make_runner(model, fit(model, 8, max_micro_batch=4))
     with pytest.raises((ValueError, IndexError)):
-        runner.step_over([samples(4), samples(1)])
+        runner.step(samples(1))
+    assert runner.step_over([samples(4), samples(1)]).micro_batch_sizes == (3, 2)
     assert sum(runner.step_over([samples(4), samples(5)]).micro_batch_sizes) == 9
 
 
@@ -260,12 +261,13 @@ def test_a_plan_without_trials_finds_out_and_leaves_no_damage(model, target, siz
         assert torch.equal(found, expected)
 
 
-def test_ragged_batches_of_a_loader_are_cut_one_by_one():
-    """An odd batch in ``step_over`` has no piece of one, and ``weigh`` counts the same."""
+def test_ragged_batches_of_a_loader_have_no_piece_of_one():
+    """Joined in ``step_over`` or by itself, and ``weigh`` counts the same."""
     model = REFUSING["BatchNorm1d"]()
     plan = fit(model, 8, max_micro_batch=3)
     runner = make_runner(model, plan, weigh=lambda batch: 2.0 * len(batch))
-    assert runner.step_over([samples(4), samples(5), samples(3)]).micro_batch_sizes == (2, 2, 3, 2, 3)
+    assert runner.step_over([samples(4), samples(5), samples(3)]).micro_batch_sizes == (3, 3, 3, 3)
+    assert runner.step_over([samples(4), samples(1), samples(5)]).micro_batch_sizes == (3, 3, 2, 2)
     assert runner.accumulate(samples(5)).micro_batch_sizes == (3, 2)
 
 
@@ -280,7 +282,8 @@ def test_no_piece_is_larger_than_max_micro_batch(model, knows, count):
     device = FakeDevice(lambda n: 10 + n, 10**6)
     runner = make_runner(model, plan, device)
     before = copy.deepcopy(model.state_dict())
-    for run in (runner.step, runner.accumulate, lambda odd: runner.step_over([samples(4), odd])):
+    joined = lambda odd: runner.step_over([odd[:2], odd[2:]])  # noqa: E731 - one more way to run it
+    for run in (runner.step, runner.accumulate, joined):
         with pytest.raises(DoesNotFit, match=rf"{count} samples in micro-batches of at most 2 .*max_micro_batch=3\)"):
             run(samples(count))
     assert device.ran_sizes == [] or plan.smallest_micro_batch == 1
