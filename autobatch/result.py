@@ -30,8 +30,9 @@ class StepResult:
             ``loss`` is nan, no micro-batch is committed, and everything is as before.
         gradient_norm: Of the gradients that the optimizer used, before they were clipped to ``max_grad_norm``: a
             detached 0-dim tensor. ``None`` where nothing was clipped; then nobody has computed it.
-        samples: With ``lengths``, by which samples are sorted, the rows of each committed micro-batch in the batch, as
-            ``aux`` has them; of several batches counted on. Empty without: samples come in their own order.
+        samples: With ``lengths``, by which samples are sorted, and with ``cut``, the rows of each committed micro-batch
+            in the batch, as ``aux`` has them; of several batches counted on. Empty without: samples come in their own
+            order.
         ranks: What each rank did, by rank: samples, retries, peak and its own seconds; empty where there is one rank.
     """
 

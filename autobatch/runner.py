@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from autobatch.batch.cutting import CutFunction
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
@@ -56,6 +57,7 @@ class Runner(StepRunner):
         reuse: bool = True,
         progress: bool = True,
         share: Share = "equal",
+        cut: CutFunction | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
@@ -86,7 +88,8 @@ class Runner(StepRunner):
             reuse: Whether a remembered plan may be confirmed by one trial.
             progress: Whether each trial is a line on a terminal.
             share: How several ranks divide the target.
-            scaler: As in ``Runner``, and so are all that follow.
+            cut: As in ``Runner``, and so are all that follow.
+            scaler: Scales each loss.
             max_grad_norm: Clip the gradients' norm.
             scheduler: Stepped after each step.
             hooks: Called with every event.
@@ -135,6 +138,7 @@ class Runner(StepRunner):
             weigh=weigh,
             lengths=lengths,
             device=device,
+            cut=cut,
             scaler=scaler,
             max_grad_norm=max_grad_norm,
             scheduler=scheduler,

@@ -100,34 +100,34 @@ def _are_alike(one: Any, other: Any, path: str, its_lists: _Lists, other_lists: 
     """Whether two parts at the same path can be joined."""
     if type(one) is not type(other) or find_type(one) is not None:
         return False
-    if isinstance(one, torch.Tensor):
-        return type(one) is torch.Tensor and one.ndim > 0 and _traits_of(one) == _traits_of(other)
-    if is_array(one):
-        return _is_plain_array(one) and (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:])
+    if isinstance(one, torch.Tensor) or is_array(one):
+        return _have_same_traits(one, other)
     if isinstance(one, _SHARED):
         return bool(one == other)
-    if not _holds_no_more(one) or not _holds_no_more(other):
+    reading = its_lists.get(path)
+    if not _holds_no_more(one) or not _holds_no_more(other) or reading != other_lists.get(path):
         return False
-    if is_sequence(one):
-        if its_lists.get(path) != other_lists.get(path):
-            return False
-        if its_lists.get(path) == "samples":
-            return True
-    fields, others = fields_of(one), fields_of(other)
-    if fields is None or others is None or [suffix for suffix, _ in fields] != [suffix for suffix, _ in others]:
-        return False
-    return all(
-        _are_alike(child, its_twin, path + suffix, its_lists, other_lists)
-        for (suffix, child), (_, its_twin) in zip(fields, others, strict=True)
+    if reading == "samples":
+        return True
+    fields, others = fields_of(one) or [], fields_of(other) or []
+    return (
+        fields_of(one) is not None
+        and [suffix for suffix, _ in fields] == [suffix for suffix, _ in others]
+        and all(
+            _are_alike(child, its_twin, path + suffix, its_lists, other_lists)
+            for (suffix, child), (_, its_twin) in zip(fields, others, strict=True)
+        )
     )
 
 
-def _traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.layout, tensor.requires_grad, tensor.shape[1:]
-
-
-def _is_plain_array(array: Any) -> bool:
-    return type(array) is sys.modules["numpy"].ndarray and array.ndim > 0
+def _have_same_traits(one: Any, other: Any) -> bool:
+    """Whether two tensors, or two arrays, differ in the number of rows at most."""
+    if not one.ndim or one.dtype != other.dtype or one.shape[1:] != other.shape[1:]:
+        return False
+    if is_array(one):
+        return type(one) is sys.modules["numpy"].ndarray
+    are_dense = type(one) is torch.Tensor and one.layout is other.layout
+    return are_dense and (one.device, one.requires_grad) == (other.device, other.requires_grad)
 
 
 def _holds_no_more(node: Any) -> bool:
@@ -157,4 +157,3 @@ def _join(nodes: Sequence[Any], path: str, lists: _Lists) -> Any:
     return with_fields(
         first, [_join(parts, path + suffix, lists) for (suffix, _), parts in zip(fields, children, strict=True)]
     )
-

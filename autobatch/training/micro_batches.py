@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autobatch.batch.example import refuse_meta
+from autobatch.batch.cutting import PickedLayout
 from autobatch.batch.joining import JoinedLayout
 from autobatch.batch.layout import Layout
 from autobatch.batch.trimming import SortedLayout
@@ -87,7 +88,8 @@ def cut(
             sizes, starts, stops, weights = _divide(start, stop, largest or layout.count, smallest)
         counts: Iterable[bool] = repeat(True)
         if workload.weigh is not None:  # samples are not taken out of the batch where nothing is counted in them
-            if largest is None and stop - start == layout.count:  # as it was given: sorted, it would be a copy
+            # As it was given: sorted, it would be a copy.
+            if type(layout) is SortedLayout and largest is None and stop - start == layout.count:
                 layout = Layout(layout.batch, layout.count, layout.lists)  # noqa: PLW2901 - the same batch
             parts = zip(starts, stops, sizes, strict=True)
             weights = tuple(workload.weights_of(layout.take(first, last), size) for first, last, size in parts)
@@ -138,10 +140,17 @@ def find_scale(micro_batch: MicroBatch) -> int:
 
 
 def rows_of(micro_batches: Iterable[MicroBatch]) -> tuple[tuple[int, ...], ...]:
-    """The samples of each micro-batch of sorted batches, as rows of its batch; those of a second one are counted on."""
+    """The samples of each micro-batch, as rows of its batch; those of a second one are counted on.
+
+    Of batches whose samples are sorted, or grouped by the user.
+    """
     firsts, samples, rows = dict[int, int](), 0, list[tuple[int, ...]]()
     for micro_batch in micro_batches:
         layout = micro_batch.layout
+        if isinstance(layout, PickedLayout):
+            picked = layout.rows[micro_batch.start : micro_batch.stop]
+            rows.append(tuple(layout.before + row for row in picked))
+            continue
         assert isinstance(layout, SortedLayout)  # noqa: S101 - narrows for mypy
         if id(layout) not in firsts:
             firsts[id(layout)], samples = samples, samples + layout.count

@@ -18,6 +18,7 @@ from torch import nn
 
 from autobatch._arguments import as_sequence, check_choice
 from autobatch._wrappers import unwrap_members, unwrap_optimizer, unwrap_scheduler
+from autobatch.batch.cutting import CutFunction
 from autobatch.batch.joining import join_neighbours
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.batch.lengths import LengthOf, Lengths
@@ -50,6 +51,7 @@ from autobatch.training.binding import describe_binding, make_accumulation, make
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
+from autobatch.training.given_cut import GivenCut
 from autobatch.training.micro_batches import find_scale, rows_of
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.runner_state import RunnerState, read_state
@@ -90,6 +92,7 @@ class StepRunner:
         weigh: Weigh | None = None,
         lengths: Lengths | LengthOf | None = None,
         device: torch.device | str | Device | None = None,
+        cut: CutFunction | None = None,
         scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
         scheduler: Any | None = None,
@@ -114,6 +117,11 @@ class StepRunner:
             weigh: What a mean is over: ``weigh(micro_batch) -> float``. Default: samples.
             lengths: How long samples are, as in ``fit``, where the plan was made with it: each batch is divided by
                 length, and micro-batches are trimmed to their longest sample.
+            cut: Which samples run together, where equal numbers of them are unlike in cost: ``cut(batch, largest)``
+                returns lists of sample indices, each sample in one of them, as a ``BatchSampler`` yields them.
+                ``largest`` is the most samples that run together, the plan's or less after a shortage; a longer list is
+                divided, since nothing larger than the plan's size has been tried. It is called before each step, and
+                must not draw random numbers.
             scaler: Scales each loss, and unscales, steps and updates once a step.
             max_grad_norm: Clip the norm of the gradients of all parameters that the optimizers hold, taken together,
                 before the update.
@@ -158,6 +166,7 @@ class StepRunner:
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._cut = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=is_sharded)
             self._lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
             self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
             self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
@@ -342,7 +351,7 @@ class StepRunner:
             aux=tuple(accumulated.aux),
             ranks=ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
-            samples=rows_of(accumulated.done) if self._lengths else (),
+            samples=rows_of(accumulated.done) if self._lengths or self._cut else (),
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
@@ -440,6 +449,10 @@ class StepRunner:
         if samples not in self._sizes_seen:
             self._sizes_seen.add(samples)
             self._events.report_size(self.steps, samples)
+        if self._cut is not None:
+            return self._accumulation.try_twice(
+                "dividing with cut()", self._cut.cut_all, layouts, self.micro_batch_size
+            )
         if self._lengths is None:
             return layouts if len(layouts) < 2 or self._is_sharded else join_neighbours(layouts)
         return self._accumulation.try_twice("reading lengths with lengths()", self._lengths.sort_all, layouts)

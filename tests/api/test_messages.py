@@ -158,6 +158,11 @@ def fit_with(optimizer=None, hook=lambda parameter: None):
     fit(model=model, optimizer=optimizer and optimizer(model.parameters()))
 
 
+def run_cut(groups):
+    """A step of a batch of 16 that is divided into these."""
+    make_runner(cut=lambda batch, largest: groups).step(make_batch(16))
+
+
 def fit_texts(lengths=length_of, batch=None, **options):
     """A fit with lengths, but for the changes."""
     texts = make_texts() if batch is None else batch
@@ -681,6 +686,42 @@ TABLE = [
         "this Runner has no optimizer; use accumulate(batch) and do the update yourself",
     ),
     (lambda: make_runner().step_over([]), "InvalidBatch", "step_over() was given no batches"),
+    (
+        lambda: make_runner(cut=8),
+        "InvalidArgument",
+        "cut= is an int, which cannot be called: pass cut(batch, largest) -> lists of sample indices",
+    ),
+    (
+        lambda: run_cut(None),
+        "InvalidBatch",
+        "cut() returned a NoneType: return lists of sample indices, such as [[0, 2], [1, 3]]",
+    ),
+    (
+        lambda: run_cut([*range(16)]),
+        "InvalidBatch",
+        "cut() gave an int as a group of samples: return lists of sample indices, such as [[0, 2], [1, 3]]",
+    ),
+    (
+        lambda: run_cut([[0, 16]]),
+        "InvalidBatch",
+        "cut() gave 16 as the index of a sample: the batch has 16, with the indices 0 to 15",
+    ),
+    (
+        lambda: run_cut([range(16), [3]]),
+        "InvalidBatch",
+        (
+            "cut() gave sample 3 twice: each sample of the batch belongs to one group, or the gradient would be that of "
+            "another batch"
+        ),
+    ),
+    (
+        lambda: run_cut([range(4), range(6, 16)]),
+        "InvalidBatch",
+        (
+            "cut() left out 2 of 16 samples, such as sample 4: each sample of the batch belongs to one group, or the "
+            "gradient would be that of another batch"
+        ),
+    ),
     (
         lambda: fit().settings("keras"),
         "InvalidArgument",

@@ -1,4 +1,4 @@
-"""What belongs to the whole process is as before after any two of fit, verify, predict and step in two threads."""
+"""What belongs to the whole process is as before after any two of fit, verify, predict, map and step in two threads."""
 
 from __future__ import annotations
 
@@ -70,6 +70,13 @@ class Work:
     def train(self):
         autobatch.Runner(self.plan, self.model, self.step, self.optimizer).step(self.batch)
 
+    def map(self):
+        def score(batch):
+            self.pause()
+            return self.model(batch)
+
+        autobatch.map(score, self.batch, progress=False)
+
     def predict(self):
         self.pause()
         autobatch.predict(self.model, self.batch, self.quiet_step, self.optimizer, gpu="L4", target_batch=8)
@@ -130,13 +137,14 @@ def released(workers, pauses):
 
 
 PAIRS = [*itertools.product(["fit", "verify", "train"], repeat=2)]
+PAIRS += [("map", "map"), *((name, "map") for name in ("fit", "verify", "train")), ("map", "fit"), ("map", "train")]
 PAIRS += [pytest.param(name, "predict", marks=pytest.mark.predicts) for name in ("train", "predict")]
 
 
 @pytest.mark.parametrize("first_leaves_first", [True, False])
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_no_interleaving_leaves_the_process_changed(first, second, first_leaves_first):
-    """In whatever order two threads enter and leave; and fit, verify and predict leave no trace in the generators."""
+    """In whatever order two threads enter and leave; and only a step leaves a trace in the generators."""
     works = getattr(Work(Pause()), first), getattr(Work(Pause()), second)
     before, generators = read_process_state(), read_generators()
     with torch.no_grad():

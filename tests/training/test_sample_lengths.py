@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from functools import cache
 
 import pytest
 import torch
 from texts import LENGTHS, Reader, count_tokens, length_of, make_texts, read_step
 from torch.nn import functional as F
+from workloads import bits_of, differences
 
 import autobatch
 from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
 from autobatch.records import Padding, SizeAtLength
-from autobatch.testing import oom_at
+from autobatch.testing import FakeDevice, oom_at
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -133,6 +135,65 @@ def test_several_batches_are_counted_on():
         (read_step(other, half) * count / sum(counts)).backward()
     torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9).step()
     assert far(model.parameters(), list(other.parameters())) < 1e-12
+
+
+LARGER = (
+    SizeAtLength(length=6, micro_batch_size=12),
+    SizeAtLength(length=12, micro_batch_size=8),
+    SizeAtLength(length=24, micro_batch_size=6),
+)
+
+
+class Resumable:
+    """A runner, and what a checkpoint has of it, as it is after JSON."""
+
+    def __init__(self, saved=None, *, sizes=True):
+        torch.manual_seed(3)
+        self.model = Reader()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.runner = autobatch.Runner(
+            make_plan(sizes=LARGER),
+            self.model,
+            read_step,
+            self.optimizer,
+            weigh=count_tokens,
+            lengths=length_of,
+            device=FakeDevice(lambda n: 10 + n, total_bytes=10**9),
+        )
+        if saved is not None:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            if sizes:
+                self.runner.load_state_dict(json.loads(saved["runner"]))
+
+    def save(self):
+        return {
+            "model": copy.deepcopy(self.model.state_dict()),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "runner": json.dumps(self.runner.state_dict()),
+        }
+
+    def run(self, steps, short_at):
+        """What runs together in these steps; memory ends in some."""
+        rows = []
+        for number in steps:
+            with oom_at(short_at.get(number, 10**9)):
+                rows.append(self.runner.step(make_texts(seed=number)).samples)
+        return rows
+
+
+@pytest.mark.parametrize("short_at", [{}, {2: 60}, {2: 60, 3: 60}, {1: 60, 2: 60, 4: 60}], ids=str)
+def test_a_resumed_run_is_the_undisturbed_one(short_at):
+    """Bit for bit, with the sizes of all lengths as a shortage has left them."""
+    whole, first = Resumable(), Resumable()
+    expected = whole.run(range(6), short_at)
+    assert first.run(range(3), short_at) == expected[:3]
+    second = Resumable(first.save())
+    assert second.run(range(3, 6), short_at) == expected[3:]
+    assert not differences(bits_of(second.model, second.optimizer), bits_of(whole.model, whole.optimizer))
+    assert second.runner.state_dict() == whole.runner.state_dict()
+    if short_at:  # so the test can fail
+        assert Resumable(first.save(), sizes=False).run(range(3, 6), short_at) != expected[3:]
 
 
 def test_without_lengths_results_say_nothing_of_rows():
