@@ -47,6 +47,7 @@ RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
 BATCH = "autobatch/batch/"
+INFERENCE = "autobatch/inference/"
 
 CPU = "autobatch/memory/cpu.py"
 DISPATCH = "autobatch/torch_internals/dispatch_mode.py"
@@ -79,6 +80,10 @@ IN_PLACE_TESTS = ("tests/state/test_changed_in_place.py",)
 LIFETIME_TESTS = ("tests/training/test_step_lifetimes.py",)
 
 
+MAP_TESTS = ("tests/inference/test_map.py",)
+MAP_FAILURE_TESTS = ("tests/inference/test_failures.py",)
+JOINING_TESTS = ("tests/batch/test_joining.py",)
+CUT_OF_ONES_OWN_TESTS = ("tests/training/test_given_cut.py",)
 LENGTH_TESTS = ("tests/training/test_sample_lengths.py",)
 TRIMMING_TESTS = ("tests/batch/test_lengths.py",)
 SMALLEST_TESTS = ("tests/training/test_smallest_piece.py",)
@@ -110,6 +115,111 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "the samples of a piece in which memory ended are passed over",
+        INFERENCE + "piece.py",
+        "            return None, reason\n",
+        "            waiting.drop(len(indices))\n            return None, reason\n",
+        MAP_FAILURE_TESTS,
+    ),
+    Mutant(
+        "a piece that is run again draws on",
+        INFERENCE + "piece.py",
+        "            if random is not None:\n                random.restore()\n",
+        "",
+        MAP_FAILURE_TESTS,
+    ),
+    Mutant(
+        "a function that writes into its batch is mapped",
+        INFERENCE + "piece.py",
+        "        if any(tensor._version != version",
+        "        if any(False and tensor._version != version",
+        MAP_FAILURE_TESTS,
+    ),
+    Mutant(
+        "a piece may pass the budget",
+        INFERENCE + "piece.py",
+        "            self.device.limit(self.allowance.budget_bytes),\n",
+        "",
+        ("tests/inference/test_budgets.py",),
+    ),
+    Mutant(
+        "modules are mapped in train mode",
+        INFERENCE + "piece.py",
+        "            eval_mode(self.modules),\n",
+        "",
+        MAP_TESTS,
+    ),
+    Mutant(
+        "a frozen layer of a module is in train mode after map",
+        INFERENCE + "eval_mode.py",
+        "            layer.training = mode\n",
+        "            pass\n",
+        MAP_TESTS,
+    ),
+    Mutant(
+        "results of sorted samples are joined in another order",
+        INFERENCE + "results.py",
+        "column[torch.tensor(indices, device=column.device)] = leaf",
+        "column[torch.tensor(sorted(indices), device=column.device)] = leaf",
+        MAP_TESTS,
+    ),
+    Mutant(
+        "results are yielded as pieces end",
+        INFERENCE + "mapping.py",
+        "                while following in early:\n                    yield early.pop(following)\n",
+        "                while early:\n                    yield early.pop(next(iter(early)))\n",
+        MAP_TESTS,
+    ),
+    Mutant(
+        "what was done before an error is lost",
+        INFERENCE + "mapping.py",
+        "_attach(error, [*early], [*early.values()])",
+        "_attach(error, [], [])",
+        MAP_FAILURE_TESTS,
+    ),
+    Mutant(
+        "batches are joined whose numbers may count their samples",
+        BATCH + "joining.py",
+        "_SHARED = (type(None), bool, str)",
+        "_SHARED = (type(None), bool, str, int)",
+        JOINING_TESTS,
+    ),
+    Mutant(
+        "a part of joined batches begins with the first sample of a batch",
+        BATCH + "joining.py",
+        "yield part, start - begin, min(stop, end) - begin",
+        "yield part, 0, min(stop, end) - begin",
+        JOINING_TESTS,
+    ),
+    Mutant(
+        "joined batches are copied whole to be counted",
+        MICRO_BATCHES,
+        "if type(layout) is JoinedLayout and stop - start == layout.count:",
+        "if False:",
+        ("tests/training/test_step_over.py",),
+    ),
+    Mutant(
+        "a cut that gives a sample twice is run",
+        BATCH + "cutting.py",
+        "        if row in seen:\n",
+        "        if False:\n",
+        CUT_OF_ONES_OWN_TESTS,
+    ),
+    Mutant(
+        "a cut that loses samples is run",
+        BATCH + "cutting.py",
+        "    if len(seen) < count:\n",
+        "    if False:\n",
+        CUT_OF_ONES_OWN_TESTS,
+    ),
+    Mutant(
+        "a divided group has its first samples twice",
+        BATCH + "cutting.py",
+        "rows = [*self.rows[start:stop]]",
+        "rows = [*self.rows[: stop - start]]",
+        CUT_OF_ONES_OWN_TESTS,
+    ),
     Mutant(
         "a micro-batch has as many samples as ran at a shorter length",
         "autobatch/planning/lengths.py",

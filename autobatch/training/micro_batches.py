@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.batch.example import refuse_meta
 from autobatch.batch.cutting import PickedLayout
+from autobatch.batch.example import refuse_meta
 from autobatch.batch.joining import JoinedLayout
 from autobatch.batch.layout import Layout
 from autobatch.batch.trimming import SortedLayout

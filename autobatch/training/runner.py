@@ -166,8 +166,10 @@ class StepRunner:
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = is_sharded = self._ranks is not None and self._ranks.lockstep is not None
-            self._cut = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=is_sharded)
-            self._lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
+            self._cut, self._lengths = (
+                GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=is_sharded),
+                SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded),
+            )
             self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
             self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
             self._pace = self._set_pace(plan.smallest_micro_batch)

@@ -710,8 +710,8 @@ TABLE = [
         lambda: run_cut([range(16), [3]]),
         "InvalidBatch",
         (
-            "cut() gave sample 3 twice: each sample of the batch belongs to one group, or the gradient would be that of "
-            "another batch"
+            "cut() gave sample 3 twice: each sample of the batch belongs to one group, or the gradient would be that "
+            "of another batch"
         ),
     ),
     (
