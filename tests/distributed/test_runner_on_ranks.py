@@ -119,7 +119,8 @@ def step_on_a_rank(name, size):
         assert sum(result.micro_batch_sizes) == division[rank]
         before = [parameter.detach().clone() for parameter in model.parameters()]
         optimizer.zero_grad()
-        runner.step(batch)
+        joined = runner.step_over(zip(*(part.split(2) for part in batch), strict=True))
+        assert joined.micro_batch_sizes == result.micro_batch_sizes
         moved = {key: (old - new) / 0.1 for (key, new), old in zip(model.named_parameters(), before, strict=True)}
         gone = {
             key: torch.zeros_like(p) if expected[key] is None else expected[key] for key, p in model.named_parameters()
@@ -142,7 +143,7 @@ def answers_of(size):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", DIVISIONS)
 def test_the_gradient_is_that_of_the_whole_target(size, name):
-    """Of every division of the samples, also with none on a rank; the step moves the weights by it."""
+    """Of every division of the samples, also with none on a rank; a step over small batches moves the weights by it."""
     for errors in values_of(answers_of(size)):
         assert len(errors[name]) == 2 * len(DIVISIONS[size])
         assert max(max(pair) for pair in errors[name]) < 1e-12, errors[name]
