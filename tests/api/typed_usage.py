@@ -213,7 +213,7 @@ def main(folder: Path) -> None:
         hooks=[counter, autobatch.hooks.jsonl(folder / "events.jsonl"), autobatch.hooks.console()],
         keep=[torch.zeros(1)],
         backward=run_backward,
-        cut=lambda batch, largest: torch.arange(8).split(largest),
+        cut=lambda batch, largest: torch.arange(len(batch[0])).split(largest),
     )
     with autobatch.testing.oom_at(8):
         use_result(runner.step(batch))
