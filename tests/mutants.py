@@ -990,6 +990,13 @@ MUTANTS = (
         BATCH_TESTS,
     ),
     Mutant(
+        "where lengths are known no shorter samples are taken out of a dataset",
+        BATCH + "largest.py",
+        "            largest += shorter[: -_MOST_SHORTER - 1 : -1]\n",
+        "",
+        BATCH_TESTS,
+    ),
+    Mutant(
         "a number that is not the batch's is believed",
         BATCH + "largest.py",
         "layout.lists if layout.count == samples else None",

@@ -17,6 +17,7 @@ from torch import nn
 from autobatch._wrappers import unwrap_model
 from autobatch.batch.largest import is_source, largest_samples
 from autobatch.batch.layout import Layout, describe, map_tensors
+from autobatch.batch.lengths import Lengths
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of
 from autobatch.errors import InvalidBatch, NeedsBatch
@@ -55,8 +56,10 @@ class Example(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
-    """An example: a given batch, at most ``most`` samples of a Dataset or DataLoader, or one inferred from the model.
+def find_example(model: nn.Module, batch: Any | None, most: int, lengths: Lengths | None = None) -> Example:
+    """An example: a given batch, about ``most`` samples of a Dataset or DataLoader, or one inferred from the model.
+
+    Samples of a source are its largest; with ``lengths`` its longest, and some of all shorter lengths.
 
     Raises:
         NeedsBatch: No batch is given and the model does not show its input.
@@ -69,7 +72,7 @@ def find_example(model: nn.Module, batch: Any | None, most: int) -> Example:
         return Example(describe(infer_example(model)), (warning,))
     if not is_source(batch):
         return Example(describe(batch))
-    layout, note = largest_samples(batch, min(most, _MOST_SAMPLES))
+    layout, note = largest_samples(batch, min(most, _MOST_SAMPLES), lengths=lengths)
     return Example(layout, () if note is None else (note,))
 
 

@@ -2,22 +2,26 @@
 
 Covers torch's ``Dataset`` and ``DataLoader``, map-style and iterable, and datasets that follow torch's protocol without
 its base class. A sample's size is the number of tensor elements it has alone after the loader's own ``collate_fn``;
-where that ties, the characters of its strings. The largest are then collated together, so that a collate function that
-pads gives the widest batch it can. No worker process is started. Does not cover batches (``layout``).
+where that ties, the characters of its strings. Where it is known how long samples are, that comes first, and shorter
+ones are taken too. The samples are then collated together, so that a collate function that pads gives the widest batch
+it can. No worker process is started. Does not cover batches (``layout``).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SubsetRandomSampler, default_collate
 
 from autobatch.batch.layout import Layout, count_elements, describe
+from autobatch.batch.lengths import Lengths, read_lengths
 from autobatch.batch.list_rules import ListReading
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import leaves_of
@@ -28,6 +32,12 @@ __all__ = ["is_source", "largest_samples"]
 _OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
 """Where two batches of one loader are read differently, the later of these holds."""
 
+_CLASSES_PER_HALF = 4
+"""Of lengths: a sample that fills a shorter edge is then at most a fifth shorter than it."""
+
+_MOST_SHORTER = 24
+"""One of each class down to 1/64 of the longest: shorter edges are not tried."""
+
 
 @dataclass(frozen=True)
 class _Source:
@@ -37,6 +47,7 @@ class _Source:
     collate: Callable[[Any], Any] = default_collate
     sampler: Any = None
     gives_batches: bool = False
+    lengths: Lengths | None = None
 
     def collated(self, entries: Sequence[Any]) -> Any:
         """The batch that the loader would yield for these samples, or for this one whole batch."""
@@ -56,29 +67,43 @@ class _Source:
         lists = dict(sorted(read, key=lambda reading: _OUTWEIGHS.index(reading[1])))
         return describe(batch, like=Layout(None, len(entries), lists))
 
-    def size(self, entry: Any) -> tuple[float, int]:
-        """What entries are ranked by: tensor elements (of a whole batch, a sample), then characters."""
+    def size(self, entry: Any) -> tuple[int, float, int]:
+        """What entries are ranked by: length, if it is known; elements (of a whole batch, a sample); characters."""
         batch = self.collated([entry])
         samples = describe(batch).count if self.gives_batches else 1
-        return count_elements(batch) / samples, sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
+        length = 0 if self.lengths is None else max(read_lengths(self.lengths, batch, samples))
+        characters = sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
+        return length, count_elements(batch) / samples, characters
 
     def rank(self, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], int, bool]:
-        """The largest entries, largest first; how many were looked at; whether time ran out before all were."""
-        deadline, seen, out_of_time = time.monotonic() + time_limit, 0, False
+        """The largest entries, largest first; how many were looked at; whether time ran out before all were.
 
-        def in_time() -> Iterator[Any]:
+        Where lengths are known, a half of them are shorter ones: the longest of each class of lengths.
+        """
+        deadline, seen, out_of_time = time.monotonic() + time_limit, 0, False
+        longest = dict[int, tuple[Any, Any]]()  # of each class
+
+        def in_time() -> Iterator[tuple[Any, Any]]:
             nonlocal seen, out_of_time
             for entry in entries:
                 seen += 1
-                yield entry
+                size = self.size(entry)
+                if self.lengths is not None:
+                    key = _class_of(size[0])
+                    longest[key] = max(longest.get(key, (size, entry)), (size, entry), key=itemgetter(0))
+                yield size, entry
                 out_of_time = time.monotonic() > deadline
                 if out_of_time:
                     return
 
-        largest = heapq.nlargest(1 if self.gives_batches else count, in_time(), key=self.size)
+        largest = heapq.nlargest(1 if self.gives_batches else count, in_time(), key=itemgetter(0))
         if not largest:
             raise InvalidBatch(f"{type(self.dataset).__name__} gave no samples: pass a dataset that does, or a batch")
-        return largest, seen, out_of_time
+        if longest and not self.gives_batches:
+            largest = largest[: -(-count // 2)]
+            shorter = sorted((longest[key] for key in longest if key < _class_of(largest[-1][0][0])), key=itemgetter(0))
+            largest += shorter[: -_MOST_SHORTER - 1 : -1]
+        return [entry for _, entry in largest], seen, out_of_time
 
     def keys(self) -> Sequence[Any]:
         """What a map-style dataset can be asked for."""
@@ -95,6 +120,11 @@ class _Source:
             raise InvalidBatch(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
 
 
+def _class_of(length: int) -> int:
+    """Ascending with the length."""
+    return round(_CLASSES_PER_HALF * math.log2(length)) if length else -1
+
+
 def is_source(batch: Any) -> bool:
     """Whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
 
@@ -106,19 +136,26 @@ def is_source(batch: Any) -> bool:
 
 
 def largest_samples(
-    source: Any, count: int = 32, *, scan_limit: int = 2048, time_limit: float = 10.0
+    source: Any,
+    count: int = 32,
+    *,
+    lengths: Lengths | None = None,
+    scan_limit: int = 2048,
+    time_limit: float = 10.0,
 ) -> tuple[Layout, str | None]:
     """The ``count`` largest samples, collated together, and a sentence where not all samples were looked at.
+
+    With ``lengths`` they are the longest, half as many, and beside them samples of all shorter lengths that there are.
 
     Of a map-style dataset samples spread evenly over it are looked at, of an iterable one the first: ``scan_limit`` of
     them, and none after ``time_limit`` seconds. Of a loader that gives whole batches (``batch_size=None``) the one with
     most elements a sample is taken as it is. Each sample is fetched once, so that one made at random is the one that
     was measured. Raises InvalidBatch where the dataset is empty or has no length.
     """
-    opened = _Source(source)
+    opened = _Source(source, lengths=lengths)
     if isinstance(source, DataLoader):
         gives_batches = source.batch_sampler is None
-        opened = _Source(source.dataset, source.collate_fn, source.sampler, gives_batches=gives_batches)
+        opened = _Source(source.dataset, source.collate_fn, source.sampler, gives_batches, lengths)
     if isinstance(opened.dataset, IterableDataset) or not hasattr(opened.dataset, "__getitem__"):  # a stream
         stream = iter(opened.dataset)
         try:

@@ -172,7 +172,7 @@ def _agree(parts: Sequence[_Part], batch: Any) -> int:
         shown = ", ".join(f"{path} has {size}" for path, size in sorted(firsts.values(), key=parts.index)[:4])
         raise InvalidBatch(
             f"the number of samples is unclear: {shown}; each needs one entry a sample (what all samples share can "
-            "live in the step)"
+            "live in the step; samples that are joined, as graphs are, go into a type for autobatch.batches.register)"
         )
     if parts[0].size == 0:
         raise InvalidBatch(f"{parts[0].path} has 0 samples: pass a batch of at least one")

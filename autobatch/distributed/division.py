@@ -62,7 +62,9 @@ class Division:
             self.samples = max(even)
         self.shares = even if self.is_known and ranks else ()
 
-    def describe(self, workload: Workload, device: Any, *, objective: str, float32: bool) -> list[dict[str, Any]]:
+    def describe(
+        self, workload: Workload, device: Any, *, objective: str, float32: bool, has_lengths: bool
+    ) -> list[dict[str, Any]]:
         """What this rank sends to the others before the search; nothing where there is one rank."""
         if self._ranks is None:
             return []
@@ -73,6 +75,7 @@ class Division:
             "timeout=": self._ranks.channel.timeout.total_seconds(),
             "accumulate_in_float32=": float32,
             "weigh=": "None" if workload.weigh is None else "given",
+            "lengths=": "given" if has_lengths else "None",
             "optimizer=": name_optimizer(workload.optimizer) or "None",
             "the model": describe_parameters(workload.parameters()),
         }

@@ -76,10 +76,10 @@ def verify(
     model = module_of(model)
     workload = Workload(model, step or default_step, weigh)
     memory = find_device(workload.parameters(), type(model).__name__, device)
-    layout = find_example(model, batch, _MOST_AT_ONCE).layout
+    given = None if lengths is None else Lengths.read(lengths)
+    layout = find_example(model, batch, _MOST_AT_ONCE, given).layout
     check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
-    given = None if lengths is None else Lengths.read(lengths)
     samples = None if given is None else SamplesByLength.read(layout, given)
     comparison = SplitComparison(workload, layout, memory, _MOST_SAMPLES)
     at_once = min(layout.count, _MOST_AT_ONCE)

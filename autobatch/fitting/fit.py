@@ -140,7 +140,15 @@ def fit(
         model = take_module(model, ranks)
         workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
         division = Division(ranks, target_batch, share)
-        said.extend(division.describe(workload, device, objective=objective, float32=accumulate_in_float32))
+        said.extend(
+            division.describe(
+                workload,
+                device,
+                objective=objective,
+                float32=accumulate_in_float32,
+                has_lengths=lengths is not None,
+            )
+        )
     division.hear(said)
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
     # Where all ranks try the same sizes, a plan that only some of them remember could not be confirmed.

@@ -169,7 +169,7 @@ class SizeSearch:
     def _prepare(self, batch: Any | None) -> Layout:
         """Find the example batch and put the model into train mode; returns the samples that a trial repeats."""
         model, target = self.workload.model, self.wanted.target_batch
-        found = find_example(model, batch, target)
+        found = find_example(model, batch, target, self.lengths)
         self.example = found.layout
         check_values(self.example.batch)
         self.warnings += [*self.allowance.warnings, *found.warnings]

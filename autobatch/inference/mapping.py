@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, default_collate
 from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes, name_type, show_value
 from autobatch.batch.layout import count_bytes, describe
+from autobatch.distributed.ranks import world_size
+from autobatch.distributed.sharding import is_sharded
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Event, PieceRetried
 from autobatch.inference.error_notes import set_attributes
@@ -96,6 +98,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     check_switch("progress", progress)
     _check(fn, batch, collate, on_result)
     modules = find_modules(fn)
+    _refuse_sharded(modules)
     first = None if are_samples(batch) else describe(batch)
     memory = _find_device(device, modules, [] if first is None else first.tensors())
     memory.watch(tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
@@ -125,6 +128,16 @@ def _check(fn: Any, batch: Any, collate: Any, on_result: Any) -> None:
             raise InvalidArgument(f"{name}={show_value(value)} must be a function")
     if collate is not None and (isinstance(batch, DataLoader) or not are_samples(batch)):
         raise InvalidArgument(f"collate= is for samples, and {name_type(batch)} has batches: leave it out")
+
+
+def _refuse_sharded(modules: Iterable[nn.Module]) -> None:
+    name = next((type(module).__name__ for module in modules if is_sharded(module)), None)
+    if name is not None and world_size() > 1:
+        raise InvalidArgument(
+            f"map() cannot run {name}, whose parameters are sharded: ranks gather them together in each forward pass, "
+            f"and each would run another number of pieces: map in one process with the whole weights, or call the "
+            f"model on equally many batches on each rank"
+        )
 
 
 def _find_device(device: Any, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> Device:

@@ -6,6 +6,7 @@ Does not cover how fast they are.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -81,7 +82,13 @@ def embed() -> Ran:
     return run("embed.py")
 
 
-@pytest.mark.parametrize("name", ["digits", "text", "embed"])
+@pytest.fixture(scope="module")
+def gan() -> Ran:
+    """The one with two networks."""
+    return run("gan.py")
+
+
+@pytest.mark.parametrize("name", ["digits", "text", "embed", "gan"])
 def test_an_example_ends_well(name: str, request: pytest.FixtureRequest) -> None:
     """It exits with 0 and its last line says yes."""
     ran = request.getfixturevalue(name)
@@ -156,6 +163,15 @@ def test_embed_runs_a_corpus_in_a_small_budget(embed: Ran) -> None:
     samples, pieces, largest = map(int, found.groups())
     assert samples == texts > 500
     assert largest > 1.3 * samples / pieces
+
+
+def test_gan_updates_two_networks_in_pieces_of_their_own(gan: Ran) -> None:
+    """Both targets are whole, and the generator, whose loss goes through the critic, has more pieces."""
+    found = re.search(r"^micro-batches (\(.+\)) and (\(.+\)); distance", gan.output, flags=re.MULTILINE)
+    assert found, gan.output
+    critic, generator = (ast.literal_eval(sizes) for sizes in found.groups())
+    assert sum(critic) == sum(generator) == 256
+    assert 1 < len(critic) < len(generator)
 
 
 @pytest.fixture(scope="module")

@@ -325,7 +325,8 @@ TABLE = [
         "InvalidBatch",
         (
             'the number of samples is unclear: batch["x"] has 8, batch["y"][1] has 7; each needs one entry a sample '
-            "(what all samples share can live in the step)"
+            "(what all samples share can live in the step; samples that are joined, as graphs are, go into a type for "
+            "autobatch.batches.register)"
         ),
     ),
     (lambda: fit(batch=torch.zeros(0, 6)), "InvalidBatch", "batch has 0 samples: pass a batch of at least one"),

@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 
 from autobatch.batch.largest import _spread, is_source, largest_samples
+from autobatch.batch.lengths import Lengths
 from autobatch.errors import InvalidBatch
 
 
@@ -86,6 +87,32 @@ def test_largest_of_a_map_style_loader(lengths: list[int], count: int) -> None:
     assert (batch >= 0).sum(dim=1).tolist() == sorted(lengths, reverse=True)[:count]
     assert note is None
     assert sorted(dataset.asked) == list(range(len(lengths)))
+
+
+def count_own(batch: torch.Tensor) -> torch.Tensor:
+    """How long each sample of a padded batch is."""
+    return (batch >= 0).sum(1)
+
+
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=60), st.integers(1, 10))
+def test_where_lengths_are_known_shorter_samples_are_taken_too(lengths: list[int], count: int) -> None:
+    """For each sample down to 1/32 of the longest there is one as long as it, or at most a fifth longer."""
+    dataset = Sequences(lengths)
+    layout, _ = largest_samples(DataLoader(dataset, collate_fn=pad), count, lengths=Lengths(count_own))
+    found = count_own(layout.batch).tolist()
+    assert found == sorted(found, reverse=True)
+    assert found[0] == max(lengths)
+    assert len(found) <= -(-count // 2) + 24
+    assert sorted(dataset.asked) == list(range(len(lengths)))
+    wanted = [length for length in lengths if length >= max(1, max(lengths) / 32)]
+    assert all(any(length <= one <= 1.2 * length for one in found) for length in wanted)
+
+
+def test_lengths_go_before_elements() -> None:
+    """Of samples that are padded before they are collated, only those that are asked know how long they are."""
+    rows = [torch.tensor([index] * length + [-1] * (9 - length)) for index, length in enumerate(LENGTHS)]
+    assert indices(largest_samples(DataLoader(rows), 2)[0].batch) == [0, 5]
+    assert indices(largest_samples(DataLoader(rows), 2, lengths=Lengths(count_own))[0].batch) == [1, 5, 3, 0, 4, 2]
 
 
 @given(st.integers(1, 300), st.integers(1, 310))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from texts import Reader, count_tokens, length_of, make_texts, read_step
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 
 import autobatch
 from autobatch.errors import InexactSplit, InvalidArgument
@@ -49,6 +51,44 @@ def test_each_length_takes_one_trial_at_most_and_none_runs_out():
     ran = {(trial.length, trial.micro_batch_size): trial for trial in plan.trials if trial.outcome == "fits"}
     for size in sizes:
         assert ran[size.length, size.micro_batch_size].peak_reserved == size.peak_bytes <= plan.limit_bytes
+
+
+def make_loader(collate):
+    """Most texts of the dataset are as long as the longest: more than a plan's example has."""
+    batch = make_texts([24] * 100 + [*range(1, 25)] * 2)
+    texts = [{key: value[row][:length] for key, value in batch.items()} for row, length in enumerate(length_of(batch))]
+    return DataLoader(texts, batch_size=64, collate_fn=collate)
+
+
+def pad_texts(texts):
+    """To the longest of them."""
+    padding = {"tokens": 0, "mask": 0, "labels": -100}
+    return {key: pad_sequence([text[key] for text in texts], True, value) for key, value in padding.items()}
+
+
+def read_each(model, texts):
+    """Samples in a list."""
+    losses = [read_step(model, {key: value[None] for key, value in text.items()}) for text in texts]
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize(
+    ("collate", "options"),
+    [
+        (pad_texts, {}),
+        (list, {"step": read_each, "weigh": None, "lengths": lambda texts: [len(text["tokens"]) for text in texts]}),
+    ],
+    ids=["padded", "lists"],
+)
+def test_a_loader_gives_samples_of_all_lengths(collate, options):
+    """Not its longest alone, of which nothing could be learnt of padding or of shorter ones."""
+    plan = plan_for(batch=make_loader(collate), target_batch=64, budget="600KiB", **options)
+    assert plan.lengths[-1].length == 24
+    assert plan.lengths[0].length <= 12
+    assert plan.lengths[0].micro_batch_size > 2 * plan.lengths[-1].micro_batch_size
+    step, weigh = options.get("step", read_step), options.get("weigh", count_tokens)
+    lengths = options.get("lengths", length_of)
+    assert autobatch.verify(Wide(), make_loader(collate), step, weigh, lengths=lengths).exact
 
 
 def test_memory_is_used_at_the_lengths_between():
