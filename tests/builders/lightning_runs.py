@@ -1,6 +1,6 @@
 """Lightning modules with metrics, hooks and every kind of logged value, and what a training of one leaves behind.
 
-Covers both package names: ``packages()`` has those that are installed. Nothing is downloaded, and no file outlives a run.
+Covers both package names: ``packages()`` has those that are installed. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def module_of(package: Any, made: Made = Made()) -> Any:  # noqa: B008 - frozen 
             loss = F.cross_entropy(scores, classes)
             self.accuracy(scores, classes)
             self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            self.log("synced", loss, on_step=True, on_epoch=False, sync_dist=True)
             self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
             self.log("samples", float(len(classes)), reduce_fx="sum", on_step=False, on_epoch=True)
             self.log_dict({"largest": scores.max()}, reduce_fx="max", on_step=False, on_epoch=True)
@@ -152,7 +153,7 @@ def train(
     resume: str | None = None,
     callbacks: tuple[Any, ...] = (),
     dataset: Any = None,
-    generator: torch.Generator | None = None,
+    order: list[int] | None = None,
     **options: Any,
 ) -> Trained:
     """Train from the same weights in the same order.
@@ -170,7 +171,7 @@ def train(
         resume: A checkpoint's path.
         callbacks: Beside autobatch's.
         dataset: In place of ``data()``.
-        generator: Of the loader's order.
+        order: In which the loader gives the samples, in place of a random one.
         options: Of the Trainer.
     """
     pl = load(package)
@@ -186,9 +187,8 @@ def train(
         listed.append(callback)
     if faults:
         listed.append(_interrupted(pl, faults))
-    loader = DataLoader(
-        dataset or data(), batch_size, shuffle=True, generator=generator or torch.Generator().manual_seed(5)
-    )
+    generator = torch.Generator().manual_seed(5)
+    loader = DataLoader(dataset or data(), batch_size, shuffle=order is None, sampler=order, generator=generator)
     with silent():
         trainer = pl.Trainer(
             **{

@@ -1,6 +1,6 @@
 """Lightning's Trainer where memory ends: in the passes, in what is logged, in clipping, and in the update.
 
-Covers that a batch ends as the undisturbed one, logs and metrics and counts included, or is refused in words; and that a
+Covers that a batch ends as the undisturbed one, logs, metrics and counts included, or is refused in words; and that a
 retried step is the planned one bit for bit.
 """
 
@@ -16,6 +16,7 @@ from lightning_runs import Made, apart, bit_for_bit, load, logs_apart, train
 
 from autobatch.errors import CannotRetry
 from autobatch.testing import oom_at
+
 
 def test_steps_that_run_out_of_memory_end_exactly():
     """In forward, in backward and at once: weights, logs, rates and calls of hooks are those of whole batches."""
@@ -129,7 +130,6 @@ def test_memory_that_ends_at_every_operation_of_a_batch(quiet_log):
     """From zero_grad to the update: exact, or refused in words where parameters may have moved; never anything else."""
     sweep = Sweep()
     undisturbed, swept = train(attached={}), train(attached={}, callbacks=(sweep.callback(),))
-    print(f"{len(sweep.exact)} exact, refused {sweep.refused}, wrong {sweep.wrong}")
     assert sweep.wrong == []
     assert len(sweep.exact) > 200
     assert len(sweep.refused) == 4 * 3  # of each parameter, what SGD with momentum does with it

@@ -7,21 +7,39 @@ states the micro-batches have added up by themselves. Does not cover what ``trai
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-__all__ = ["LogCall", "Logged", "ResultsKeeper", "combine", "merge_calls", "read_call"]
+__all__ = [
+    "WAYS",
+    "Key",
+    "LogCall",
+    "Logged",
+    "ResultsKeeper",
+    "Rule",
+    "combine",
+    "default_rule",
+    "group_calls",
+    "merge_calls",
+    "read_call",
+    "values_of",
+]
 
 Way = Literal["mean", "sum", "max", "min"]
-_WAYS: dict[Any, Way] = {
+WAYS: tuple[Way, ...] = ("mean", "sum", "max", "min")
+_BY_REDUCTION: dict[Any, Way] = {
     torch.mean: "mean", "mean": "mean", "avg": "mean",
     torch.sum: "sum", sum: "sum", "sum": "sum",
     torch.max: "max", max: "max", "max": "max",
     torch.min: "min", min: "min", "min": "min",
 }  # fmt: skip
+
+Key = tuple[str, int]
+"""A name that is logged, and the how manieth of that name in ``training_step``."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +57,23 @@ class LogCall:
     options: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Rule:
+    """How the values of micro-batches are put together.
+
+    Attributes:
+        way: To one value.
+        adds_up: Whether ``batch_size=``, where it is given, is the micro-batch's own, and not the whole batch's.
+    """
+
+    way: Way
+    adds_up: bool = True
+
+
 Logged = tuple[float, Sequence[LogCall]]
 """What a micro-batch counts for, and what it has logged."""
+Weighed = Sequence[tuple[float, LogCall]]
+"""The calls of one key, each with what its micro-batch counts for."""
 
 
 def read_call(log: Any, *arguments: Any, **named: Any) -> LogCall:
@@ -52,35 +85,49 @@ def read_call(log: Any, *arguments: Any, **named: Any) -> LogCall:
     return LogCall(name, value, {**given, **extra})
 
 
-def merge_calls(micro_batches: Iterable[Logged]) -> list[LogCall]:
-    """One call for each name, or several where a micro-batch has logged a name several times."""
-    found: dict[tuple[str, int], list[tuple[float, LogCall]]] = {}
+def group_calls(micro_batches: Iterable[Logged]) -> dict[Key, Weighed]:
+    """The calls of all micro-batches by what they log."""
+    found: dict[Key, list[tuple[float, LogCall]]] = {}
     for weight, calls in micro_batches:
         seen: dict[str, int] = {}
         for call in calls:
             seen[call.name] = index = seen.get(call.name, 0) + 1
             found.setdefault((call.name, index), []).append((weight, call))
-    return [_merge(calls) for calls in found.values()]
+    return dict(found)
 
 
-def _merge(calls: Sequence[tuple[float, LogCall]]) -> LogCall:
+def merge_calls(micro_batches: Iterable[Logged], rules: Mapping[Key, Rule]) -> list[LogCall]:
+    """One call for each name, or several where a micro-batch has logged a name several times."""
+    return [_merge(calls, rules.get(key)) for key, calls in group_calls(micro_batches).items()]
+
+
+def _merge(calls: Weighed, rule: Rule | None) -> LogCall:
     last = calls[-1][1]
-    way = _way_of(last)
-    if way is None or len(calls) == 1:
+    rule = rule or default_rule(last)
+    if rule is None or len(calls) == 1:
         return last
+    values, weights = values_of(calls, adds_up=rule.adds_up)
+    options = dict(last.options)
+    if rule.adds_up and all(call.options.get("batch_size") is not None for _, call in calls):
+        options["batch_size"] = sum(int(call.options["batch_size"]) for _, call in calls)
+    return LogCall(last.name, combine(rule.way, values, weights), options)
+
+
+def values_of(calls: Weighed, *, adds_up: bool) -> tuple[list[Any], list[float]]:
+    """The values, and what each counts for: its own ``batch_size=`` where that was given."""
     sizes = [call.options.get("batch_size") for _, call in calls]
-    weights, options = [weight for weight, _ in calls], dict(last.options)
-    if None not in sizes:
-        weights, options["batch_size"] = [float(size) for size in sizes if size is not None], sum(map(int, sizes))
-    return LogCall(last.name, combine(way, [call.value for _, call in calls], weights), options)
+    is_given = adds_up and None not in sizes
+    weights = [float(size) for size in sizes if size is not None] if is_given else [weight for weight, _ in calls]
+    return [call.value for _, call in calls], weights
 
 
-def _way_of(call: LogCall) -> Way | None:
-    """How its values are put together; ``None`` for what has no parts, or what Lightning refuses by itself."""
+def default_rule(call: LogCall) -> Rule | None:
+    """As its ``reduce_fx`` says; ``None`` for what has no parts, or what Lightning refuses by itself."""
     if isinstance(call.value, bool) or not isinstance(call.value, torch.Tensor | float | int):
         return None
     reduction = call.options.get("reduce_fx", "mean")
-    return _WAYS.get(reduction.lower() if isinstance(reduction, str) else reduction)
+    way = _BY_REDUCTION.get(reduction.lower() if isinstance(reduction, str) else reduction)
+    return None if way is None else Rule(way)
 
 
 def combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -97,20 +144,24 @@ def combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:
     # Lightning stores what is narrower in torch's default dtype.
     wide = [one if one.dtype == torch.float64 else one.to(torch.get_default_dtype()) for one in tensors]
     if way == "mean":
-        total = sum(weights)
-        return sum(value * (weight / total) for value, weight in zip(wide, weights, strict=True))
+        return sum(value * share for value, share in zip(wide, _shares(weights), strict=True))
     if way == "sum":
         return sum(wide)
     stacked = torch.stack([value.reshape(()) for value in wide])
     return stacked.max() if way == "max" else stacked.min()
 
 
+def _shares(weights: Sequence[float]) -> list[float]:
+    total = math.fsum(weights)
+    return [weight / total if total else 1 / len(weights) for weight in weights]
+
+
 def _combine_numbers(way: Way, values: Sequence[Any], weights: Sequence[float]) -> float:
     if way == "mean":
-        products = [value * weight for value, weight in zip(values, weights, strict=True)]
-        return float(sum(products) / sum(weights))
-    reduced: float = {"sum": sum, "max": max, "min": min}[way](values)
-    return reduced
+        return math.fsum(value * share for value, share in zip(values, _shares(weights), strict=True))
+    if way == "sum":
+        return float(sum(values))
+    return float(max(values) if way == "max" else min(values))
 
 
 class ResultsKeeper:

@@ -6,6 +6,7 @@ all of it when the step is whole (``training``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class ModuleStep:
                 f"a whole or not at all; return a loss"
             )
         size = describe(micro_batch).count
-        weight = float(size) if self.weigh is None else float(self.weigh(micro_batch))
+        weight = float(size) if self.weigh is None else _sum_of(self.weigh(micro_batch))
         self.outputs.append(MicroBatchOutput(result.loss, size, weight, tuple(logged), result.extra))
         loss: torch.Tensor = result.closure_loss
         return loss
@@ -107,9 +108,13 @@ class ModuleStep:
         )
 
 
+def _sum_of(counted: Any) -> float:
+    return math.fsum(map(float, counted.values())) if isinstance(counted, Mapping) else float(counted)
+
+
 @contextmanager
 def hook_name(module: Any, name: str | None) -> Iterator[None]:
-    """While this lasts, Lightning takes what is logged for that hook's; where a step raises it does not do so itself."""
+    """While this lasts, Lightning takes what is logged for that hook's; it does not so itself where one raises."""
     earlier = module._current_fx_name  # noqa: SLF001 - what Lightning itself sets around each hook
     if name is not None:
         module._current_fx_name = name  # noqa: SLF001 - the same

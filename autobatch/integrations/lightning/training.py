@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,14 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import describe
+from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
 from autobatch.integrations.lightning.framework import closure_classes
-from autobatch.integrations.lightning.logs import LogCall, ResultsKeeper, combine, merge_calls
+from autobatch.integrations.lightning.log_rules import find_rules
+from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
+from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
 from autobatch.integrations.lightning.module_step import ModuleStep, hook_name, replaced
 from autobatch.integrations.lightning.outputs import join_outputs
 from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_optimizer, refuse_target
@@ -80,6 +83,8 @@ class Optimization:
         self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self._run_whole = type(self._loop).run.__get__(self._loop)
         self._step = ModuleStep(trainer, module, self._loop, options.weigh)
+        self._metrics = StepMetrics()
+        self._rules: dict[Key, Rule] = {}
         self._batch_index = 0
         self._closed: Any = None
         self._postponed: Sequence[LogCall] = ()
@@ -102,34 +107,38 @@ class Optimization:
         self.result = self._run_step(runner, arguments["batch"])
         runner.update.put_gradients_back()
         self._step.outputs.clear()
-        self._log_calls(self._postponed)
+        self._log_postponed()
         return {} if self._closed is None else self._closed.asdict()
 
     def _run_step(self, runner: LightningRunner, batch: Any) -> StepResult:
-        """One step; where memory ends between the gradient and the update, once more from the beginning."""
+        """One step; begun again where a metric was unknown, and once where memory ended before the update."""
+        was_short = False
+        while True:
+            try:
+                return self._attempt(runner, batch)
+            except UnknownMetric:
+                continue
+            except DoesNotFit as error:
+                if was_short or not runner.update.ended_early or self._trainer.world_size > 1:
+                    raise
+                _log.warning("autobatch: %s; the step is run once more", error)
+            was_short = True
+            self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
+
+    def _attempt(self, runner: LightningRunner, batch: Any) -> StepResult:
         self._step.outputs.clear()
+        self._metrics.begin()
         try:
             return runner.step(batch)
-        except DoesNotFit as error:
-            if not runner.update.ended_early or self._trainer.world_size > 1:
-                raise
-            _log.warning("autobatch: %s; the step is run once more", error)
-        self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
-        self._step.outputs.clear()
-        return runner.step(batch)
+        except BaseException:
+            self._metrics.undo()
+            raise
 
     def _update(self, begin: Callable[[], None]) -> None:
         """Log what the whole batch would have logged, then let Lightning step its optimizer."""
-        outputs = self._step.outputs
-        weights = [output.weight for output in outputs]
-        closure_class, result_class = closure_classes(self._loop)
-        losses = [output.loss for output in outputs]
-        beside = join_outputs([output.beside for output in outputs], [output.size for output in outputs], weights)
-        self._closed = result_class(combine("mean", losses, weights) if losses else None, extra=beside)
-        calls = merge_calls([(output.weight, output.logged) for output in outputs])
-        waiting = [call for call in calls if self._trainer.world_size > 1 and call.options.get("sync_dist")]
-        self._log_calls([call for call in calls if call not in waiting])
-        self._postponed = waiting
+        closure_class, _ = closure_classes(self._loop)
+        with hook_name(self._module, "training_step"), self._trainer.precision_plugin.train_step_context():
+            self._close()
         closure = closure_class(step_fn=lambda: self._closed)
         plugin = self._trainer.precision_plugin
         after_closure = plugin._after_closure  # noqa: SLF001 - the last that Lightning does before parameters move
@@ -138,14 +147,36 @@ class Optimization:
             after_closure(*arguments)
             begin()
 
-        with hook_name(self._module, None), replaced(plugin, "_after_closure", clip_and_begin), self._scaler_as_before():
+        with (
+            hook_name(self._module, None),
+            replaced(plugin, "_after_closure", clip_and_begin),
+            self._scaler_as_before(),
+        ):
             self._loop._optimizer_step(self._batch_index, closure)  # noqa: SLF001 - Lightning's own
         closure.consume_result()  # raises where ``optimizer_step`` did not run it
 
+    def _close(self) -> None:
+        """Put together what the micro-batches have left: loss, outputs, metrics, and what is logged."""
+        outputs, (_, result_class) = self._step.outputs, closure_classes(self._loop)
+        weights = [output.weight for output in outputs]
+        losses = [output.loss for output in outputs]
+        beside = join_outputs([output.beside for output in outputs], [output.size for output in outputs], weights)
+        self._closed = result_class(combine("mean", losses, weights) if losses else None, extra=beside)
+        calls = merge_calls([(output.weight, output.logged) for output in outputs], self._rules)
+        if self._metrics.learn(calls):
+            raise UnknownMetric
+        self._metrics.end()
+        # Reduced over the ranks: all of them are there only when the step is done.
+        self._postponed = [call for call in calls if self._trainer.world_size > 1 and call.options.get("sync_dist")]
+        self._log_calls([call for call in calls if call not in self._postponed])
+
     def _log_calls(self, calls: Sequence[LogCall]) -> None:
-        with hook_name(self._module, "training_step"):
-            for call in calls:
-                self._module.log(call.name, call.value, **call.options)
+        for call in calls:
+            self._module.log(call.name, call.value, **call.options)
+
+    def _log_postponed(self) -> None:
+        with hook_name(self._module, "training_step"), self._trainer.precision_plugin.train_step_context():
+            self._log_calls(self._postponed)
 
     @contextmanager
     def _scaler_as_before(self) -> Iterator[None]:
@@ -164,12 +195,29 @@ class Optimization:
             getattr(self._trainer.train_dataloader, "batch_size", None) or samples
         )
         refuse_target(target, samples, ranks, self._trainer.train_dataloader)
+        self._rules = self._find_rules(batch)
         saved = self._recall(target)
         plan = self._fit(optimizer, target, batch) if saved is None else Plan.model_validate_json(saved["plan"])
         runner = self._bind(optimizer, plan)
         if saved is not None:
             runner.load_state_dict(saved["runner"])
         return runner
+
+    def _find_rules(self, batch: Any) -> dict[Key, Rule]:
+        """How what is logged is put together. Of several ranks each finds the same, or the usual rules stay."""
+        if self._options.fit["check"] is None:
+            return {}
+        rules = find_rules(self._step, batch, self._kept())
+        with self._all_or_none() as said:
+            said.append(sorted([*key, rule.way, rule.adds_up] for key, rule in rules.items()))
+        return rules if all(other == said[0] for other in said) else {}
+
+    def _all_or_none(self) -> AbstractContextManager[list[Any]]:
+        """A block of all ranks, at whose end each knows what the others have said."""
+        if self._trainer.world_size == 1:
+            return nullcontext([])
+        ranks = find_ranks(self._trainer.strategy.model, read_timeout(self._options.timeout))
+        return all_or_none(ranks, "Autobatch(), what is logged")
 
     def _fit(self, optimizer: Any, target: int, batch: Any) -> Plan:
         kept = StepState(nn.Module(), torch.device("cpu"), check_objects(self._kept()), records=False).begin()
