@@ -1,13 +1,12 @@
 """Lightning modules with metrics, hooks and every kind of logged value, and what a training of one leaves behind.
 
-Covers both package names: ``packages()`` has those that are installed. Nothing is downloaded.
+Covers both package names, of which a process may train under one or both. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -34,17 +33,12 @@ def small_device(total_bytes: int = SEVEN_FIT) -> FakeDevice:
     return FakeDevice(lambda samples: 1000 + 100 * samples, total_bytes=total_bytes)
 
 
-def packages() -> list[str]:
-    """The names under which Lightning is installed."""
-    return [name for name in NAMES if importlib.util.find_spec(name.partition(".")[0])]
-
-
 @cache
 def load(package: str | None = None) -> Any:
     """One of the packages; its warnings about loaders without workers and missing loggers are no errors here."""
     for name in NAMES:
         logging.getLogger(name).setLevel(logging.ERROR)
-    return importlib.import_module(package or packages()[-1])
+    return importlib.import_module(package or NAMES[1])
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ import torch
 import torchmetrics
 from launches import ROOT, launch, torchrun
 from lightning_runs import (
+    NAMES,
     TARGET,
     Made,
     apart,
@@ -24,14 +26,11 @@ from lightning_runs import (
     load,
     logs_apart,
     module_of,
-    packages,
     small_device,
     train,
 )
 from torch import nn
 from torch.nn import functional as F
-
-from autobatch.integrations.lightning import Autobatch
 
 
 def whole_only(self, batch, batch_idx):
@@ -82,27 +81,19 @@ CASES = {
     "configure_gradient_clipping": {"clip": None, "made": Made(changes={"configure_gradient_clipping": clip_by_hand})},
     "optimizer_step": {"made": Made(changes={"optimizer_step": warm_up})},
     "ReduceLROnPlateau": {"made": Made(changes={"configure_optimizers": plateau}), "epochs": 2},
-    "a last batch that is not full": {"batch_size": 37},
+    "a last batch that is not full": {"batch_size": 100, "limit_train_batches": 1.0},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_lightning_ends_where_its_whole_batches_end(name):
     """Weights, everything logged, learning rates, counts of steps, and which hooks are called with which gradients."""
-    whole, split = train(**CASES[name]), train(**CASES[name], attached={})
+    fit = partial(train, **{"limit_train_batches": 4, **CASES[name]})
+    whole, split = fit(), fit(attached={})
     assert all(len(sizes) > 1 for sizes in split.sizes)
     assert apart(whole, split) < 1e-12
     assert logs_apart(whole, split) < 1e-12
     assert split.module.calls == whole.module.calls
-
-
-@pytest.mark.parametrize("package", packages())
-def test_both_names_of_the_package(package):
-    """A callback is one of the package that was imported first; its Trainer takes it."""
-    if not issubclass(Autobatch, load(package).Callback):
-        pytest.skip(f"autobatch has met another Lightning than {package} in this process")
-    whole, split = train(package), train(package, attached={})
-    assert apart(whole, split) < 1e-12
 
 
 def test_hooks_get_the_outputs_of_the_whole_batch():
@@ -239,7 +230,7 @@ def test_a_trainer_that_fits_again():
     assert bit_for_bit(trained, again)
 
 
-@pytest.mark.parametrize("package", packages())
+@pytest.mark.parametrize("package", NAMES)
 @pytest.mark.timeout(300)
 def test_two_ranks_end_where_one_process_ends(package, tmp_path):
     """Under DDPStrategy: one rank runs more micro-batches, the other runs out of memory twice."""
@@ -270,3 +261,20 @@ def test_arguments_reach_fit_and_the_runner():
     assert trained.callback.plan.target_batch == TARGET
     assert trained.callback.runner.steps == 8
     assert len(events) >= 8
+
+
+@pytest.mark.parametrize("package", NAMES)
+def test_the_example_ends_on_the_weights_of_whole_batches(package, tmp_path):
+    """Under both names of the package: at most forty lines, of which one is autobatch's beside the import."""
+    text = (ROOT / "examples" / "with_lightning_callback.py").read_text("utf-8")
+    assert len(text.splitlines()) <= 40
+    ends = []
+    for callbacks in ("[callback]", "[]"):
+        script = tmp_path / "train.py"
+        changed = text.replace("callbacks=[callback]", f"callbacks={callbacks}")
+        script.write_text(changed.replace("from lightning.pytorch", f"from {package}"), encoding="utf-8")
+        (ran,) = launch([sys.executable, str(script)], limit_seconds=100.0, CUDA_VISIBLE_DEVICES="")
+        ends.append((ran.line("loss "), ran.line("micro-batches ")))
+    (with_autobatch, sizes), (without, _) = ends
+    assert with_autobatch == without
+    assert sizes == "micro-batches (128, 128)"

@@ -32,8 +32,8 @@ from autobatch.state.rewind_point import RewindPoint
 __all__ = ["find_rules"]
 
 _log = logging.getLogger("autobatch")
-_FEW = 3
-"""Samples that are compared: 2 and 1, so that a mean by samples is not one by micro-batches."""
+_PARTS = (3, 2)
+"""Samples that are compared with their whole: unequal, so that a mean by samples is not one by micro-batches."""
 _TOLERANCE = 1e-4
 """Relative; float32 sums of a few samples differ by less, and what is a sum in place of a mean by far more."""
 
@@ -49,19 +49,19 @@ def find_rules(step: ModuleStep, batch: Any, objects: Sequence[Any]) -> dict[Key
         batch: Of which a few samples are run, three times.
         objects: What a step changes outside the module; put back, as the module is.
     """
-    layout = describe(batch)
+    layout, few = describe(batch), sum(_PARTS)
+    if layout.count < few:
+        return {}
     device = next(step.module.parameters()).device
     before = RewindPoint([*step.module.modules()], device, objects=objects)
     try:
-        whole, again, parts = (_run(step, layout, sizes, before, device) for sizes in ((_FEW,), (_FEW,), (2, 1)))
+        whole, again, parts = (_run(step, layout, sizes, before, device) for sizes in ((few,), (few,), _PARTS))
     except Exception as error:
         if not is_oom(error):
             raise
         return {}
     finally:
         before.restore()
-    if layout.count < _FEW:
-        return {}
     _warn_of_metrics(step, whole[1], again[1], parts[1])
     return _compare(step, whole[0], again[0], parts[0])
 
@@ -69,10 +69,8 @@ def find_rules(step: ModuleStep, batch: Any, objects: Sequence[Any]) -> dict[Key
 def _run(step: ModuleStep, layout: Layout, sizes: Sequence[int], before: RewindPoint, device: torch.device) -> Run:
     start = 0
     for size in sizes:
-        if start < layout.count:
-            samples = layout.take(start, min(start + size, layout.count))
-            with before.record(layout.tensors()):  # a metric may add to its tensors in place
-                step.run(step.module, samples)
+        with before.record(layout.tensors()):  # a metric may add to its tensors in place
+            step.run(step.module, layout.take(start, start + size))
         start += size
     logged: list[Logged] = [(output.weight, output.logged) for output in step.outputs]
     metrics = {

@@ -195,9 +195,9 @@ class Optimization:
             getattr(self._trainer.train_dataloader, "batch_size", None) or samples
         )
         refuse_target(target, samples, ranks, self._trainer.train_dataloader)
-        self._rules = self._find_rules(batch)
         saved = self._recall(target)
         plan = self._fit(optimizer, target, batch) if saved is None else Plan.model_validate_json(saved["plan"])
+        self._rules = self._find_rules(batch)
         runner = self._bind(optimizer, plan)
         if saved is not None:
             runner.load_state_dict(saved["runner"])
