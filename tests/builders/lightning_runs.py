@@ -85,7 +85,7 @@ def module_of(package: Any, made: Made = Made()) -> Any:  # noqa: B008 - frozen 
             self.accuracy(scores, classes)
             self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
             self.log("synced", loss, on_step=True, on_epoch=False, sync_dist=True)
-            self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
             self.log("samples", float(len(classes)), reduce_fx="sum", on_step=False, on_epoch=True)
             self.log_dict({"largest": scores.max()}, reduce_fx="max", on_step=False, on_epoch=True)
             return {"loss": loss, "scores": scores.detach(), "twice": loss.detach() * 2}

@@ -51,6 +51,7 @@ class StepMetrics:
 
     def begin(self) -> None:
         """Set states aside, so that those of the step are its own."""
+        self._earlier = []  # what is below may run out of memory
         self._earlier = [(one, one._copy_state_dict(), one._update_count) for one in self.known.values()]  # noqa: SLF001 - as its own forward() does
         for metric in self.known.values():
             metric.reset()

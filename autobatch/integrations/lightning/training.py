@@ -17,7 +17,7 @@ from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
-from autobatch.errors import DoesNotFit
+from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
 from autobatch.integrations.lightning.framework import closure_classes
@@ -29,6 +29,7 @@ from autobatch.integrations.lightning.outputs import join_outputs
 from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_optimizer, refuse_target
 from autobatch.integrations.lightning.update import LightningRunner
 from autobatch.memory.devices import find_device
+from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.state.rewind_point import StepState
@@ -118,17 +119,23 @@ class Optimization:
                 return self._attempt(runner, batch)
             except UnknownMetric:
                 continue
-            except DoesNotFit as error:
-                if was_short or not runner.update.ended_early or self._trainer.world_size > 1:
+            except Exception as error:
+                if was_short or not self._may_run_again(runner, error):
                     raise
-                _log.warning("autobatch: %s; the step is run once more", error)
+                _log.warning("autobatch: %s; the step is run once more", describe_error(error))
             was_short = True
             self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
 
+    def _may_run_again(self, runner: LightningRunner, error: Exception) -> bool:
+        """Whether memory ended where a smaller micro-batch is of no use, and all is as before the step."""
+        if isinstance(error, DoesNotFit):  # other ranks have been told, and will not run it again
+            return runner.update.ended_early and self._trainer.world_size == 1
+        return not isinstance(error, AutobatchError) and is_oom(error)
+
     def _attempt(self, runner: LightningRunner, batch: Any) -> StepResult:
         self._step.outputs.clear()
-        self._metrics.begin()
         try:
+            self._metrics.begin()
             return runner.step(batch)
         except BaseException:
             self._metrics.undo()
