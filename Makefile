@@ -59,7 +59,7 @@ $(VENV)/.installed-engines: $(VENV)/.installed
 
 # By itself: nothing else needs the libraries that fine-tune.
 $(VENV)/.installed-integrations: $(VENV)/.installed
-	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[transformers,integrations]"
+	$(VENV)/bin/python -m pip install --constraint constraints.txt --editable ".[transformers,integrations,lightning,examples]"
 	touch $@
 
 demo: $(INSTALLED) ## train on real data inside a memory limit in which the target batch does not fit
@@ -87,7 +87,7 @@ quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every
 test-engines: $(ENGINES_INSTALLED) ## train in accelerate, Lightning and Ray Train, two minutes; installs 0.5 GB the first time
 	"$(PYTHON_ENV)" -m pytest tests/engines $(if $(SEED),--randomly-seed=$(SEED))
 
-test-integrations: $(INTEGRATIONS_INSTALLED) ## train in the Trainers of Hugging Face, TRL and sentence-transformers
+test-integrations: $(INTEGRATIONS_INSTALLED) ## train in the Trainers of Hugging Face, TRL, sentence-transformers and Lightning
 	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device

@@ -93,6 +93,8 @@ PACING_TESTS = ("tests/planning/test_pacing.py", "tests/training/test_size_over_
 TRAINER = "autobatch/integrations/transformers/"
 CUT_TESTS = ("tests/integrations/test_cuts.py",)
 TRAINER_TESTS = ("tests/integrations/test_shortages.py",)
+LIGHTNING = "autobatch/integrations/lightning/"
+LIGHTNING_TESTS = ("tests/integrations/test_lightning_shortages.py",)
 
 
 @dataclass(frozen=True)
@@ -366,6 +368,34 @@ MUTANTS = (
         "        runner.load_state_dict(state)\n",
         "",
         TRAINER_TESTS,
+    ),
+    Mutant(
+        "what Lightning has logged stays logged when a step is undone",
+        LIGHTNING + "logs.py",
+        "            vars(metric).update(attributes)\n",
+        "",
+        LIGHTNING_TESTS,
+    ),
+    Mutant(
+        "a step of Lightning's cannot be undone any more when its gradient is clipped",
+        LIGHTNING + "training.py",
+        "            after_closure(*arguments)\n            begin()",
+        "            begin()\n            after_closure(*arguments)",
+        LIGHTNING_TESTS,
+    ),
+    Mutant(
+        "what micro-batches log in Lightning counts alike, however large they are",
+        LIGHTNING + "logs.py",
+        "    return [weight / total if total else 1 / len(weights) for weight in weights]",
+        "    return [1 / len(weights) for weight in weights]",
+        LIGHTNING_TESTS,
+    ),
+    Mutant(
+        "a metric's value of a step is that of its last micro-batch",
+        LIGHTNING + "training.py",
+        "            self._metrics.begin()\n",
+        "",
+        LIGHTNING_TESTS,
     ),
     Mutant(
         "the parts of an evaluation count alike",

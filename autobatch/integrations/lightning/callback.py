@@ -1,0 +1,139 @@
+"""Defines ``Autobatch``, the callback of Lightning's Trainer.
+
+Covers its arguments, when it comes into effect, and what is in checkpoints. What it does with a batch: ``training``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from autobatch._arguments import check_choice, check_target
+from autobatch.events import Hook
+from autobatch.integrations.lightning.framework import callback_bases
+from autobatch.integrations.lightning.refusals import refuse_unsupported
+from autobatch.integrations.lightning.training import Optimization, Options
+from autobatch.memory.device import Device
+from autobatch.plan import Plan
+from autobatch.planning.planner import Objective
+from autobatch.result import StepResult
+from autobatch.runner import Runner
+from autobatch.state.user_objects import check_objects
+from autobatch.step.workload import Weigh
+
+__all__ = ["Autobatch"]
+
+
+class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two packages it is shows only at run time
+    """Runs each batch of the loader as one optimizer step in micro-batches that fit.
+
+    ``Trainer(callbacks=[Autobatch(target_batch=256)])``, with a loader of ``batch_size=256`` (its share, with several
+    ranks). On the first batch ``fit`` finds the size on the module's own ``training_step``. A step that runs out of
+    memory goes on with less, as in ``Runner``; steps, epochs and learning rates are those of the whole batch.
+    """
+
+    def __init__(
+        self,
+        target_batch: int | None = None,
+        *,
+        weigh: Weigh | None = None,
+        device: Device | None = None,
+        budget: int | str | None = None,
+        headroom: float | str | None = None,
+        max_micro_batch: int | None = None,
+        objective: Objective = "throughput",
+        accumulate_in_float32: bool = True,
+        check: Literal["warn", "raise"] | None = "raise",
+        reuse: bool = True,
+        progress: bool = True,
+        hooks: Iterable[Hook] = (),
+        keep: Sequence[Any] = (),
+        timeout: float | None = None,
+    ) -> None:
+        """Note the arguments.
+
+        Args:
+            target_batch: Samples one optimizer step should see, over all ranks; default: what the loader gives, times
+                the ranks.
+            weigh: What the loss of ``training_step`` is a mean over, and with it the values that it logs without a
+                ``batch_size=``: ``weigh(micro_batch) -> float``. Default: samples.
+            device: The device's memory; default: where the module is.
+            budget: As in ``fit``, like all that is not explained here.
+            headroom: As in ``fit``.
+            max_micro_batch: As in ``fit``.
+            objective: As in ``fit``.
+            accumulate_in_float32: As in ``fit``.
+            check: What to do where the loss cannot be split exactly: ``"raise"``, ``"warn"`` in the plan, or ``None``,
+                which does not compare.
+            reuse: As in ``fit``.
+            progress: As in ``fit``.
+            hooks: Called with every event of the Runner.
+            keep: Objects outside the module that the step changes, as in ``Runner``, such as a metric in a list.
+                Metrics that are attributes of the module need not be named.
+            timeout: As in ``fit``.
+
+        Raises:
+            InvalidArgument: An argument cannot mean anything.
+
+        ``Trainer.fit`` then raises what ``fit`` and ``Runner`` raise; ``InexactSplit`` for a loss that compares
+        samples; ``InvalidArgument`` for a training that cannot be supported, and what to do instead.
+        """
+        check_choice("check", check, ("warn", "raise", None))
+        self._optimization: Optimization | None = None
+        self._options = Options(
+            target=None if target_batch is None else check_target(target_batch),
+            fit={
+                "budget": budget,
+                "headroom": headroom,
+                "max_micro_batch": max_micro_batch,
+                "objective": objective,
+                "accumulate_in_float32": accumulate_in_float32,
+                "check": check,
+                "reuse": reuse,
+                "progress": progress,
+            },
+            weigh=weigh,
+            device=device,
+            hooks=tuple(hooks),
+            keep=check_objects(list(keep)),
+            timeout=timeout,
+        )
+
+    @property
+    def plan(self) -> Plan | None:
+        """Made on the first batch; ``None`` before."""
+        return None if self._optimization is None else self._optimization.plan
+
+    @property
+    def runner(self) -> Runner | None:
+        """Runs the batches of the current ``Trainer.fit``."""
+        return None if self._optimization is None else self._optimization.runner
+
+    @property
+    def result(self) -> StepResult | None:
+        """Of the last step."""
+        return None if self._optimization is None else self._optimization.result
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuse what cannot be exact, and take the place of the loop's ``run``."""
+        if stage == "fit":
+            refuse_unsupported(trainer, pl_module)
+            self._optimization = Optimization(trainer, pl_module, self._options)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the place back; plan and result can still be read."""
+        if self._optimization is not None:
+            self._optimization.release()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the place back."""
+        self.teardown(trainer, pl_module, "fit")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plan and size, for a checkpoint."""
+        return {} if self._optimization is None else self._optimization.state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; Lightning calls it before the first batch."""
+        if self._optimization is not None:
+            self._optimization.saved = state_dict

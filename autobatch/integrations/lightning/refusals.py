@@ -1,0 +1,102 @@
+"""Refuses trainings that cannot be divided exactly, each with a sentence that says what to do.
+
+Covers what Trainer and module show before training. Does not cover losses that compare samples, which show only when a
+batch is compared with its parts (``fit(check="raise")``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from autobatch.errors import InvalidArgument
+
+__all__ = ["refuse_accumulation", "refuse_target", "refuse_unsupported"]
+
+_STRATEGIES = frozenset(("SingleDeviceStrategy", "DDPStrategy"))
+_CHANGES_THE_TARGET = {
+    "BatchSizeFinder": "changes the target batch; leave it out, autobatch does its work",
+    "GradientAccumulationScheduler": "changes the target batch while training; leave it out",
+}
+
+
+def refuse_unsupported(trainer: Any, module: Any) -> None:
+    """Raise InvalidArgument for a training whose steps cannot be run in micro-batches of any size."""
+    reason = _find_module_reason(module) or _find_strategy_reason(trainer) or _find_callback_reason(trainer)
+    if reason:
+        raise InvalidArgument(f"{type(module).__name__}: {reason}")
+    refuse_accumulation(trainer, module)
+
+
+def refuse_accumulation(trainer: Any, module: Any) -> None:
+    """Raise InvalidArgument where Lightning itself adds up batches: it would divide each by their number."""
+    if trainer.accumulate_grad_batches != 1:
+        raise InvalidArgument(
+            f"{type(module).__name__}: accumulate_grad_batches={trainer.accumulate_grad_batches} counts each batch the "
+            f"same, whatever its size; give the DataLoader the whole batch, and leave accumulate_grad_batches out"
+        )
+
+
+def refuse_optimizer(optimizer: Any, module: Any) -> None:
+    """Raise InvalidArgument for an optimizer that runs its closure several times, or for none."""
+    name = type(module).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidArgument(
+            f"{name}: LBFGS runs training_step several times in a step, with parameters that move; choose another "
+            f"optimizer"
+        )
+    if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own, where there is none
+        raise InvalidArgument(f"{name}.configure_optimizers() returned no optimizer: there is no step to divide")
+
+
+def refuse_target(target: int, samples: int, ranks: int, loader: Any) -> None:
+    """Raise InvalidArgument where the loader's batches are not this rank's share of the target."""
+    share, rest = divmod(target, ranks)
+    if rest:
+        raise InvalidArgument(
+            f"target_batch={target} over {ranks} ranks: the loader gives each rank equally many samples; pass a "
+            f"multiple of {ranks}"
+        )
+    size = getattr(loader, "batch_size", None) or samples
+    if size != share:
+        where = f" on each of {ranks} ranks" if ranks > 1 else ""
+        raise InvalidArgument(
+            f"target_batch={target}, and the loader gives {size} samples at once{where}: give the DataLoader "
+            f"batch_size={share}, which autobatch divides, or leave target_batch out"
+        )
+
+
+def _find_module_reason(module: Any) -> str:
+    if not module.automatic_optimization:
+        return (
+            "manual optimization: your training_step owns the loop; use autobatch.Runner(...).accumulate(batch) in it"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        return (
+            "training_step(dataloader_iter) fetches its own batches, which cannot be divided; take (batch, batch_idx)"
+        )
+    return ""
+
+
+def _find_strategy_reason(trainer: Any) -> str:
+    name = type(trainer.strategy).__name__
+    if name in _STRATEGIES:
+        return ""
+    if "DeepSpeed" in name:
+        return f"{name} owns the backward pass and counts its calls; use plan.settings('deepspeed')"
+    if "FSDP" in name or "ModelParallel" in name:
+        return (
+            f"{name} gathers parameters inside the passes, where ranks that run different micro-batches would wait for "
+            f"each other; use strategy='ddp', or autobatch.Runner with fully_shard in a loop of your own"
+        )
+    return f"{name} is not supported; use one device or strategy='ddp', or plan.settings('lightning')"
+
+
+def _find_callback_reason(trainer: Any) -> str:
+    for callback in trainer.callbacks:
+        reason = _CHANGES_THE_TARGET.get(type(callback).__name__)
+        if reason:
+            return f"{type(callback).__name__} {reason}"
+    return ""

@@ -1,0 +1,296 @@
+"""Runs the batches of Lightning's automatic optimization in micro-batches: what stands in place of its ``run``.
+
+Covers the first batch, on which the plan and the Runner are made, and each batch after it up to the end of its update.
+Does not cover what Lightning does between batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autobatch.batch.layout import describe
+from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
+from autobatch.errors import AutobatchError, DoesNotFit
+from autobatch.events import Hook
+from autobatch.fitting.fit import fit
+from autobatch.integrations.lightning.framework import closure_classes
+from autobatch.integrations.lightning.log_rules import find_rules
+from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
+from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
+from autobatch.integrations.lightning.module_step import ModuleStep, hook_name, replaced
+from autobatch.integrations.lightning.outputs import join_outputs
+from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_optimizer, refuse_target
+from autobatch.integrations.lightning.update import LightningRunner
+from autobatch.memory.devices import find_device
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.plan import Plan
+from autobatch.result import StepResult
+from autobatch.state.rewind_point import StepState
+from autobatch.state.user_objects import check_objects
+from autobatch.step.workload import Weigh
+
+__all__ = ["Optimization", "Options"]
+
+_log = logging.getLogger("autobatch")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user gave to ``Autobatch``.
+
+    Attributes:
+        target: Samples of an optimizer step over all ranks; ``None``: what the loader gives.
+        fit: Arguments of ``fit``, by name.
+        weigh: What the loss is a mean over.
+        device: The device's memory; ``None``: where the module is.
+        hooks: Called with the Runner's events.
+        keep: Objects of the user that the step changes.
+        timeout: How many seconds a rank waits for the others.
+    """
+
+    target: int | None
+    fit: Mapping[str, Any]
+    weigh: Weigh | None
+    device: Any
+    hooks: Sequence[Hook]
+    keep: Sequence[Any]
+    timeout: float | None
+
+
+class Optimization:
+    """Stands in place of ``run`` of a Trainer's automatic optimization.
+
+    Attributes:
+        plan: Made on the first batch; ``None`` before.
+        runner: Runs the batches.
+        result: Of the last step.
+        saved: From a checkpoint that is resumed, until the first batch.
+    """
+
+    def __init__(self, trainer: Any, module: Any, options: Options) -> None:
+        """Take the place of ``run``."""
+        self.plan: Plan | None = None
+        self.runner: LightningRunner | None = None
+        self.result: StepResult | None = None
+        self.saved: Mapping[str, Any] | None = None
+        self._trainer, self._module, self._options = trainer, module, options
+        self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._run_whole = type(self._loop).run.__get__(self._loop)
+        self._step = ModuleStep(trainer, module, self._loop, options.weigh)
+        self._metrics = StepMetrics()
+        self._rules: dict[Key, Rule] = {}
+        self._batch_index = 0
+        self._closed: Any = None
+        self._postponed: Sequence[LogCall] = ()
+        self._loop.run = self
+
+    def release(self) -> None:
+        """Give the place back."""
+        vars(self._loop).pop("run", None)
+
+    def __call__(self, optimizer: Any, batch_index: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one batch and its update; returns what ``on_train_batch_end`` gets."""
+        if self._loop._skip_backward:  # noqa: SLF001 - set by StochasticWeightAveraging for batches without an update
+            found: dict[str, Any] = self._run_whole(optimizer, batch_index, arguments)
+            return found
+        refuse_accumulation(self._trainer, self._module)
+        self._step.arguments, self._batch_index = arguments, batch_index
+        runner = self.runner or self._begin(optimizer, arguments["batch"])
+        self._loop._make_zero_grad_fn(batch_index, optimizer)()  # noqa: SLF001 - Lightning's own, with its hooks
+        self._closed, self._postponed = None, ()
+        self.result = self._run_step(runner, arguments["batch"])
+        runner.update.put_gradients_back()
+        self._step.outputs.clear()
+        self._log_postponed()
+        return {} if self._closed is None else self._closed.asdict()
+
+    def _run_step(self, runner: LightningRunner, batch: Any) -> StepResult:
+        """One step; begun again where a metric was unknown, and once where memory ended before the update."""
+        was_short = False
+        while True:
+            try:
+                return self._attempt(runner, batch)
+            except UnknownMetric:
+                continue
+            except Exception as error:
+                if was_short or not self._may_run_again(runner, error):
+                    raise
+                _log.warning("autobatch: %s; the step is run once more", describe_error(error))
+            was_short = True
+            self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
+
+    def _may_run_again(self, runner: LightningRunner, error: Exception) -> bool:
+        """Whether memory ended where a smaller micro-batch is of no use, and all is as before the step."""
+        if isinstance(error, DoesNotFit):  # other ranks have been told, and will not run it again
+            return runner.update.ended_early and self._trainer.world_size == 1
+        return not isinstance(error, AutobatchError) and is_oom(error)
+
+    def _attempt(self, runner: LightningRunner, batch: Any) -> StepResult:
+        self._step.outputs.clear()
+        try:
+            self._metrics.begin()
+            return runner.step(batch)
+        except BaseException:
+            self._metrics.undo()
+            raise
+
+    def _update(self, begin: Callable[[], None]) -> None:
+        """Log what the whole batch would have logged, then let Lightning step its optimizer."""
+        closure_class, _ = closure_classes(self._loop)
+        with hook_name(self._module, "training_step"), self._trainer.precision_plugin.train_step_context():
+            self._close()
+        closure = closure_class(step_fn=lambda: self._closed)
+        plugin = self._trainer.precision_plugin
+        after_closure = plugin._after_closure  # noqa: SLF001 - the last that Lightning does before parameters move
+
+        def clip_and_begin(*arguments: Any) -> None:
+            after_closure(*arguments)
+            begin()
+
+        with (
+            hook_name(self._module, None),
+            replaced(plugin, "_after_closure", clip_and_begin),
+            self._scaler_as_before(),
+        ):
+            self._loop._optimizer_step(self._batch_index, closure)  # noqa: SLF001 - Lightning's own
+        closure.consume_result()  # raises where ``optimizer_step`` did not run it
+
+    def _close(self) -> None:
+        """Put together what the micro-batches have left: loss, outputs, metrics, and what is logged."""
+        outputs, (_, result_class) = self._step.outputs, closure_classes(self._loop)
+        weights = [output.weight for output in outputs]
+        losses = [output.loss for output in outputs]
+        beside = join_outputs([output.beside for output in outputs], [output.size for output in outputs], weights)
+        self._closed = result_class(combine("mean", losses, weights) if losses else None, extra=beside)
+        calls = merge_calls([(output.weight, output.logged) for output in outputs], self._rules)
+        if self._metrics.learn(calls):
+            raise UnknownMetric
+        self._metrics.end()
+        # Reduced over the ranks: all of them are there only when the step is done.
+        self._postponed = [call for call in calls if self._trainer.world_size > 1 and call.options.get("sync_dist")]
+        self._log_calls([call for call in calls if call not in self._postponed])
+
+    def _log_calls(self, calls: Sequence[LogCall]) -> None:
+        for call in calls:
+            self._module.log(call.name, call.value, **call.options)
+
+    def _log_postponed(self) -> None:
+        with hook_name(self._module, "training_step"), self._trainer.precision_plugin.train_step_context():
+            self._log_calls(self._postponed)
+
+    @contextmanager
+    def _scaler_as_before(self) -> Iterator[None]:
+        """Where this raises, the scaler forgets that gradients were unscaled: the step may be run again."""
+        try:
+            yield
+        except BaseException:
+            getattr(getattr(self._trainer.precision_plugin, "scaler", None), "_per_optimizer_states", {}).clear()
+            raise
+
+    def _begin(self, optimizer: Any, batch: Any) -> LightningRunner:
+        """Find the plan, or go on with that of the checkpoint that is resumed."""
+        refuse_optimizer(optimizer, self._module)
+        samples, ranks = describe(batch).count, self._trainer.world_size
+        target = self._options.target or ranks * (
+            getattr(self._trainer.train_dataloader, "batch_size", None) or samples
+        )
+        refuse_target(target, samples, ranks, self._trainer.train_dataloader)
+        saved = self._recall(target)
+        plan = self._fit(optimizer, target, batch) if saved is None else Plan.model_validate_json(saved["plan"])
+        self._rules = self._find_rules(batch)
+        runner = self._bind(optimizer, plan)
+        if saved is not None:
+            runner.load_state_dict(saved["runner"])
+        return runner
+
+    def _find_rules(self, batch: Any) -> dict[Key, Rule]:
+        """How what is logged is put together. Of several ranks each finds the same, or the usual rules stay."""
+        if self._options.fit["check"] is None:
+            return {}
+        rules = find_rules(self._step, batch, self._kept())
+        with self._all_or_none() as said:
+            said.append(sorted([*key, rule.way, rule.adds_up] for key, rule in rules.items()))
+        return rules if all(other == said[0] for other in said) else {}
+
+    def _all_or_none(self) -> AbstractContextManager[list[Any]]:
+        """A block of all ranks, at whose end each knows what the others have said."""
+        if self._trainer.world_size == 1:
+            return nullcontext([])
+        ranks = find_ranks(self._trainer.strategy.model, read_timeout(self._options.timeout))
+        return all_or_none(ranks, "Autobatch(), what is logged")
+
+    def _fit(self, optimizer: Any, target: int, batch: Any) -> Plan:
+        kept = StepState(nn.Module(), torch.device("cpu"), check_objects(self._kept()), records=False).begin()
+        try:
+            return fit(
+                self._trainer.strategy.model,
+                target,
+                batch=batch,
+                step=self._step.run,
+                optimizer=optimizer,
+                weigh=self._options.weigh,
+                device=self._options.device,
+                timeout=self._options.timeout,
+                **self._options.fit,
+            )
+        finally:
+            kept.restore()
+
+    def _bind(self, optimizer: Any, plan: Plan) -> LightningRunner:
+        options = self._options
+        self.plan = plan
+        self.runner = LightningRunner(
+            self._update,
+            plan,
+            self._trainer.strategy.model,
+            self._step.run,
+            optimizer,
+            weigh=options.weigh,
+            device=options.device,
+            hooks=options.hooks,
+            keep=self._kept(),
+            backward=self._step.backward_with(optimizer),
+            timeout=options.timeout,
+        )
+        return self.runner
+
+    def _kept(self) -> list[Any]:
+        """What a step changes outside the module."""
+        return [_Outputs(self._step), ResultsKeeper(self._trainer), self._loop.optim_progress, *self._options.keep]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of it; nothing before the first step, but what an earlier one had."""
+        if self.plan is None or self.runner is None:
+            return dict(self.saved or {})
+        return {"plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
+
+    def _recall(self, target: int) -> Mapping[str, Any] | None:
+        """What a checkpoint has, where it serves here. With several ranks each has its own, and one rank's is saved."""
+        if not self.saved or self._trainer.world_size > 1:
+            return None
+        plan = Plan.model_validate_json(self.saved["plan"])
+        is_same = plan.target_batch == target and plan.device == self._device().describe()
+        return self.saved if is_same else None
+
+    def _device(self) -> Any:
+        return find_device([*self._module.parameters()], type(self._module).__name__, self._options.device)
+
+
+class _Outputs:
+    """The outputs of the micro-batches that stay, as an object that a Runner keeps: references, not copies."""
+
+    def __init__(self, step: ModuleStep) -> None:
+        self._step = step
+
+    def take(self) -> list[Any]:
+        return [*self._step.outputs]
+
+    def put(self, taken: list[Any]) -> None:
+        self._step.outputs[:] = taken

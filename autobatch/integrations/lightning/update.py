@@ -1,0 +1,111 @@
+"""Lets Lightning make the update of a step inside the Runner's transaction.
+
+Covers what Lightning does before the parameters move (hooks, unscaling, clipping), which is undone where memory ends in
+it, and the optimizer's step after it, which is not. Does not cover the gradient, which is ``Runner``'s.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autobatch.errors import CannotRetry
+from autobatch.memory.oom import describe_error, is_oom
+from autobatch.runner import Runner
+from autobatch.state.optimizer_state import forget_state, make_state
+from autobatch.training.optimizer_step import Update
+
+__all__ = ["Apply", "LightningRunner", "LightningUpdate"]
+
+Apply = Callable[[Callable[[], None]], None]
+"""Makes Lightning's update; calls the function that it is given when the parameters are about to move."""
+
+
+@dataclass
+class LightningUpdate(Update):
+    """The update of a Runner whose optimizer Lightning steps.
+
+    Attributes:
+        apply: Lightning's.
+        ended_early: Whether memory ended in the last one before the parameters moved.
+    """
+
+    apply: Apply | None = None
+    ended_early: bool = False
+
+    def run(self, begin: Callable[[], None]) -> None:
+        """Make the optimizer's state, then let Lightning do the rest.
+
+        Args:
+            begin: Called right before the parameters move. An error before it leaves all as it was but ``.grad``.
+
+        Raises:
+            DoesNotFit: The step does not fit.
+            CannotRetry: Memory ended in it.
+        """
+        begun, reason, handled = False, None, sys.exc_info()[1]
+        made: list[torch.Tensor] = []
+        gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.ended_early = False
+
+        def begin_once() -> None:
+            nonlocal begun
+            if not begun:
+                gradients.extend(self._gradients())
+                begin()
+                begun = True
+
+        try:
+            self.check_memory()
+            made = make_state(self._inner)
+            assert self.apply is not None  # noqa: S101 - narrows for mypy
+            self.apply(begin_once)
+            begin_once()  # an ``optimizer_step`` of the user's own may leave a step out
+        except BaseException as error:
+            if not begun:
+                forget_state(self._inner, made)
+            is_short = isinstance(error, Exception) and is_oom(error, handled=handled)
+            self.ended_early = is_short and not begun
+            if not begun or not is_short:
+                raise
+            reason = describe_error(error, handled=handled)
+        finally:
+            self.gradients = gradients
+        if reason is not None:
+            raise CannotRetry(
+                f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {self.advise()}"
+            )
+
+    def put_gradients_back(self) -> None:
+        """Let ``.grad`` hold the step's gradient until Lightning clears it, as its hooks expect."""
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        self.gradients = []
+
+    def _gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+class LightningRunner(Runner):
+    """A Runner whose update is Lightning's.
+
+    Attributes:
+        update: How it is made.
+    """
+
+    def __init__(self, apply: Apply, *arguments: Any, **named: Any) -> None:
+        """Bind a plan to a module; the other arguments are Runner's."""
+        self._apply = apply
+        super().__init__(*arguments, **named)
+
+    def _make_update(
+        self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
+    ) -> Update:
+        made = super()._make_update(optimizers, scaler, max_grad_norm, schedulers)
+        self.update = LightningUpdate(made.optimizers, made.check_memory, made.advise, apply=self._apply)
+        return self.update
