@@ -21,15 +21,15 @@ from autobatch.report.text import explain_plan, summarise_plan
 
 __all__ = ["Plan"]
 
-# What each framework calls the micro-batch size, the accumulation steps and the target batch; None where it works that
+# What each framework calls the target batch, the micro-batch size and the accumulation steps; None where it works that
 # out of the others.
-_SETTINGS: dict[str, tuple[str, str | None, str | None]] = {
-    "huggingface": ("per_device_train_batch_size", "gradient_accumulation_steps", None),
-    "lightning": ("batch_size", "accumulate_grad_batches", None),
-    "accelerate": ("batch_size", "gradient_accumulation_steps", None),
-    "deepspeed": ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"),
-    "torchtitan": ("local_batch_size", None, "global_batch_size"),  # of [training]
-    "megatron": ("micro_batch_size", None, "global_batch_size"),  # --micro-batch-size, --global-batch-size
+_SETTINGS: dict[str, tuple[str | None, str, str | None]] = {
+    "huggingface": (None, "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "lightning": (None, "batch_size", "accumulate_grad_batches"),
+    "accelerate": (None, "batch_size", "gradient_accumulation_steps"),
+    "deepspeed": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "torchtitan": ("global_batch_size", "local_batch_size", None),  # of [training]
+    "megatron": ("global_batch_size", "micro_batch_size", None),  # --global-batch-size, --micro-batch-size
 }
 _LARGEST_FILE = 64 * 2**20  # four times what the most micro-batches take
 
@@ -90,7 +90,7 @@ class Plan(PlanRecord):
                 f"and the model cannot run micro-batches of fewer than {smallest}: take another target_batch, such as "
                 f"{share + 1} a rank"
             )
-        named = zip(_SETTINGS[framework], (size, steps, self.target_batch), strict=True)
+        named = zip(_SETTINGS[framework], (self.target_batch, size, steps), strict=True)
         return {name: value for name, value in named if name is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
