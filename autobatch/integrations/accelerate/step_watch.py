@@ -81,7 +81,7 @@ class StepWatch:
             return
         if not self.is_stopped:
             self._steps += 1
-            self.trial = self._summarise()
+            self.trial = self._summarise(self.trial)
             self._device.reset_peak()
             if self._steps < _STEPS:
                 return
@@ -90,18 +90,21 @@ class StepWatch:
             self.is_stopped = True
             raise EnoughMeasured
 
-    def _summarise(self) -> Trial:
+    def _summarise(self, first: Trial | None) -> Trial:
+        """The peaks of this step, and of the first one, since the last batch of a loader may be a smaller one."""
         backward, update = self._backward, self._device.usage()
+        allocated = max(backward.peak_allocated, first.backward_allocated or 0 if first else 0)
+        reserved = max(backward.peak_reserved, first.backward_reserved or 0 if first else 0)
         return Trial(
             micro_batch_size=self._size,
             outcome="thrash" if update.alloc_retries > self._retries else "fits",
-            peak_allocated=max(backward.peak_allocated, update.peak_allocated),
-            peak_reserved=max(backward.peak_reserved, update.peak_reserved),
+            peak_allocated=max(allocated, update.peak_allocated),
+            peak_reserved=max(reserved, update.peak_reserved),
             optimizer_peak=update.peak_allocated,
             alloc_retries=max(update.alloc_retries - self._retries, 0),
-            backward_allocated=backward.peak_allocated,
-            backward_reserved=backward.peak_reserved,
-            resident_bytes=min(self._resident_bytes(), backward.peak_allocated),
+            backward_allocated=allocated,
+            backward_reserved=reserved,
+            resident_bytes=min(self._resident_bytes(), allocated),
         )
 
     def _resident_bytes(self) -> int:
