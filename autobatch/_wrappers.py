@@ -6,6 +6,7 @@ of other kinds stay as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
@@ -20,6 +21,7 @@ from autobatch.errors import InvalidArgument
 
 __all__ = [
     "SeveralOptimizers",
+    "is_accumulating",
     "members_of",
     "unwrap_for_training",
     "unwrap_members",
@@ -146,6 +148,12 @@ def unwrap_scheduler(scheduler: Any) -> Any:
     while _name(type(scheduler)) == _ACCELERATE_SCHEDULER:
         scheduler = scheduler.scheduler
     return scheduler
+
+
+def is_accumulating() -> bool:
+    """Whether the step() of accelerate's optimizers does nothing now, as inside ``accelerator.accumulate()``."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and not state._shared_state.get("sync_gradients", True)  # noqa: SLF001 - to make one would begin it
 
 
 def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:

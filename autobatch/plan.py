@@ -21,12 +21,15 @@ from autobatch.report.text import explain_plan, summarise_plan
 
 __all__ = ["Plan"]
 
-# What each framework calls the micro-batch size and the accumulation steps.
-_SETTINGS = {
-    "huggingface": ("per_device_train_batch_size", "gradient_accumulation_steps"),
-    "lightning": ("batch_size", "accumulate_grad_batches"),
-    "accelerate": ("batch_size", "gradient_accumulation_steps"),
-    "deepspeed": ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+# What each framework calls the target batch, the micro-batch size and the accumulation steps; None where it works that
+# out of the others.
+_SETTINGS: dict[str, tuple[str | None, str, str | None]] = {
+    "huggingface": (None, "per_device_train_batch_size", "gradient_accumulation_steps"),
+    "lightning": (None, "batch_size", "accumulate_grad_batches"),
+    "accelerate": (None, "batch_size", "gradient_accumulation_steps"),
+    "deepspeed": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "torchtitan": ("global_batch_size", "local_batch_size", None),  # of [training]
+    "megatron": ("global_batch_size", "micro_batch_size", None),  # --global-batch-size, --micro-batch-size
 }
 _LARGEST_FILE = 64 * 2**20  # four times what the most micro-batches take
 
@@ -58,7 +61,9 @@ class Plan(PlanRecord):
         """The same plan as settings of another framework; size x accumulation x world size is the target exactly.
 
         Args:
-            framework: ``"huggingface"``, ``"lightning"``, ``"accelerate"`` or ``"deepspeed"``.
+            framework: ``"huggingface"``, ``"lightning"``, ``"accelerate"``, ``"deepspeed"``, ``"torchtitan"`` (its
+                section ``training``) or ``"megatron"``. The last two work out the accumulation steps from the ranks
+                that share the data, so these have to be as many as the plan's ranks.
 
         Raises:
             InvalidArgument: The framework is not known, the target cannot be shared equally by the ranks, or a rank's
@@ -85,8 +90,8 @@ class Plan(PlanRecord):
                 f"and the model cannot run micro-batches of fewer than {smallest}: take another target_batch, such as "
                 f"{share + 1} a rank"
             )
-        settings = dict(zip(_SETTINGS[framework], (size, steps), strict=True))
-        return {"train_batch_size": self.target_batch, **settings} if framework == "deepspeed" else settings
+        named = zip(_SETTINGS[framework], (self.target_batch, size, steps), strict=True)
+        return {name: value for name, value in named if name is not None}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.

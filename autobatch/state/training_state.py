@@ -140,9 +140,13 @@ class TrainingState:
         try:
             self.restore()
         finally:
-            self._of_optimizer, self._of_model, self._classes, self._gradients = [], [], [], []
-            self._headers, self._optimizer = TensorHeaders([]), None
-            self._values.close()
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop the record; everything stays as it is now."""
+        self._of_optimizer, self._of_model, self._classes, self._gradients = [], [], [], []
+        self._headers, self._optimizer = TensorHeaders([]), None
+        self._values.close()
 
 
 class _Gradient:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["attributes_of", "find_modules", "find_outside", "parts_of", "walk"]
+__all__ = ["attributes_of", "find_modules", "find_outside", "names_in", "parts_of", "walk"]
 
 _MOST_REACHED = 2_000
 """Objects that are looked at from one step; a dataset in a list may be among them."""
@@ -74,15 +74,15 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
     yield from (function.__kwdefaults__ or {}).values()
     if str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES:
         return  # a decorator of theirs: the step is in its closure
-    yield from (function.__globals__[name] for name in _names_in(function.__code__) if name in function.__globals__)
+    yield from (function.__globals__[name] for name in names_in(function.__code__) if name in function.__globals__)
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
     """Names that a function's code uses, with those of functions defined in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
 
 
 def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module | torch.Tensor]:

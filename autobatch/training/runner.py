@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from autobatch._arguments import as_sequence, check_choice
-from autobatch._wrappers import unwrap_members, unwrap_optimizer, unwrap_scheduler
+from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.cutting import CutFunction
 from autobatch.batch.joining import join_neighbours
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
@@ -68,6 +68,12 @@ from autobatch.training.step_events import StepEvents, check_hooks
 __all__ = ["StepRunner"]
 
 _NO_OPTIMIZER = "this Runner has no optimizer; use accumulate(batch) and do the update yourself"
+
+_ACCUMULATED_TWICE = (
+    "accumulate() inside accelerator.accumulate(), where optimizer.step() does nothing for this batch: the gradient of "
+    "the next one would be added, and nothing would divide the sum; leave accelerator.accumulate() out and pass the "
+    "whole batch, or set gradient_accumulation_steps=1"
+)
 
 _ALWAYS_COUNTED = 2
 """Steps counted in any case, also after a state was loaded.
@@ -289,7 +295,11 @@ class StepRunner:
 
         Raises:
             DoesNotFit: Memory ended at one sample; everything is as before.
+            InvalidArgument: accelerate is accumulating: its optimizer's ``step()`` would do nothing now, and gradients
+                of several batches would add up that nothing divides.
         """
+        if is_accumulating():
+            raise InvalidArgument(_ACCUMULATED_TWICE)
         return self._run([batch], update=False)
 
     def state_dict(self) -> dict[str, Any]:

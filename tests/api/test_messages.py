@@ -151,6 +151,20 @@ def write_gradients(model, batch):
     return mean_step(model, batch)
 
 
+def accumulate_while_accelerate_does():
+    """In a loop under ``accelerator.accumulate()``."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    runner = make_runner()
+    try:
+        with Accelerator(cpu=True, gradient_accumulation_steps=2).accumulate():
+            runner.accumulate(make_batch(16))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
 def fit_with(optimizer=None, hook=lambda parameter: None):
     """A fit with an optimizer of its own, or a hook on the first parameter."""
     model = Plain(torch.float32)
@@ -654,6 +668,15 @@ TABLE = [
         "scheduler is an object without step(): pass a scheduler, or leave it out",
     ),
     (
+        accumulate_while_accelerate_does,
+        "InvalidArgument",
+        (
+            "accumulate() inside accelerator.accumulate(), where optimizer.step() does nothing for this batch: the "
+            "gradient of the next one would be added, and nothing would divide the sum; leave accelerator.accumulate() "
+            "out and pass the whole batch, or set gradient_accumulation_steps=1"
+        ),
+    ),
+    (
         lambda: make_runner().step_over(make_batch(16)[0]),
         "InvalidArgument",
         "step_over() takes several batches, such as a list of them; for one batch call step()",
@@ -726,7 +749,10 @@ TABLE = [
     (
         lambda: fit().settings("keras"),
         "InvalidArgument",
-        "settings('keras'): not known; one of 'huggingface', 'lightning', 'accelerate', 'deepspeed'",
+        (
+            "settings('keras'): not known; one of 'huggingface', 'lightning', 'accelerate', 'deepspeed', 'torchtitan', "
+            "'megatron'"
+        ),
     ),
     (
         lambda: fit().model_copy(update={"world_size": 3}).settings("lightning"),

@@ -7,6 +7,7 @@ skipped, with the reason. Nothing of theirs is imported here: their warnings are
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import tempfile
 
@@ -69,3 +70,16 @@ def test_ray_train_ends_on_the_same_weights(expected):
     alone = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the latter: on 127.0.0.1
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # near the root: names of its sockets have 107 characters
         assert run(EXAMPLES / "with_ray.py", RAY_TMPDIR=folder, **alone) == expected
+
+
+def test_ray_data_embeds_a_corpus():
+    """Each block in pieces that fit 16 MiB, in an actor; one vector for each text."""
+    needs("ray")
+    assert len((EXAMPLES / "embed_with_ray.py").read_text("utf-8").splitlines()) <= 40
+    alone = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        program = [sys.executable, str(EXAMPLES / "embed_with_ray.py")]
+        (ran,) = launch(program, limit_seconds=300.0, RAY_TMPDIR=folder, **alone)
+    found, expected = map(int, re.findall(r"(\d+) of (\d+) vectors, all finite: True", ran.output)[0])
+    assert found == expected > 1000
+    assert ran.left_behind == []

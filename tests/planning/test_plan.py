@@ -224,6 +224,8 @@ def test_a_plan_is_frozen():
             "deepspeed",
             {"train_batch_size": 256, "train_micro_batch_size_per_gpu": 32, "gradient_accumulation_steps": 8},
         ),
+        ("torchtitan", {"local_batch_size": 32, "global_batch_size": 256}),
+        ("megatron", {"micro_batch_size": 32, "global_batch_size": 256}),
     ],
 )
 def test_settings_speak_other_frameworks_words(framework, expected):
@@ -243,11 +245,27 @@ def test_settings_give_the_target_exactly(target, size, world):
     each, steps = settings["per_device_train_batch_size"], settings["gradient_accumulation_steps"]
     assert each * steps * world == target
     assert each <= plan.micro_batch_size
+    for framework, local in (("torchtitan", "local_batch_size"), ("megatron", "micro_batch_size")):
+        settings = plan.settings(framework)  # which divide by size x ranks themselves, and refuse a remainder
+        assert divmod(settings["global_batch_size"], settings[local] * world) == (steps, 0)
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "torchtitan", "megatron"])
+def test_settings_refuse_what_a_framework_cannot_say(framework):
+    """A target that ranks cannot share, shares that differ, and a share of which no divisor may run."""
+    with pytest.raises(
+        InvalidArgument, match=rf"settings\('{framework}'\): a target batch of 256 .* equally by 3 ranks"
+    ):
+        make_plan(256, 43, 3).settings(framework)
+    with pytest.raises(InvalidArgument, match=r"the ranks have different shares, .* plan with share='equal'"):
+        make_rank_plans((100, 156))[0].settings(framework)
+    with pytest.raises(InvalidArgument, match=r"251 samples have no divisor from 2 to 42"):
+        make_plan(251, 43, smallest_micro_batch=2).settings(framework)
 
 
 def test_an_unknown_framework_is_named_with_the_known_ones():
     """A typo is answered with the choices."""
-    with pytest.raises(InvalidArgument, match=r"'keras'.*'huggingface', 'lightning', 'accelerate', 'deepspeed'"):
+    with pytest.raises(InvalidArgument, match=r"'keras'.*'accelerate', 'deepspeed', 'torchtitan', 'megatron'"):
         make_plan().settings("keras")
 
 

@@ -1,0 +1,69 @@
+"""Decides by its code whether a function trains: whether it, or code of the user's that it names, names a ``step``.
+
+Covers functions that it names, and methods by that name of objects that it is given or names. No code is run. Does not
+cover code of installed libraries, nor what is looked up by name at run time.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from autobatch.step.reachable import attributes_of, names_in, parts_of, walk
+
+__all__ = ["trains"]
+
+_LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+
+
+def trains(function: Callable[..., Any], given: Sequence[Any]) -> bool:
+    """Whether it does.
+
+    Args:
+        function: The training function.
+        given: What it is called with.
+    """
+    package, named = _package_of(function), set[str]()
+
+    def lead(value: Any) -> Iterator[Any]:
+        code = value.__func__ if isinstance(value, types.MethodType) else value
+        if isinstance(code, types.FunctionType):
+            if _is_installed(code.__code__.co_filename) and _package_of(code) != package:
+                return
+            named.update(names_in(code.__code__))
+        yield from parts_of(value, attributes_of)
+        if not isinstance(value, type | types.FunctionType | types.MethodType):
+            yield from _methods_named(type(value), named)
+
+    return any("step" in named for _ in walk((function, *given), lead))
+
+
+def _methods_named(kind: type, named: set[str]) -> Iterator[types.FunctionType]:
+    """Methods by names that were seen, and by the names in these."""
+    own = [vars(base) for base in kind.__mro__ if not _is_builtin(base)]
+    methods = {
+        name: code for base in reversed(own) for name, code in base.items() if isinstance(code, types.FunctionType)
+    }
+    waiting = sorted(named & methods.keys())
+    seen = set(waiting)
+    while waiting:
+        method = methods[waiting.pop()]
+        yield method
+        if not _is_installed(method.__code__.co_filename):
+            waiting += sorted(new := {*names_in(method.__code__)} & methods.keys() - seen)
+            seen |= new
+
+
+def _is_builtin(kind: type) -> bool:
+    return kind.__module__ == "builtins"
+
+
+def _is_installed(file: str) -> bool:
+    return any(folder in Path(file).parents for folder in _LIBRARIES)
+
+
+def _package_of(function: Any) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]
