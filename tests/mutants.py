@@ -118,6 +118,13 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "accelerate: batches are summed that nothing divides",
+        "autobatch/training/runner.py",
+        "        if is_accumulating():",
+        "        if not is_accumulating:",
+        ("tests/api/test_messages.py",),
+    ),
+    Mutant(
         "the samples of a piece in which memory ended are passed over",
         INFERENCE + "piece.py",
         "            return None, reason\n",
