@@ -171,19 +171,19 @@ class StepRunner:
             self._workload = Workload(model, step or default_step, weigh, inner)
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
-            self._is_sharded = is_sharded = self._ranks is not None and self._ranks.lockstep is not None
-            self._lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
+            self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
+            self._cut, self._lengths = self._read_division(cut, lengths)
             self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
             self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
             self._pace = self._set_pace(plan.smallest_micro_batch)
-            self._cut = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=is_sharded)
             self._layout, self._sizes_seen = Layout(None, 0, plan.batch_lists), {sum(plan.micro_batch_sizes)}
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, check_hooks(hooks), recorder)
             self._events.report_plan(model, inner)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-            self._largest_elements, self._peak_bytes, self._has_larger, self._has_reported_gradients = 0.0, 0, False, False
+            self._largest_elements, self._peak_bytes = 0.0, 0
+            self._has_larger = self._has_reported_gradients = False
             if self._ranks is not None:
                 said.append(
                     describe_binding(
@@ -197,6 +197,13 @@ class StepRunner:
                     )
                 )
         refuse_differences(said, self._ranks)
+
+    def _read_division(
+        self, cut: CutFunction | None, lengths: Lengths | LengthOf | None
+    ) -> tuple[GivenCut | None, SampleLengths | None]:
+        """How batches are divided, where not into equal numbers of samples."""
+        given = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=self._is_sharded)
+        return given, SampleLengths.of(lengths, self.plan, self._workload, is_sharded=self._is_sharded)
 
     def _make_update(
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
