@@ -77,7 +77,7 @@ docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning i
 
 # A file's tests stay in one process: they share what is dear to make.
 test: $(INSTALLED) ## run all tests, the slow ones too, on two cores and in random order; SEED=1234 repeats one
-	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
+	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.
 quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every package; SEED=1234 repeats an order
