@@ -16,12 +16,11 @@ import torch
 
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidStep
+from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.logs import LogCall, read_call
 from autobatch.step.workload import Weigh
 
-__all__ = ["MicroBatchOutput", "ModuleStep", "hook_name", "replaced"]
-
-_MISSING = object()
+__all__ = ["MicroBatchOutput", "ModuleStep", "hook_name"]
 
 
 @dataclass(frozen=True)
@@ -122,18 +121,3 @@ def hook_name(module: Any, name: str | None) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = earlier  # noqa: SLF001 - the same
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While this lasts, the attribute of this one object has this value."""
-    attributes = vars(owner)
-    earlier = attributes.get(name, _MISSING)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if earlier is _MISSING:
-            del attributes[name]
-        else:
-            attributes[name] = earlier

@@ -20,11 +20,12 @@ from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
+from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.framework import closure_classes
 from autobatch.integrations.lightning.log_rules import find_rules
 from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
 from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
-from autobatch.integrations.lightning.module_step import ModuleStep, hook_name, replaced
+from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
 from autobatch.integrations.lightning.outputs import join_outputs
 from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_optimizer, refuse_target
 from autobatch.integrations.lightning.update import LightningRunner

@@ -16,6 +16,7 @@ from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidStep
+from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers.cuts import Cut
 from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
@@ -23,8 +24,6 @@ from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
 
 __all__ = ["TrainerStep"]
-
-_MISSING = object()
 
 
 @dataclass
@@ -102,12 +101,12 @@ class TrainerStep:
         losses: list[torch.Tensor] = []
         with ExitStack() as stack:
             accelerator = self.trainer.accelerator
-            stack.enter_context(_replaced(accelerator, "backward", lambda loss, **_: losses.append(loss)))
+            stack.enter_context(replaced(accelerator, "backward", lambda loss, **_: losses.append(loss)))
             if self.ranks > 1:
-                stack.enter_context(_replaced(self.trainer.args, "average_tokens_across_devices", value=False))
+                stack.enter_context(replaced(self.trainer.args, "average_tokens_across_devices", value=False))
                 gather = _return_own if self.metrics.are_there() else self._refuse_gathering
                 for name in ("gather", "gather_for_metrics", "reduce"):
-                    stack.enter_context(_replaced(accelerator, name, gather))
+                    stack.enter_context(replaced(accelerator, name, gather))
             yield losses
 
     def _refuse_gathering(self, *_: Any, **__: Any) -> Any:
@@ -119,18 +118,3 @@ class TrainerStep:
 
 def _return_own(tensor: Any, *_: Any, **__: Any) -> Any:
     return tensor
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """While this lasts, the attribute has this value."""
-    attributes = vars(owner)
-    earlier = attributes.get(name, _MISSING)
-    attributes[name] = value
-    try:
-        yield
-    finally:
-        if earlier is _MISSING:
-            del attributes[name]
-        else:
-            attributes[name] = earlier
