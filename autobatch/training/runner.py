@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,7 @@ from torch import nn
 from autobatch._arguments import as_sequence, check_choice
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.cutting import CutFunction
-from autobatch.batch.joining import join_neighbours
-from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
+from autobatch.batch.layout import Layout, is_empty, is_one_batch
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
     all_or_none,
@@ -51,6 +51,7 @@ from autobatch.training.binding import describe_binding, make_accumulation, make
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
+from autobatch.training.given_batches import GivenBatches
 from autobatch.training.given_cut import GivenCut
 from autobatch.training.micro_batches import find_scale, rows_of
 from autobatch.training.optimizer_step import Update, check_options
@@ -172,18 +173,16 @@ class StepRunner:
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None
-            self._cut, self._lengths = self._read_division(cut, lengths)
+            self._batches = self._read_division(cut, lengths)
             self._update = self._make_update(optimizers, scaler, max_grad_norm, schedulers) if optimizers else None
             self._accumulation = self._make_accumulation(scaler, check_objects(keep), backward)
             self._pace = self._set_pace(plan.smallest_micro_batch)
-            self._layout, self._sizes_seen = Layout(None, 0, plan.batch_lists), {sum(plan.micro_batch_sizes)}
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, check_hooks(hooks), recorder)
             self._events.report_plan(model, inner)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-            self._largest_elements, self._peak_bytes = 0.0, 0
-            self._has_larger = self._has_reported_gradients = False
+            self._peak_bytes, self._has_reported_gradients = 0, False
             if self._ranks is not None:
                 said.append(
                     describe_binding(
@@ -198,12 +197,13 @@ class StepRunner:
                 )
         refuse_differences(said, self._ranks)
 
-    def _read_division(
-        self, cut: CutFunction | None, lengths: Lengths | LengthOf | None
-    ) -> tuple[GivenCut | None, SampleLengths | None]:
-        """How batches are divided, where not into equal numbers of samples."""
-        given = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=self._is_sharded)
-        return given, SampleLengths.of(lengths, self.plan, self._workload, is_sharded=self._is_sharded)
+    def _read_division(self, cut: CutFunction | None, lengths: Lengths | LengthOf | None) -> GivenBatches:
+        is_sharded, plan = self._is_sharded, self.plan
+        given_cut = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=is_sharded)
+        sample_lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
+        return GivenBatches(
+            plan.batch_lists, sum(plan.micro_batch_sizes), given_cut, sample_lengths, joins=not is_sharded
+        )
 
     def _make_update(
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
@@ -315,7 +315,7 @@ class StepRunner:
         """
         state = self._accumulation.state.learnt()
         return RunnerState.of(
-            self.plan, self._pace, steps=self.steps, batch_lists=dict(self._layout.lists), **state
+            self.plan, self._pace, steps=self.steps, batch_lists=self._batches.lists, **state
         ).model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -333,7 +333,7 @@ class StepRunner:
             moves_modules=found.moves_modules, draws=found.draws, draws_on_host=found.draws_on_host
         )
         self._accumulation.smallest = found.smallest_micro_batch
-        self._layout = Layout(None, 0, found.batch_lists)
+        self._batches.lists = found.batch_lists
         self.steps = self._begun_at = found.steps
         self._change_pace(pace, self.steps)
 
@@ -367,7 +367,7 @@ class StepRunner:
             aux=tuple(accumulated.aux),
             ranks=ranks,
             gradient_norm=self._read_norm(shared) if update and self._max_grad_norm is not None else None,
-            samples=rows_of(accumulated.done) if self._lengths or self._cut else (),
+            samples=rows_of(accumulated.done) if self._batches.lengths or self._batches.cut else (),
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
@@ -375,7 +375,7 @@ class StepRunner:
         # Counted before anything is reported: an interrupt there must not make it a failed step.
         step, self.steps = self.steps, self.steps + 1
         self._events.report_finished(step, result)
-        largest = map(find_scale, accumulated.done) if self._lengths else result.micro_batch_sizes
+        largest = map(find_scale, accumulated.done) if self._batches.lengths else result.micro_batch_sizes
         pace = self._pace.after_step(max(largest, default=0), thrashed=thrashed)
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
@@ -432,8 +432,8 @@ class StepRunner:
         return self._accumulate(layouts, shared, update=update)
 
     def _set_pace(self, smallest: int) -> Pace:
-        if self._lengths is not None:
-            return self._lengths.set_pace(smallest)
+        if self._batches.lengths is not None:
+            return self._batches.lengths.set_pace(smallest)
         return make_pace(self.plan, self._workload, smallest)
 
     def _look_ahead(self) -> Pace:
@@ -453,29 +453,13 @@ class StepRunner:
             batches = [batch for batch in batches if not is_empty(batch)]
         elif not batches:
             raise InvalidBatch("step_over() was given no batches")
-        layouts, samples = [], 0
-        for batch in batches:
-            layout = describe(batch, like=self._layout)
-            if layout.traits is None or layout.traits is not self._layout.traits:
-                self._layout, elements = layout.without_batch(), layout.elements / layout.count
-                self._has_larger |= elements > self._largest_elements
-                self._largest_elements = max(elements, self._largest_elements)
-            layouts.append(layout)
-            samples += layout.count
-        if samples not in self._sizes_seen:
-            self._sizes_seen.add(samples)
-            self._events.report_size(self.steps, samples)
-        if self._cut is not None:
-            return self._accumulation.try_twice(
-                "dividing with cut()", self._cut.cut_all, layouts, self.micro_batch_size
-            )
-        if self._lengths is None:
-            return layouts if len(layouts) < 2 or self._is_sharded else join_neighbours(layouts)
-        return self._accumulation.try_twice("reading lengths with lengths()", self._lengths.sort_all, layouts)
+        layouts = self._batches.read(batches, partial(self._events.report_size, self.steps))
+        return self._batches.divide(layouts, self.micro_batch_size, self._accumulation.try_twice)
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
         """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""
-        is_new, self._has_larger = self.steps - self._begun_at < _ALWAYS_COUNTED or self._has_larger, False
+        is_new = self.steps - self._begun_at < _ALWAYS_COUNTED or self._batches.has_larger
+        self._batches.has_larger = False
         device = self._device
         if (is_new or self._enforce == "always") and device.measures:
             return True

@@ -1,0 +1,96 @@
+"""Reads the batches that a step is given: how many samples they have, and which of these run together.
+
+Covers what is remembered from batch to batch: how lists are read, sizes that were seen, the largest samples. Does not
+cover micro-batches (``micro_batches``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autobatch.batch.joining import join_neighbours
+from autobatch.batch.layout import Layout, describe
+from autobatch.batch.list_rules import ListReading
+from autobatch.training.given_cut import GivenCut
+from autobatch.training.sample_lengths import SampleLengths
+
+__all__ = ["GivenBatches"]
+
+
+class GivenBatches:
+    """The batches of a Runner.
+
+    Attributes:
+        cut: The user's division, if there is one.
+        lengths: How long samples are, if the plan knows.
+        has_larger: Whether the last batches had larger samples than all before; whoever asks sets it back.
+    """
+
+    def __init__(
+        self,
+        lists: Mapping[str, ListReading],
+        samples: int,
+        cut: GivenCut | None,
+        lengths: SampleLengths | None,
+        *,
+        joins: bool,
+    ) -> None:
+        """Have seen nothing but the plan's example.
+
+        Args:
+            lists: How its lists are read.
+            samples: How many each step is to have.
+            cut: The user's division.
+            lengths: How long samples are.
+            joins: Whether neighbouring batches may be joined.
+        """
+        self.cut, self.lengths, self.has_larger = cut, lengths, False
+        self._layout, self._sizes_seen, self._joins = Layout(None, 0, lists), {samples}, joins
+        self._largest_elements = 0.0
+
+    @property
+    def lists(self) -> dict[str, ListReading]:
+        """How lists are read, as the last batch had them."""
+        return dict(self._layout.lists)
+
+    @lists.setter
+    def lists(self, lists: Mapping[str, ListReading]) -> None:
+        self._layout = Layout(None, 0, lists)
+
+    def read(self, batches: Sequence[Any], report_size: Callable[[int], None]) -> list[Layout]:
+        """Describe them: lists as in the plan's example, later batches as earlier ones.
+
+        Args:
+            batches: One step's.
+            report_size: Called with how many samples they have together, where no step has had as many.
+        """
+        layouts, samples = [], 0
+        for batch in batches:
+            layout = describe(batch, like=self._layout)
+            if layout.traits is None or layout.traits is not self._layout.traits:
+                self._layout, elements = layout.without_batch(), layout.elements / layout.count
+                self.has_larger |= elements > self._largest_elements
+                self._largest_elements = max(elements, self._largest_elements)
+            layouts.append(layout)
+            samples += layout.count
+        if samples not in self._sizes_seen:
+            self._sizes_seen.add(samples)
+            report_size(samples)
+        return layouts
+
+    def divide(
+        self, layouts: Sequence[Layout], largest: int, try_twice: Callable[..., Sequence[Layout]]
+    ) -> Sequence[Layout]:
+        """Put together the samples that run together.
+
+        Args:
+            layouts: One step's batches.
+            largest: The most samples of a micro-batch.
+            try_twice: Calls a function of the user's, whose name comes first, a second time where memory ends in it.
+        """
+        if self.cut is not None:
+            return try_twice("dividing with cut()", self.cut.cut_all, layouts, largest)
+        if self.lengths is not None:
+            return try_twice("reading lengths with lengths()", self.lengths.sort_all, layouts)
+        return join_neighbours(layouts) if self._joins and len(layouts) > 1 else layouts
