@@ -40,10 +40,12 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw examples from the seed that orders the tests, so that one number repeats a run."""
+    """Draw examples from the seed that orders the tests, so that one number repeats a run; let interrupts arrive."""
     seed = config.getoption("randomly_seed", default=None)
     if isinstance(seed, int) and hypothesis.core.global_force_seed is None:
         hypothesis.core.global_force_seed = seed
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell's background jobs begin, and ranks after them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

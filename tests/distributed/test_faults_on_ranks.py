@@ -69,7 +69,9 @@ def test_an_oom_at_operations_of_a_step_with_sharded_parameters(capsys):
 @needs_sharding
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 100)
-@pytest.mark.parametrize(("size", "stride"), [(2, 29), (3, 97)] if not STRIDE else [(2, int(STRIDE)), (3, int(STRIDE))])
+@pytest.mark.parametrize(
+    ("size", "stride"), [(2, 59), (3, 193)] if not STRIDE else [(2, int(STRIDE)), (3, int(STRIDE))]
+)
 @pytest.mark.parametrize("earlier_steps", [0, 1])
 def test_the_proof_with_sharded_parameters(size, stride, earlier_steps, capsys, total):
     """A rank that fails inside a pass takes part in its rest, and all ranks drop it: bitwise as above."""
