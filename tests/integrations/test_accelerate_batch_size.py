@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from workloads import bits_of, differences
 
+from autobatch.errors import InvalidArgument
 from autobatch.integrations.accelerate import find_executable_batch_size
 from autobatch.memory.devices import device_for
 from autobatch.testing import FakeDevice
@@ -346,6 +347,19 @@ def test_a_batch_size_that_is_given_is_refused():
         TypeError, match=r"train\(\) gets its batch size from the decorator: call it with at most 2 arg"
     ):
         find_executable_batch_size(Training().function())(64, *make_all())
+
+
+@pytest.mark.parametrize("size", [2.5, "64", None, True, float("nan")])
+def test_a_largest_size_that_is_no_number_of_samples_is_refused(size):
+    """Before anything is called."""
+    with pytest.raises(InvalidArgument, match=r"^starting_batch_size=.* must be an int: it counts samples$"):
+        find_executable_batch_size(Training().function(), size)(*make_all())
+
+
+def test_a_function_without_a_batch_size_is_refused():
+    """It has nowhere to put it."""
+    with pytest.raises(TypeError, match=r"^<lambda>\(\) takes no argument, and its first is to be the batch size$"):
+        find_executable_batch_size(lambda: None)()
 
 
 def test_the_end_of_a_measured_call_cannot_be_stopped():

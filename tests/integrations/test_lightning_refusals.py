@@ -116,6 +116,18 @@ def test_what_cannot_be_exact_is_refused_by_lightning(name):
     assert "\n" not in str(raised.value)
 
 
+def logs_two(self, batch, batch_idx):
+    """No value that Lightning logs."""
+    self.log("two", torch.ones(2))
+    return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_what_lightning_cannot_log_is_refused_in_its_own_words():
+    """As without autobatch."""
+    with pytest.raises(ValueError, match="two"):
+        train(attached={}, limit_train_batches=1, made=Made(changes={"training_step": logs_two}))
+
+
 STRATEGIES = {
     "FSDPStrategy": "gathers parameters inside the passes, where ranks that run different micro-batches would wait",
     "ModelParallelStrategy": "gathers parameters inside the passes",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from accelerate.state import PartialState
 
+from autobatch._formatting import show_value
+from autobatch.errors import InvalidArgument
 from autobatch.events import TrialFinished, emit
 from autobatch.integrations.accelerate.calls import Call, Calls
 from autobatch.integrations.accelerate.named_steps import trains
@@ -114,6 +117,8 @@ class _BatchSizes:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the function with the largest size that fits."""
         self._refuse_batch_size(args)
+        if not isinstance(self._size, numbers.Integral) or isinstance(self._size, bool):
+            raise InvalidArgument(f"starting_batch_size={show_value(self._size)} must be an int: it counts samples")
         options = self._options
         device = open_device(_current_device() if options.device is None else options.device)
         device.reclaim()
@@ -134,6 +139,8 @@ class _BatchSizes:
 
     def _refuse_batch_size(self, args: Sequence[Any]) -> None:
         parameters = inspect.signature(self._function).parameters.values()
+        if not parameters:
+            raise TypeError(f"{self._function.__name__}() takes no argument, and its first is to be the batch size")
         has_any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
         if len(args) + 1 > len(parameters) and not has_any_number:
             raise TypeError(

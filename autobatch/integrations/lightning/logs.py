@@ -125,6 +125,8 @@ def default_rule(call: LogCall) -> Rule | None:
     """As its ``reduce_fx`` says; ``None`` for what has no parts, or what Lightning refuses by itself."""
     if isinstance(call.value, bool) or not isinstance(call.value, torch.Tensor | float | int):
         return None
+    if isinstance(call.value, torch.Tensor) and call.value.numel() != 1:
+        return None
     reduction = call.options.get("reduce_fx", "mean")
     way = _BY_REDUCTION.get(reduction.lower() if isinstance(reduction, str) else reduction)
     return None if way is None else Rule(way)
