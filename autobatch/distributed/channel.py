@@ -10,6 +10,7 @@ it at once, as the kernel closes its sockets, where NCCL would wait for its time
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import threading
@@ -19,6 +20,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,8 @@ _ROLL_CALL_SECONDS = 2.0
 _UNKNOWN_TIMEOUT = timedelta(minutes=30)
 """torch's own default (``default_pg_timeout`` in torch/distributed/constants.py), where a group's cannot be read."""
 
-_channels: dict[str, Channel] = {}
+_channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+_open: WeakSet[Channel] = WeakSet()
 
 
 class Channel:
@@ -75,6 +78,7 @@ class Channel:
             )
         except RuntimeError as error:
             raise RankLost(f"the {self.size} ranks did not meet ({_first_line(error)})") from error
+        _open.add(self)
         self._processes = [Process(*said) for said in self.exchange(find_process())]
 
     def wait_at_most(self, timeout: timedelta) -> None:
@@ -105,6 +109,18 @@ class Channel:
         else:
             return [json.loads(body) for _, body in rows]
         raise self.lose(reason)
+
+    def close(self) -> None:
+        """End the threads of the group on the host; every later exchange raises ``RankLost``.
+
+        Not where a rank is lost: gloo may wait for it in vain.
+        """
+        if self._lost:
+            return
+        self._lost = "the channel between the ranks is closed: this process ends"
+        with suppress(ValueError, RuntimeError):  # the user has destroyed it
+            dist.destroy_process_group(self._group)
+        del self._group  # its last reference joins the threads
 
     def lose(self, reason: str) -> RankLost:
         """The error of a collective that broke off, here or in the group that trains, with who is gone."""
@@ -179,10 +195,20 @@ def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = No
     One for each group, whatever the timeout: ranks that were given different ones must find each other to hear of it.
     """
     own: Any = group or dist.group.WORLD
-    key = f"{own.group_name} {id(own)}"
-    if key not in _channels:
-        _channels[key] = Channel(group, timeout)
-    return _channels[key]
+    if own not in _channels:
+        _channels[own] = Channel(group, timeout)
+    return _channels[own]
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter ends: a thread of gloo that then still holds a message's tensors would abort the process.
+
+    It lets go of them some time after the exchange, needs the interpreter for that, and is ended by ``pthread_exit``
+    inside a destructor (https://github.com/pytorch/pytorch/issues/38228, https://github.com/pytorch/pytorch/pull/179291).
+    """
+    for channel in list(_open):
+        channel.close()
 
 
 def _ask_store(question: Callable[[Any], Any]) -> Any:

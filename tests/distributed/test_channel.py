@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -13,7 +16,7 @@ import torch.distributed as dist
 from builders.ranks import run_ranks, values_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.distributed.channel import Channel, open_channel
+from autobatch.distributed.channel import Channel, _channels, open_channel
 from autobatch.errors import RankLost
 
 
@@ -101,3 +104,72 @@ def read_timeout():
 def test_the_timeout_is_the_process_groups_own():
     """A new group would take half an hour."""
     assert values_of(run_ranks(read_timeout, timeout_seconds=17.0)) == [17.0, 17.0]
+
+
+def close_beside_a_stopped_rank():
+    """How long it takes."""
+    channel = open_channel(None)
+    channel.exchange("here")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    began = time.monotonic()
+    channel.close()
+    with pytest.raises(RankLost, match="is closed: this process ends"):
+        channel.exchange("here")
+    return time.monotonic() - began
+
+
+def test_a_process_ends_beside_one_that_is_stopped():
+    """Closing waits for no other rank."""
+    first, stopped = run_ranks(close_beside_a_stopped_rank, limit_seconds=60)
+    assert stopped.end == "hung"
+    assert values_of([first])[0] < 5
+
+
+ENDING = """
+import atexit
+from pathlib import Path
+import torch.distributed as dist
+
+def count_threads():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("pt_gloo") for name in names)
+
+atexit.register(lambda: print(count_threads()))  # the first to be registered is the last to be called
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from autobatch.distributed.channel import open_channel
+print(count_threads())
+channel = open_channel(None)
+channel.exchange("here")
+print(count_threads())
+"""
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+def test_the_channels_threads_have_ended_before_the_interpreter_ends(end):
+    """One of them aborts the process if it still holds a message's tensors by then, whatever else is alive."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", ENDING + end]
+    ran = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=100)
+    before, with_channel, after = map(int, ran.stdout.split())
+    assert with_channel > before
+    assert after == (0 if end else before)
+
+
+def open_in_two_groups():
+    """A channel of a group that is destroyed, and of the next one."""
+    parts = []
+    for _ in range(3):
+        part = dist.new_group([0, 1])
+        channel = open_channel(part)
+        parts.append((channel.exchange(dist.get_rank()), len(_channels)))
+        dist.destroy_process_group(part)
+        del part, channel
+        gc.collect()
+    return parts
+
+
+def test_a_channel_does_not_outlive_its_group():
+    """The next group may have the address of the one before, on some ranks."""
+    for parts in values_of(run_ranks(open_in_two_groups)):
+        assert parts == [([0, 1], 1)] * 3
