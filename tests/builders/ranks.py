@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 __all__ = ["Answer", "run_ranks", "values_of"]
 
+_IMPORTED = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "autobatch.fitting.fit", "autobatch.runner"]
+"""By the process that forks the ranks, once: in each of them it would take two seconds."""
+
 
 class Answer(NamedTuple):
     """What came of one rank: its value, its error with the trace, or how its process ended."""
@@ -36,6 +39,7 @@ class _Group(NamedTuple):
     folder: str
     timeout_seconds: float
     has_own_store: bool
+    environment: dict[str, str]
 
 
 def run_ranks(
@@ -58,7 +62,8 @@ def run_ranks(
         options: More arguments of each rank.
         has_own_store: Whether the store in which the ranks meet is in the first of them, not in this process.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
     import torch.distributed
 
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +72,7 @@ def run_ranks(
         port = store.port
         if has_own_store:
             del store  # its port is free again
-        group = _Group(size, port, folder, timeout_seconds, has_own_store)
+        group = _Group(size, port, folder, timeout_seconds, has_own_store, dict(os.environ))
         processes = [
             context.Process(target=_run, args=(rank, group, function, arguments, dict(*options[rank : rank + 1])))
             for rank in range(size)
@@ -113,6 +118,8 @@ def _answer(process: Any, path: Path) -> Answer:
 def _run(
     rank: int, group: _Group, function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
 ) -> None:
+    os.environ.clear()  # that of the process which forks them is of when it was started
+    os.environ |= group.environment
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(group.port),
