@@ -187,11 +187,15 @@ def _count(pace: Pace, largest: int) -> Pace:
 
 
 def _merge(setbacks: list[Setback]) -> tuple[Setback, ...]:
-    """Setbacks that have all waited long enough come back as one."""
-    while len(setbacks) > 1 and not setbacks[-1].left and not setbacks[-2].left:
-        outer, inner = setbacks[-2:]
-        setbacks[-2:] = [replace(outer, ran=inner.ran, failed=inner.failed, wait=max(outer.wait, inner.wait))]
-    return tuple(setbacks)
+    """Neighbours that have both waited long enough come back as one, also where a smaller size still waits."""
+    merged: list[Setback] = []
+    for inner in setbacks:
+        if merged and not merged[-1].left and not inner.left:
+            outer = merged[-1]
+            merged[-1] = replace(outer, ran=inner.ran, failed=inner.failed, wait=max(outer.wait, inner.wait))
+        else:
+            merged.append(inner)
+    return tuple(merged)
 
 
 def _move(pace: Pace, size: int, reason: Reason) -> Pace:

@@ -17,7 +17,7 @@ import importlib.machinery
 find = importlib.machinery.PathFinder.find_spec
 def find_others(name, path=None, target=None):
     return None if name.partition(".")[0] == "numpy" else find(name, path, target)
-importlib.machinery.PathFinder.find_spec = find_others
+importlib.machinery.PathFinder.find_spec = staticmethod(find_others)  # dill calls it on an instance
 """
 
 TRAINING = """

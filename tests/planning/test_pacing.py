@@ -372,6 +372,17 @@ def test_a_neighbour_within_the_headroom_changes_nothing(pace, free, headroom):
     assert len(set(sizes) - {pace.ladder[-1]}) <= 1
 
 
+def test_sizes_that_have_waited_come_back_as_one_while_a_smaller_one_waits():
+    """Three shortages and a thrash, each at less than the one before: two wait one clean step, the last one longer."""
+    pace = Pace(ladder=(1, 2, 3, 4, 8), size=8)
+    for failed in (8, 4, 2):
+        pace = pace.after_shortage(failed, None).after_step(1, thrashed=False)
+    for _ in range(2):
+        pace = pace.after_step(pace.size, thrashed=True)
+    pace = pace.before_step(None, None).after_step(pace.size, thrashed=False)
+    assert [bool(setback.left) for setback in pace.setbacks] == [False, True]
+
+
 class Training(RuleBasedStateMachine):
     """Any order of shortages, thrash, clean steps and neighbours, on any pace."""
 
