@@ -93,6 +93,7 @@ PACING_TESTS = ("tests/planning/test_pacing.py", "tests/training/test_size_over_
 TRAINER = "autobatch/integrations/transformers/"
 CUT_TESTS = ("tests/integrations/test_cuts.py",)
 TRAINER_TESTS = ("tests/integrations/test_shortages.py",)
+TRAINER_LOG_TESTS = ("tests/integrations/test_trainer_logs.py",)
 LIGHTNING = "autobatch/integrations/lightning/"
 LIGHTNING_TESTS = ("tests/integrations/test_lightning_shortages.py",)
 
@@ -361,6 +362,27 @@ MUTANTS = (
         "        attributes.update({name: _copy(value) for name, value in taken.items()})\n",
         "",
         TRAINER_TESTS,
+    ),
+    Mutant(
+        "what a Trainer's step logs is logged again when a micro-batch is undone",
+        TRAINER + "trainer_logs.py",
+        "        self.micro_batches[:] = taken\n",
+        "        pass\n",
+        TRAINER_LOG_TESTS,
+    ),
+    Mutant(
+        "what a Trainer's step logs is always a mean over samples",
+        TRAINER + "trainer_logs.py",
+        "        self.ways[name] = found[0] if found else _SAMPLES\n",
+        "        self.ways[name] = _SAMPLES\n",
+        TRAINER_LOG_TESTS,
+    ),
+    Mutant(
+        "the first batch's trials count in the objects that a Trainer's user has named",
+        TRAINER + "training.py",
+        "            kept.restore()\n",
+        "",
+        TRAINER_LOG_TESTS,
     ),
     Mutant(
         "the first batch's trials draw from the generators of the training",

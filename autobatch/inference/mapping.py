@@ -23,11 +23,20 @@ from autobatch.distributed.sharding import is_sharded
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Event, PieceRetried
 from autobatch.inference.error_notes import set_attributes
+from autobatch.inference.given_lengths import Lengths, check_lengths
 from autobatch.inference.piece import Done, PieceRunner
 from autobatch.inference.results import Joined, rows_of
-from autobatch.inference.samples import BatchSamples, Collate, Lengths, SingleSamples, Waiting, are_samples, iterate
+from autobatch.inference.samples import (
+    BatchSamples,
+    Collate,
+    SingleSamples,
+    Waiting,
+    are_samples,
+    count_samples,
+    iterate,
+)
 from autobatch.memory.device import Device
-from autobatch.memory.devices import device_for, find_allowance, open_device
+from autobatch.memory.devices import device_for, find_allowance, is_here, open_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.piece_size import PieceSizes
 from autobatch.step.default_step import call_model
@@ -100,6 +109,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     modules = find_modules(fn)
     _refuse_sharded(modules)
     first = None if are_samples(batch) else describe(batch)
+    check_lengths(lengths, count_samples(batch) if first is None else first.count)
     memory = _find_device(device, modules, [] if first is None else first.tensors())
     memory.watch(tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
     memory.watch([] if first is None else first.tensors())
@@ -153,9 +163,12 @@ def _read_target(to: Any) -> torch.device | None:
     if to is None:
         return None
     try:
-        return torch.device(to)
+        device = torch.device(to)
     except (RuntimeError, TypeError):
         raise InvalidArgument(f"to={show_value(to)} is no device: pass one such as 'cpu', or leave it out") from None
+    if not is_here(device):
+        raise InvalidArgument(f"to={show_value(to)} is not here: torch has no memory of it in this process")
+    return device
 
 
 def _open(samples: Any, collate: Collate, lengths: Lengths | None) -> Iterator[Waiting]:

@@ -12,14 +12,14 @@ Does not cover how many are taken at once (``planning.piece_size``), nor what is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from autobatch._formatting import name_type, show_value
+from autobatch._formatting import name_type
 from autobatch.batch.largest import is_source
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.list_rules import Fields
@@ -27,12 +27,10 @@ from autobatch.batch.registry import find_type
 from autobatch.batch.tree import field_names, is_array, with_fresh_containers
 from autobatch.errors import InvalidArgument
 from autobatch.inference.error_notes import add_note, set_attributes
+from autobatch.inference.given_lengths import Lengths, measure_all, measure_length
 from autobatch.memory.device import Device
 
-__all__ = ["BatchSamples", "Lengths", "SingleSamples", "Waiting", "are_samples", "iterate"]
-
-Lengths = Callable[[Any], Any] | Sequence[int]
-"""A function of a sample that gives an int, or of a batch that gives one int a sample; or one int a sample."""
+__all__ = ["BatchSamples", "Collate", "SingleSamples", "Waiting", "are_samples", "count_samples", "iterate"]
 
 Collate = Callable[[list[Any]], Any]
 
@@ -87,7 +85,7 @@ class BatchSamples(Waiting):
         self._lengths: list[int] | None = None
         self._order: list[int] | None = None
         if lengths is not None:
-            found = _measure_all(lengths, layout, first)
+            found = measure_all(lengths, layout, first)
             self._lengths = found
             self._order = sorted(range(layout.count), key=lambda row: -found[row])
 
@@ -194,41 +192,6 @@ class SingleSamples(Waiting):
             self._buffer.append(_Sample(index, value, length))
 
 
-def measure_length(lengths: Lengths, index: int, sample: Any) -> int:
-    """The length of a single sample; raises InvalidArgument where there is none."""
-    return _check_length(lengths(sample) if callable(lengths) else _look_up(lengths, index), index)
-
-
-def _measure_all(lengths: Lengths, layout: Layout, first: int) -> list[int]:
-    """The lengths of a batch whose first sample has this index; raises InvalidArgument where they are not there."""
-    if not callable(lengths):
-        return [_check_length(_look_up(lengths, first + row), first + row) for row in range(layout.count)]
-    given: Any = lengths(layout.batch)
-    listed = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(listed, list | tuple) or len(listed) != layout.count:
-        raise InvalidArgument(
-            f"lengths= gave {name_type(given)} for a batch of {layout.count} samples: of one batch it returns one int "
-            f'a sample, such as lambda batch: batch["attention_mask"].sum(1)'
-        )
-    return [_check_length(length, first + row) for row, length in enumerate(listed)]
-
-
-def _look_up(lengths: Sequence[int], index: int) -> Any:
-    try:
-        return lengths[index]
-    except IndexError:
-        raise InvalidArgument(
-            f"lengths= has {len(lengths)} entries, and there is a sample {index}: pass one int a sample, or a function"
-        ) from None
-
-
-def _check_length(length: Any, index: int) -> int:
-    value = length.item() if hasattr(length, "item") else length
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidArgument(f"lengths= gave {show_value(value)} for sample {index}: a length is an int of at least 0")
-    return max(value, 1)
-
-
 def are_samples(given: Any) -> bool:
     """Whether each entry of it is a sample, or a loader's batch; else it is one batch."""
     if find_type(given) is not None or isinstance(given, Fields) or is_array(given):
@@ -237,6 +200,13 @@ def are_samples(given: Any) -> bool:
         return True
     is_batch = isinstance(given, torch.Tensor | Mapping | tuple | str | bytes | set | frozenset)
     return isinstance(given, Iterable) and not is_batch and field_names(given) is None
+
+
+def count_samples(given: Any) -> int | None:
+    """How many samples there are, where their container knows it; a loader knows its batches only."""
+    if isinstance(given, IterableDataset | DataLoader) or not hasattr(given, "__len__"):
+        return None
+    return len(given)
 
 
 def iterate(given: Any) -> Iterator[Any]:

@@ -27,6 +27,7 @@ __all__ = [
     "device_for",
     "find_allowance",
     "find_device",
+    "is_here",
     "open_device",
     "parse_headroom",
 ]
@@ -52,15 +53,20 @@ def open_device(device: Any) -> Device:
     asked = _parse_device_or_stand_in(device)
     if isinstance(asked, Device):
         return asked
+    if not is_here(asked) or asked.type == "meta":
+        raise InvalidArgument(f"device={show_value(device)} is not here: torch has no memory of it in this process")
+    return device_for(asked)
+
+
+def is_here(device: torch.device) -> bool:
+    """Whether torch can make tensors on it in this process."""
     try:
-        torch.empty(0, device=asked)
+        torch.empty(0, device=device)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError, NotImplementedError):  # each backend's own way to say that it is missing
-        asked = torch.device("meta")
-    if asked.type == "meta":
-        raise InvalidArgument(f"device={show_value(device)} is not here: torch has no memory of it in this process")
-    return device_for(asked)
+        return False
+    return True
 
 
 def device_for(torch_device: torch.device) -> Device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def _can_be_put_back(item: Any) -> bool:
 
 
 def _takes(item: Any) -> bool:
-    return callable(getattr(item, "take", None)) and callable(getattr(item, "put", None)) and not _is_data(item)
+    has_both = callable(getattr(item, "take", None)) and callable(getattr(item, "put", None))
+    return has_both and (is_dataclass(item) or not _is_data(item))  # an array has methods by these names, too
 
 
 def _has_state_dict(item: Any) -> bool:

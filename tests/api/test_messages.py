@@ -886,9 +886,24 @@ TABLE = [
         "max_piece=0 must be an int of at least 1: it counts samples",
     ),
     (
+        lambda: autobatch.map(len, ROWS, to="cuda:99"),
+        "InvalidArgument",
+        "to='cuda:99' is not here: torch has no memory of it in this process",
+    ),
+    (
         lambda: autobatch.map(torch.neg, ROWS, lengths=[1, 2]),
         "InvalidArgument",
+        "lengths= has 2 entries for 4 samples: pass one int a sample, or a function",
+    ),
+    (
+        lambda: list(autobatch.map(torch.neg, iter(ROWS), lengths=[1, 2])),
+        "InvalidArgument",
         "lengths= has 2 entries, and there is a sample 2: pass one int a sample, or a function",
+    ),
+    (
+        lambda: autobatch.map(torch.neg, ROWS, lengths=5),
+        "InvalidArgument",
+        "lengths=5 must be a function that returns a length, or one int a sample in a list",
     ),
     (
         lambda: autobatch.map(torch.neg, ROWS, lengths=len),

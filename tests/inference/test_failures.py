@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidResult, InvalidStep
+from autobatch.errors import DoesNotFit, InvalidArgument, InvalidResult, InvalidStep
 from autobatch.testing import FakeDevice, oom_at
 
 SAMPLES = 40
@@ -308,6 +308,24 @@ def test_results_without_one_entry_a_sample_are_refused(fn, shown):
         autobatch.map(fn, INPUTS)
     with pytest.raises(InvalidResult, match=shown):
         next(autobatch.map(fn, list(INPUTS)))
+
+
+@pytest.mark.parametrize("samples", [INPUTS, list(INPUTS)], ids=["batch", "samples"])
+@pytest.mark.parametrize(
+    "lengths",
+    [5, {0: 1}, {1, 2}, (1 for _ in INPUTS), "a" * SAMPLES, torch.tensor(3), [1] * (SAMPLES - 1), [1] * (SAMPLES + 1)],
+    ids=["int", "dict", "set", "generator", "text", "number", "too few", "too many"],
+)
+def test_lengths_that_are_not_one_a_sample_are_refused_before_anything_is_run(lengths, samples):
+    """When ``map`` is called, and not as an error of a sample."""
+    with pytest.raises(InvalidArgument, match=r"^lengths=.* (must be a function|entries for 40 samples)"):
+        autobatch.map(lambda piece: pytest.fail("called"), samples, lengths=lengths)
+
+
+def test_a_length_of_several_numbers_is_refused():
+    """In words, not as an error of the tensor."""
+    with pytest.raises(InvalidArgument, match="for sample 0: a length is an int"):
+        autobatch.map(torch.neg, INPUTS, lengths=torch.ones(SAMPLES, 2, dtype=torch.int))
 
 
 def test_pieces_that_are_no_one_result_are_refused():

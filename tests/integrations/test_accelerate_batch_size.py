@@ -5,6 +5,8 @@ Covers CPU budgets, a substitute for a device, and what is put back between call
 
 from __future__ import annotations
 
+import functools
+
 import accelerate
 import pytest
 import torch
@@ -354,6 +356,47 @@ def test_a_largest_size_that_is_no_number_of_samples_is_refused(size):
     """Before anything is called."""
     with pytest.raises(InvalidArgument, match=r"^starting_batch_size=.* must be an int: it counts samples$"):
         find_executable_batch_size(Training().function(), size)(*make_all())
+
+
+class TrainingObject:
+    """It trains when it is called."""
+
+    def __init__(self):
+        self.training = Training()
+
+    def __call__(self, batch_size, *given):
+        return self.training.run(batch_size, *given)
+
+
+def make_partial():
+    """The same, with a function that has no name."""
+    made = TrainingObject()
+    return functools.partial(made.training.function()), made.training
+
+
+def make_object():
+    """An object, and its record."""
+    made = TrainingObject()
+    return made, made.training
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "4MiB"])
+@pytest.mark.parametrize("make", [make_partial, make_object])
+def test_what_has_no_name_of_a_function_is_measured_too(make, budget):
+    """Where all fits, and where the size is looked for."""
+    called, training = make()
+    size = find_executable_batch_size(called, SAMPLES, budget=budget)(*make_all())
+    assert (training.sizes[0], training.sizes[-1], training.shortages) == (2, size, [])
+
+
+@pytest.mark.parametrize("size", [None, 2.5, "8", True])
+def test_a_next_size_that_is_no_number_of_samples_is_refused(size):
+    """With what the function gave."""
+    decorated = find_executable_batch_size(Training().function(), 4096, lambda: size, budget="1MiB")
+    with pytest.raises(InvalidArgument, match=r"^reduce_batch_size_fn\(\) returned .*: return an int, the next size$"):
+        decorated(*make_all())
+    with pytest.raises(InvalidArgument, match=r"^reduce_batch_size_fn=5 must be a function$"):
+        find_executable_batch_size(Training().function(), 64, 5)(*make_all())
 
 
 def test_a_function_without_a_batch_size_is_refused():

@@ -162,6 +162,8 @@ def test_callbacks_that_change_the_target_are_refused(name):
         ({"target_batch": 2.5}, "target_batch=2.5"),
         ({"check": "no"}, "check='no'"),
         ({"keep": [object()]}, r"keep\[0\] is"),
+        ({"keep": 5}, "^keep=5: pass a list of objects"),
+        ({"hooks": 5}, "^hooks has 5, which cannot be called"),
     ],
 )
 def test_arguments_of_the_callback_that_mean_nothing(arguments, words):

@@ -146,6 +146,24 @@ def test_autocast_is_the_trainers(tmp_path):
     assert logs_apart(whole, split, ["loss"]) < 1e-3
 
 
+class SumLoss(Trainer):
+    """A loss that adds up, whatever the Trainer counts."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / 1000
+
+
+def test_a_loss_that_is_a_sum(tmp_path):
+    """It is found to add up over micro-batches, though the Trainer counts labels for a model that can divide."""
+    make = partial(trainer_of, tmp_path, kind=SumLoss)
+    whole, split = train(make), train(make, attached={})
+    assert split.step.rule.reading == DIVIDED
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < 1e-6
+
+
 @pytest.mark.parametrize("target", [30, 45])
 def test_a_target_of_any_size(target, tmp_path):
     """Also where the epoch's last batch is smaller: 192 samples are 6 x 30 and 12, or 4 x 45 and 12."""

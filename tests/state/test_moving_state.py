@@ -5,6 +5,9 @@ A sample of the positions that tests/training/test_faults.py tries all of.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from faults import CASES, OUTCOMES, Judge, Training, places_of
@@ -192,6 +195,40 @@ def test_what_cannot_be_put_back_is_refused(keep, message):
     with pytest.raises(InvalidArgument) as caught:
         autobatch.Runner(runner.plan, model, mean_step, optimizer, keep=keep)
     assert message in str(caught.value)
+
+
+@dataclass
+class Elsewhere:
+    """A dataclass whose state is not in its fields."""
+
+    name: str = "counter"
+    places: ClassVar[list[str]] = []
+
+    def take(self):
+        return tuple(self.places)
+
+    def put(self, taken):
+        self.places[:] = taken
+
+
+def test_a_dataclass_is_asked_for_what_it_takes():
+    """Its own methods say what its state is, not its fields."""
+    kept, runs = Elsewhere(), []
+
+    def step(model, batch):
+        runs.append(batch)
+        kept.places.append(f"of {len(batch[0])}")
+        if len(runs) == 2:
+            raise torch.OutOfMemoryError("planned")
+        return mean_step(model, batch)
+
+    model = nn.Linear(6, 4)
+    runner, optimizer = make_runner(model)
+    device = FakeDevice(lambda n: n, total_bytes=1000)
+    runner = autobatch.Runner(runner.plan, model, step, optimizer, device=device, keep=[kept])
+    result = runner.step(make_batch(16))
+    assert result.retries == 1
+    assert kept.places == [f"of {size}" for size in result.micro_batch_sizes]
 
 
 class Takes:

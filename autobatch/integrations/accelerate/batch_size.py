@@ -112,6 +112,7 @@ class _BatchSizes:
         options: _Options,
     ) -> None:
         self._function, self._size, self._reduce_fn = function, starting_batch_size, reduce_batch_size_fn
+        self._name: str = getattr(function, "__name__", type(function).__name__)  # a partial has none
         self._options, self._is_searched = options, False
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -119,6 +120,8 @@ class _BatchSizes:
         self._refuse_batch_size(args)
         if not isinstance(self._size, numbers.Integral) or isinstance(self._size, bool):
             raise InvalidArgument(f"starting_batch_size={show_value(self._size)} must be an int: it counts samples")
+        if self._reduce_fn is not None and not callable(self._reduce_fn):
+            raise InvalidArgument(f"reduce_batch_size_fn={show_value(self._reduce_fn)} must be a function")
         options = self._options
         device = open_device(_current_device() if options.device is None else options.device)
         device.reclaim()
@@ -140,11 +143,11 @@ class _BatchSizes:
     def _refuse_batch_size(self, args: Sequence[Any]) -> None:
         parameters = inspect.signature(self._function).parameters.values()
         if not parameters:
-            raise TypeError(f"{self._function.__name__}() takes no argument, and its first is to be the batch size")
+            raise TypeError(f"{self._name}() takes no argument, and its first is to be the batch size")
         has_any_number = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
         if len(args) + 1 > len(parameters) and not has_any_number:
             raise TypeError(
-                f"{self._function.__name__}() gets its batch size from the decorator: call it with at most "
+                f"{self._name}() gets its batch size from the decorator: call it with at most "
                 f"{len(parameters) - 1} arguments, not {len(args)}"
             )
 
@@ -186,7 +189,7 @@ class _BatchSizes:
         calls.undo()
         _log.warning(
             "autobatch: %s() with a batch size of %d: %s; begins with %d instead, and goes down where memory ends",
-            self._function.__name__,
+            self._name,
             size,
             reason,
             self._size,
@@ -195,7 +198,7 @@ class _BatchSizes:
 
     def _end(self, call: Call, size: int) -> Call | None:
         """Keep the size of the call that trained; where memory ended in it after all, the next one."""
-        _log.info("autobatch: %s(): a batch size of %d of at most %d fits", self._function.__name__, size, self._size)
+        _log.info("autobatch: %s(): a batch size of %d of at most %d fits", self._name, size, self._size)
         self._size = size
         if call.ended == "returned":
             return call
@@ -208,9 +211,17 @@ class _BatchSizes:
             self._size = largest
             return
         while self._size > largest:
-            size, self._size = self._size, self._reduce_fn()
+            size, self._size = self._size, self._next_of_the_users()
             if self._size >= size:  # as it likes: it does not go down
                 return
+
+    def _next_of_the_users(self) -> int:
+        """The size that the user's function gives after a failed one."""
+        assert self._reduce_fn is not None  # noqa: S101 - narrows for mypy
+        size = self._reduce_fn()
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool):
+            raise InvalidArgument(f"reduce_batch_size_fn() returned {show_value(size)}: return an int, the next size")
+        return int(size)
 
     def _go_down(self, calls: Calls) -> Any:
         """Call the function with the size, and where memory ends with a smaller one."""
@@ -223,10 +234,10 @@ class _BatchSizes:
 
     def _reduce(self, reason: str) -> None:
         failed = self._size
-        self._size = int(failed * 0.9) if self._reduce_fn is None else self._reduce_fn()
+        self._size = int(failed * 0.9) if self._reduce_fn is None else self._next_of_the_users()
         _log.warning(
             "autobatch: %s() ran out of memory with a batch size of %d; begins again with %d; %s",
-            self._function.__name__,
+            self._name,
             failed,
             self._size,
             reason,

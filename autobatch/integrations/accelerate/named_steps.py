@@ -38,7 +38,8 @@ def trains(function: Callable[..., Any], given: Sequence[Any]) -> bool:
         if not isinstance(value, type | types.FunctionType | types.MethodType):
             yield from _methods_named(type(value), named)
 
-    return any("step" in named for _ in walk((function, *given), lead))
+    called = [vars(kind)["__call__"] for kind in type(function).__mro__ if "__call__" in vars(kind)]
+    return any("step" in named for _ in walk((function, *called, *given), lead))
 
 
 def _methods_named(kind: type, named: set[str]) -> Iterator[types.FunctionType]:

@@ -20,6 +20,7 @@ from autobatch.result import StepResult
 from autobatch.runner import Runner
 from autobatch.state.user_objects import check_objects
 from autobatch.step.workload import Weigh
+from autobatch.training.step_events import check_hooks
 
 __all__ = ["Autobatch"]
 
@@ -94,8 +95,8 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
             },
             weigh=weigh,
             device=device,
-            hooks=tuple(hooks),
-            keep=check_objects(list(keep)),
+            hooks=check_hooks(hooks),
+            keep=check_objects(keep),
             timeout=timeout,
         )
 

@@ -21,6 +21,8 @@ from autobatch.integrations.transformers.trainer_state import AutobatchState
 from autobatch.integrations.transformers.training import Options, TrainingStep
 from autobatch.memory.device import Device
 from autobatch.planning.planner import Objective
+from autobatch.state.user_objects import check_objects
+from autobatch.training.step_events import check_hooks
 
 __all__ = ["attach"]
 
@@ -84,6 +86,7 @@ def attach(
         raise InvalidArgument(f"attach() was called before with this {type(trainer).__name__}: call it once")
     refuse_unsupported(trainer)
     check_choice("check", check, ("warn", "raise", None))
+    hooks, keep = check_hooks(hooks), check_objects(keep)
     merge_batch(trainer, target_batch)
     options = Options(
         fit={
@@ -97,8 +100,8 @@ def attach(
         },
         check=check,
         device=device,
-        hooks=tuple(hooks),
-        keep=tuple(keep),
+        hooks=hooks,
+        keep=keep,
         timeout=timeout,
     )
     collate = trainer.data_collator

@@ -198,9 +198,7 @@ def _order(step: TrainerStep, inputs: Mapping[str, Any], *, has_count: bool) -> 
     """Readings from the likeliest to the least likely."""
     labels: list[Reading] = [_SHIFTED, _LABELS] if _has_token_labels(inputs) else []
     means: list[Reading] = [*labels, _SAMPLES]
-    if step.num_items is None:
-        return [*means, _DIVIDED]  # it may be a sum
-    return [_DIVIDED, *means] if has_count else means
+    return [_DIVIDED, *means] if has_count and step.num_items is not None else [*means, _DIVIDED]  # it may be a sum
 
 
 def _has_token_labels(inputs: Mapping[str, Any]) -> bool:

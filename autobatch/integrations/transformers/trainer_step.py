@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,14 +17,20 @@ from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidStep
+from autobatch.exactness.determinism import deterministic
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers.cuts import Cut
 from autobatch.integrations.transformers.metrics import StepMetrics
+from autobatch.integrations.transformers.trainer_logs import TrainerLogs
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
+from autobatch.memory.oom import is_oom
 from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
 
 __all__ = ["TrainerStep"]
+
+_FEW = 5
+"""Samples that are compared with their parts: unequal ones, so that a mean over samples is not one over parts."""
 
 
 @dataclass
@@ -36,6 +43,7 @@ class TrainerStep:
         num_items: What the Trainer has counted in the whole batch, for its loss to be divided by.
         ranks: How many there are.
         metrics: What it adds to the Trainer's metrics.
+        logs: What it logs.
     """
 
     trainer: Any
@@ -43,10 +51,11 @@ class TrainerStep:
     num_items: Any = None
     ranks: int = 1
     metrics: StepMetrics = field(init=False)
+    logs: TrainerLogs = field(init=False)
 
     def __post_init__(self) -> None:
-        """Watch the Trainer's metrics."""
-        self.metrics = StepMetrics(self.trainer, "train")
+        """Watch the Trainer's metrics and logs."""
+        self.metrics, self.logs = StepMetrics(self.trainer, "train"), TrainerLogs(self.trainer)
 
     def loss_of(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """The loss that it would run its backward pass from.
@@ -55,7 +64,7 @@ class TrainerStep:
             InvalidStep: It ran none or several.
         """
         self.metrics.add(inputs)
-        with self._hold_back() as losses:
+        with self._hold_back() as losses, self.logs.catch(inputs):
             self.training_step(model, inputs, self.num_items)
         if len(losses) != 1:
             raise InvalidStep(
@@ -85,6 +94,36 @@ class TrainerStep:
         finally:
             self.num_items = counted
         return losses[0] != losses[1]
+
+    def learn_logs(self, model: nn.Module, cut: Cut, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> None:
+        """Find how numbers that it logs are put together, on a few samples; without it they are means over samples."""
+        batch = cut.batch_of(inputs, samples)
+        count = describe(batch).count
+        few = min(_FEW, count)
+        if few < 2:
+            return
+        spread = [index * (count - 1) // (few - 1) for index in range(few)]
+        device = next(model.parameters()).device
+        before = RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
+
+        def run(sizes: Sequence[int]) -> None:
+            with deterministic(model, [*model.parameters()]) as random:
+                for start, stop in pairwise([0, *accumulate(sizes)]):
+
+                    def step(model: nn.Module, part: Any, start: int = start, stop: int = stop) -> torch.Tensor:
+                        random.begin(start, stop, few)
+                        return self.loss_of(model, cut.inputs_of(part))
+
+                    Workload(model, step).call_step(cut.pick(batch, spread[start:stop]))
+            before.restore()
+
+        try:
+            self.logs.learn(run, (first := min(few - 1, few // 2 + 1), few - first))
+        except Exception as error:
+            if not is_oom(error):
+                raise
+        finally:
+            before.restore()
 
     @property
     def share(self) -> float:

@@ -36,6 +36,8 @@ from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.runner import Runner
 from autobatch.state.random_state import RandomState
+from autobatch.state.rewind_point import StepState
+from autobatch.state.user_objects import check_objects
 
 __all__ = ["Options", "TrainingStep"]
 
@@ -97,8 +99,10 @@ class TrainingStep:
         rule, runner = self._find(model, inputs, samples)
         batch = self._try_twice(lambda: rule.cut.batch_of(inputs, samples, runner.micro_batch_size))
         self._step.metrics.begin()
+        self._step.logs.micro_batches.clear()
         self.result = runner.accumulate(batch)
         self._merge_metrics(model, self.result.micro_batch_sizes)
+        self._step.logs.write(self.result.micro_batch_sizes)
         return self.result.loss.to(self._trainer.args.device)
 
     def _find(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, Runner]:
@@ -121,6 +125,8 @@ class TrainingStep:
                 plan = self._fit(model, rule, inputs, samples)
             return rule, self._bind(model, rule, plan)
         rule, plan, state = recalled
+        with self._leaves_no_trace():
+            self._learn_logs(model, rule, inputs, samples)
         runner = self._bind(model, rule, plan)
         runner.load_state_dict(state)
         return rule, runner
@@ -129,8 +135,9 @@ class TrainingStep:
         """The rule of this batch; with several ranks the one that is exact on each of them."""
         cuts, options = cuts_for(self._trainer, self._collate), self._options
         with self._all_or_none(model, "attach(), the loss") as said:
-            inner = model.module if isinstance(model, DistributedDataParallel) else model
-            found = find_rule(self._step, cuts, inner, inputs, samples, device=options.device, check=options.check)
+            device, check = options.device, options.check
+            found = find_rule(self._step, cuts, _unwrap(model), inputs, samples, device=device, check=check)
+            self._learn_logs(model, found, inputs, samples)
             said.append((cuts.index(found.cut), READINGS.index(found.reading), found.open))
         # A rule that is exact on one rank only was tried before the one that another rank has found.
         cut, reading, _ = max(said)
@@ -139,6 +146,10 @@ class TrainingStep:
         rule = LossRule(cuts[cut], READINGS[reading], self._step, others)
         _log.info("autobatch: %s: %s", type(self._trainer).__name__, rule)
         return rule
+
+    def _learn_logs(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> None:
+        if self._options.check is not None:
+            self._step.learn_logs(_unwrap(model), rule.cut, inputs, samples)
 
     def _fit(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> Plan:
         """A plan that the dataset's largest samples fit."""
@@ -173,7 +184,7 @@ class TrainingStep:
             device=options.device,
             scaler=trainer.accelerator.scaler,
             hooks=options.hooks,
-            keep=[TrainerAttributes(trainer), self._step.metrics.tokens, *options.keep],
+            keep=[TrainerAttributes(trainer), self._step.metrics.tokens, self._step.logs, *options.keep],
             timeout=options.timeout,
         )
         return self.runner
@@ -230,12 +241,14 @@ class TrainingStep:
 
     @contextmanager
     def _leaves_no_trace(self) -> Iterator[None]:
-        """A block after which metrics and generators are as before: collate functions and steps may draw and count."""
+        """A block after which all that steps and collate functions may draw and count is as before."""
         attributes, random = TrainerAttributes(self._trainer), RandomState(self.device().torch_device)
         taken = attributes.take()
+        kept = StepState(nn.Module(), torch.device("cpu"), check_objects([*self._options.keep]), records=False).begin()
         try:
             yield
         finally:
+            kept.restore()
             attributes.put(taken)
             random.restore()
 
@@ -256,3 +269,7 @@ class TrainingStep:
                 reason = describe_error(error)
             self.device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
         raise DoesNotFit(f"memory ended while the batch was divided ({reason}); everything is as before the step")
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,0 +1,155 @@
+"""Numbers that a Trainer's own ``compute_loss`` logs: once a step, as the whole batch would have logged them.
+
+Covers what they are, trials, shortages, dropout and resuming. Does not cover TRL's metrics (``test_trl``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from trainers import (
+    Classes,
+    Interrupted,
+    apart,
+    bert,
+    gpt2,
+    logs_apart,
+    mean_loss,
+    small_device,
+    train,
+    trainer_of,
+)
+from transformers import Trainer
+
+from autobatch.errors import InvalidArgument
+from autobatch.integrations.transformers import attach
+
+IGNORED = -100
+
+
+class Logging(Trainer):
+    """Logs its loss and numbers of every kind, in two calls."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        found, wanted = outputs["logits"].detach().argmax(-1), labels
+        if labels.ndim == 2:
+            found, wanted = found[:, :-1], labels[:, 1:]
+        right = (found == wanted)[wanted != IGNORED]
+        self.log({"own loss": loss.item(), "accuracy": float(right.float().mean()), "rate": 0.5})
+        self.log({"samples": len(labels), "largest": outputs["logits"].max().item(), "mode": "train"})
+        return (loss, outputs) if return_outputs else loss
+
+
+class MeanLogging(Logging):
+    """Its loss is a mean over labels, whatever the Trainer counts."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss = mean_loss(model(**inputs), inputs["labels"])
+        self.log({"own loss": loss.item()})
+        return loss
+
+
+def numbers(trained):
+    """What was logged, without texts."""
+    for log in trained.recorder.logs:
+        log.pop("mode", None)
+    return trained
+
+
+CASES = {
+    "divided by the whole batch's count": partial(trainer_of, kind=Logging),
+    "mean over labels": partial(trainer_of, kind=MeanLogging),
+    "mean over samples": partial(trainer_of, model=bert, data=Classes(), kind=Logging),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logs_are_those_of_whole_batches(name, tmp_path):
+    """The same numbers, equally often, and none of the trials."""
+    whole, split = train(partial(CASES[name], tmp_path)), train(partial(CASES[name], tmp_path), attached={})
+    assert len(split.sizes[0]) > 1
+    assert logs_apart(numbers(whole), numbers(split)) < 1e-5
+    assert len(whole.trainer.state.log_history) == len(split.trainer.state.log_history)
+    assert apart(whole, split) < 1e-12
+    assert "log" not in vars(split.trainer)
+
+
+def test_a_retried_step_logs_once(tmp_path):
+    """Also where memory ends in a backward pass, after the micro-batch has logged."""
+    make = partial(trainer_of, tmp_path, kind=Logging)
+    places = {2: [60], 3: [155], 4: [175], 5: [180], 6: [900]}
+    whole, split = train(make), train(make, attached={}, around=Interrupted(places))
+    assert split.retries == 5
+    assert logs_apart(numbers(whole), numbers(split)) < 1e-5
+
+
+def test_dropout_hides_no_rule(tmp_path):
+    """Parts of a batch log other numbers then, and what they are is found without it."""
+    make = partial(trainer_of, tmp_path, partial(gpt2, dropout=0.5), kind=Logging)
+    split = train(make, attached={})
+    own = [log["own loss"] for log in split.recorder.logs if "own loss" in log]
+    losses = [log["loss"] for log in split.recorder.logs if "loss" in log]
+    assert own == pytest.approx(losses, rel=1e-4)
+
+
+def test_a_resumed_training_logs_the_same(tmp_path):
+    """Its rules are found anew."""
+    make = partial(trainer_of, tmp_path, kind=Logging, save_strategy="steps", save_steps=3)
+    undisturbed = train(make, attached={})
+    resumed = train(make, attached={}, resume=str(tmp_path / "checkpoint-3"))
+    later = [log for log in numbers(undisturbed).recorder.logs if log["epoch"] >= 0.5][1:]
+    for log, its in zip(later[:-1], numbers(resumed).recorder.logs[:-1], strict=True):
+        assert its == pytest.approx(log, rel=1e-5)
+
+
+def test_a_number_that_is_nothing_of_its_samples_is_named(tmp_path, caplog):
+    """With what is logged in its place."""
+
+    class Spread(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            self.log({"spread": float(inputs["input_ids"].double().std())})
+            return loss
+
+    train(partial(trainer_of, tmp_path, kind=Spread, max_steps=2), attached={})
+    (line,) = [record.getMessage() for record in caplog.records if "spread" in record.getMessage()]
+    assert line.startswith("autobatch: Spread logs 'spread', which is no mean, sum, largest or smallest value of its")
+
+
+class Counter:
+    """An object outside of the Trainer that a step changes."""
+
+    def __init__(self):
+        self.samples = 0
+
+    def take(self):
+        return self.samples
+
+    def put(self, taken):
+        self.samples = taken
+
+
+def test_trials_count_nothing_in_what_is_kept(tmp_path):
+    """An object of ``keep=`` has what the steps have counted."""
+    counter = Counter()
+
+    class Counting(Trainer):
+        def compute_loss(self, model, inputs, **options):
+            counter.samples += len(inputs["labels"])
+            return super().compute_loss(model, inputs, **options)
+
+    train(partial(trainer_of, tmp_path, kind=Counting), attached={"keep": [counter]}, around=Interrupted({2: [60]}))
+    assert counter.samples == 192
+
+
+@pytest.mark.parametrize(("name", "value"), [("hooks", 5), ("hooks", [5]), ("keep", 5), ("keep", [5])])
+def test_what_cannot_be_called_or_kept_is_refused_before_anything_changes(name, value, tmp_path):
+    """The Trainer is as before, so that ``attach`` can be called again."""
+    trainer = trainer_of(tmp_path)
+    before, size = dict(vars(trainer)), trainer.args.per_device_train_batch_size
+    with pytest.raises(InvalidArgument, match=rf"^{name}"):
+        attach(trainer, 64, device=small_device(), **{name: value})
+    assert (vars(trainer), trainer.args.per_device_train_batch_size) == (before, size)
