@@ -209,7 +209,7 @@ def test_typed_code_of_a_user_runs(tmp_path: Path) -> None:
     program = f"import pathlib, typed_usage; typed_usage.main(pathlib.Path({str(tmp_path)!r}))"
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{USAGE.parent}", "AUTOBATCH_LEDGER": "off"}
     ran = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert ran.returncode == 0, ran.stderr
     used = set(re.findall(r"\bautobatch\.(\w+)", USAGE.read_text(encoding="utf-8")))

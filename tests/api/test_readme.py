@@ -70,7 +70,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=200,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout
@@ -96,7 +96,7 @@ def _run_fresh(arguments: list[str], folder: Path, text: str) -> subprocess.Comp
         input=text,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=200,
         check=False,
     )
 

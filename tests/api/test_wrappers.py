@@ -318,5 +318,5 @@ def test_nothing_of_theirs_is_imported():
 
     program = "import sys, autobatch._wrappers; sys.exit(any(m.split('.')[0] in %r for m in sys.modules))"
     packages = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate")
-    done = subprocess.run([sys.executable, "-c", program % (packages,)], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program % (packages,)], timeout=200, check=False)
     assert done.returncode == 0

@@ -120,6 +120,6 @@ def start_process(program, *arguments, **environment):
 def run_process(program, *arguments, **environment):
     """Run it to its end; its output and what it wrote on stderr."""
     process = start_process(program, *arguments, **environment)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors
     return output, errors

@@ -47,7 +47,7 @@ def run_ranks(
     *arguments: Any,
     size: int = 2,
     timeout_seconds: float = 60.0,
-    limit_seconds: float = 110.0,
+    limit_seconds: float = 200.0,
     options: Sequence[dict[str, Any]] = (),
     has_own_store: bool = False,
 ) -> list[Answer]:

@@ -324,7 +324,7 @@ def start(*arguments, **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
 
@@ -594,7 +594,7 @@ def test_an_answer_that_nobody_can_read_ends_with_2(here, command, stdout, said)
     """And one line, where there is a stderr; 1 would be an answer."""
     line = f"exec {shlex.quote(sys.executable)} -m autobatch {' '.join(command)} {stdout}"
     environment = {**os.environ, "AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
-    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=200, check=False, env=environment)
     assert done.returncode == (2 if said else 0)
     assert "Traceback" not in done.stderr
     assert len(done.stderr.splitlines()) <= 1

@@ -63,7 +63,7 @@ def end_one(which, how):
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_rank_that_was_killed_is_named_at_once(which):
     """The others need not wait for the timeout, also where it is the first."""
-    answers = run_ranks(end_one, which, signal.SIGKILL, size=3, limit_seconds=60)
+    answers = run_ranks(end_one, which, signal.SIGKILL, size=3, limit_seconds=100)
     assert answers.pop(which).end == "ended with -9"
     for text, seconds in values_of(answers):
         assert text.startswith(f"rank {which} of 3 is gone: its process ")
@@ -72,7 +72,7 @@ def test_a_rank_that_was_killed_is_named_at_once(which):
 
 def test_a_rank_that_is_stopped_is_named_after_the_timeout():
     """It did not answer, and why is said where it can be seen."""
-    answers = run_ranks(end_one, 1, signal.SIGSTOP, size=2, limit_seconds=40)
+    answers = run_ranks(end_one, 1, signal.SIGSTOP, size=2, limit_seconds=100)
     assert answers[1].end == "hung"
     (text, seconds) = values_of(answers[:1])[0]
     assert text.startswith("rank 1 of 2 did not answer, and its process ")
@@ -121,7 +121,7 @@ def close_beside_a_stopped_rank():
 
 def test_a_process_ends_beside_one_that_is_stopped():
     """Closing waits for no other rank."""
-    first, stopped = run_ranks(close_beside_a_stopped_rank, limit_seconds=60)
+    first, stopped = run_ranks(close_beside_a_stopped_rank, limit_seconds=100)
     assert stopped.end == "hung"
     assert values_of([first])[0] < 5
 
@@ -150,7 +150,7 @@ def test_the_channels_threads_have_ended_before_the_interpreter_ends(end):
     """One of them aborts the process if it still holds a message's tensors by then, whatever else is alive."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", ENDING + end]
-    ran = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=200)
     before, with_channel, after = map(int, ran.stdout.split())
     assert with_channel > before
     assert after == (0 if end else before)

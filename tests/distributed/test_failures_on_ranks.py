@@ -343,14 +343,14 @@ def stop_first():
 
 def test_the_rank_that_has_the_store_may_be_the_one_that_stops():
     """The store answers nobody then, for good."""
-    found = run_ranks(stop_first, size=2, timeout_seconds=20, limit_seconds=60, has_own_store=True)
+    found = run_ranks(stop_first, size=2, timeout_seconds=20, limit_seconds=100, has_own_store=True)
     assert found[0].end == "hung"
     assert values_of(found[1:])[0].startswith("rank 0 of 2 did not answer, and its process ")
 
 
 def test_a_rank_that_stops_answering_ends_the_step_on_the_others():
     """After the timeout, with its name."""
-    found = run_ranks(end_at, "forward", signal.SIGSTOP, size=2, timeout_seconds=20, limit_seconds=40)
+    found = run_ranks(end_at, "forward", signal.SIGSTOP, size=2, timeout_seconds=20, limit_seconds=100)
     assert found.pop(1).end == "hung"
     ((text, seconds, changed),) = values_of(found)
     assert text.startswith("RankLost: rank 1 of 2 did not answer, and its process ")

@@ -260,7 +260,7 @@ def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
 
 def test_a_rank_that_stops_answering_ends_the_step_on_the_others():
     """After the timeout of the process group that gathers, with its name."""
-    found = run_ranks(end_at, "forward", signal.SIGSTOP, size=2, timeout_seconds=6, limit_seconds=60)
+    found = run_ranks(end_at, "forward", signal.SIGSTOP, size=2, timeout_seconds=6, limit_seconds=100)
     assert found.pop(1).end == "hung"
     ((text, seconds, changed),) = values_of(found)
     assert text.startswith("RankLost: rank 1 of 2 did not answer, and its process ")

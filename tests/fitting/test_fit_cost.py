@@ -141,6 +141,6 @@ def test_import_takes_little_time_and_no_library():
         "import sys, time; began = time.process_time(); import autobatch; took = time.process_time() - began; "
         "print(took, *{'torch', 'numpy', 'pydantic', 'scipy'} & {*sys.modules})"
     )
-    found = [subprocess.check_output([sys.executable, "-c", program], text=True, timeout=60).split() for _ in range(5)]
+    found = [subprocess.check_output([sys.executable, "-c", program], text=True, timeout=200).split() for _ in range(5)]
     assert [names for _, *names in found] == [[]] * 5
     assert statistics.median(float(took) for took, *_ in found) < 0.1

@@ -99,7 +99,7 @@ def test_the_second_start_of_a_script_costs_one_trial(home):
             capture_output=True,
             text=True,
             check=True,
-            timeout=100,
+            timeout=200,
         ).stdout
         for _ in range(3)
     ]

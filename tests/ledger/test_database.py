@@ -75,7 +75,7 @@ with Store(Path(sys.argv[1])) as store:
         assert process.stdout.readline() == "ready\n"
     start.touch()
     for process in processes:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors
     with Store(path) as store:
         assert len(store.plans()) == 6 + exists

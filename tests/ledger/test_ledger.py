@@ -335,7 +335,7 @@ for number in range(20):
     processes = [start_process(program, tmp_path, number) for number in range(5)]
     lines = []
     for process in processes:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
         assert process.returncode == 0, errors
         lines.append(errors.count("\n"))
         assert lines[-1] == errors.count("is damaged")

@@ -393,7 +393,7 @@ for step in range(5):
 )
 def test_the_end_of_a_process_is_the_end_of_its_run(tmp_path, end, outcome, steps):
     """The rest is written at exit; after a kill what was written last is there, and the run seems to go on."""
-    start_process(BEGIN + end, tmp_path, 10).communicate(timeout=60)
+    start_process(BEGIN + end, tmp_path, 10).communicate(timeout=200)
     (run,) = read_runs(tmp_path)
     assert (run.outcome, run.steps) == (outcome, steps)
 
