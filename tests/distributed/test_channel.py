@@ -96,6 +96,25 @@ def test_a_group_of_some_ranks_has_a_channel_of_its_own():
     assert others == [([1, 2], 0, [1, 2]), ([1, 2], 1, [1, 2])]
 
 
+def lose_one_of_a_part():
+    """What the other member of a group of two of three ranks says."""
+    part = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    channel = Channel(part, timedelta(seconds=3))
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLost) as caught:
+        channel.exchange("here")
+    return str(caught.value)
+
+
+def test_a_lost_rank_of_a_group_is_named_among_all_ranks():
+    """As launchers and logs name it: rank 2 of 2 would be none of the group's, nor of all."""
+    (own,) = values_of(run_ranks(lose_one_of_a_part, size=3, limit_seconds=60)[1:2])
+    assert own.startswith("rank 2 of 3 is gone: its process ")
+
+
 def read_timeout():
     """Seconds."""
     return open_channel(None).timeout.total_seconds()
