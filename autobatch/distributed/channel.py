@@ -98,6 +98,10 @@ class Channel:
         """
         if self._lost:
             raise RankLost(self._lost)
+        if not dist.is_initialized():
+            raise RankLost(
+                "the process group was destroyed: make one again, wrap the model in it, and make the Runner anew"
+            )
         self._exchanges += 1
         content = json.dumps(message).encode()
         try:

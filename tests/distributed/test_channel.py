@@ -192,3 +192,15 @@ def test_a_channel_does_not_outlive_its_group():
     """The next group may have the address of the one before, on some ranks."""
     for parts in values_of(run_ranks(open_in_two_groups)):
         assert parts == [([0, 1], 1)] * 3
+
+
+def test_a_channel_of_a_group_that_was_destroyed_says_so():
+    """Where a Runner is used after ``destroy_process_group``; torch's own error would name no way out."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        channel = open_channel(None)
+        assert channel.exchange("here") == ["here"]
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(RankLost, match=r"^the process group was destroyed: .* make the Runner anew$"):
+        channel.exchange("here")
