@@ -91,6 +91,21 @@ def interrupt_a_step(count):
     return raised, hung, steps, changed, call(runner.step, make_batch(8, torch.float64))
 
 
+def interrupt_where_another_fails():
+    """What comes of a step that the other rank has given up before its first exchange, and of the next one."""
+    *_, runner = make_training()
+    batch = make_batch(8, torch.float64)
+
+    def give_one():
+        if dist.get_rank() != WHICH:
+            raise OSError("disk")
+        yield batch
+
+    with interrupted_after(1):
+        failed = call(runner.step_over, give_one())
+    return failed, call(runner.step, batch)
+
+
 def fit(model):
     """A plan of this rank."""
     options = {"batch": make_batch(4, torch.float64), "step": mean_step, "check": None, "optimizer": None}
@@ -151,6 +166,7 @@ def run_all():
     return {
         **{f"step {name}": interrupt_a_step(count) for count, name in enumerate(IN_A_STEP, 1)},
         **{f"fit {name}": interrupt_fit(model, count) for count, name in enumerate(IN_FIT, 1)},
+        "another": interrupt_where_another_fails(),
         "between": fail_between_blocks(model),
         "frozen": raise_in_a_step(FrozenError()),
         "silent": raise_in_a_step(SilentError()),
@@ -180,6 +196,14 @@ def test_an_interrupt_after_an_exchange_undoes_the_step_on_all(place):
     other, own = results_of(f"step {place}")
     assert other == (f"{UNDONE}KeyboardInterrupt:", False, 0, False, WELL)
     assert own == ("KeyboardInterrupt", False, 0, False, WELL)
+
+
+def test_an_interrupt_on_hearing_that_another_rank_has_failed_is_not_told_again():
+    """Nobody would hear it before the next step, which would fail for it."""
+    assert results_of("another") == [
+        (("OSError: disk", False), WELL),
+        (("KeyboardInterrupt", False), WELL),
+    ]
 
 
 def test_an_interrupt_right_before_the_update_is_one_in_the_update():
