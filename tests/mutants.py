@@ -58,6 +58,7 @@ RANK_FAILURE_TESTS = ("tests/distributed/test_failures_on_ranks.py",)
 SHARDED_TESTS = ("tests/distributed/test_sharded_runner.py",)
 SHARDED_FAILURE_TESTS = ("tests/distributed/test_sharded_failures.py",)
 SHARDED_FIT_TESTS = ("tests/distributed/test_sharded_fit.py",)
+INTERRUPT_TESTS = ("tests/distributed/test_interrupts_on_ranks.py",)
 SHARDED_LOSS_TESTS = ("tests/distributed/test_sharded_losses.py",)
 SHARDED_PASS_TESTS = ("tests/distributed/test_sharded_passes.py",)
 RANK_FIT_TESTS = ("tests/distributed/test_fit_on_ranks.py",)
@@ -1365,8 +1366,8 @@ MUTANTS = (
     Mutant(
         "two fits measure at once",
         "autobatch/fitting/fit.py",
-        "    with one_at_a_time():\n",
-        "    if True:\n",
+        """    with several_blocks(ranks, "fit()"), one_at_a_time():\n""",
+        """    with several_blocks(ranks, "fit()"):\n""",
         ("tests/api/test_threads.py",),
     ),
     Mutant(
@@ -1733,6 +1734,34 @@ MUTANTS = (
         "        with suppress(RankFailed, RankLost):\n"
         """            agreement.meet("forward", short=name_error(error))\n""",
         SHARDED_FIT_TESTS,
+    ),
+    Mutant(
+        "ranks: an interrupt finds a meeting that is not noted yet",
+        DISTRIBUTED + "step_agreement.py",
+        "        with deferred_interrupts():\n",
+        "        if True:\n",
+        INTERRUPT_TESTS,
+    ),
+    Mutant(
+        "ranks: an error between two blocks of fit is not reported",
+        DISTRIBUTED + "ranks.py",
+        "            if not self._is_over:\n",
+        "            if self._is_over:\n",
+        INTERRUPT_TESTS,
+    ),
+    Mutant(
+        "ranks: an interrupt in a step's last exchange makes it a failed one",
+        DISTRIBUTED + "shared_step.py",
+        "        self._block.enter_context(deferred_interrupts())  # once all have ended the step, so has this rank\n",
+        "",
+        INTERRUPT_TESTS,
+    ),
+    Mutant(
+        "ranks: scalers may have different scales",
+        "autobatch/training/binding.py",
+        """        "scaler=": "None" if scaler is None else _describe_scaler(scaler),\n""",
+        "",
+        ("tests/distributed/test_fit_on_ranks.py",),
     ),
     Mutant(
         "ranks: modules may be sharded over other ranks",

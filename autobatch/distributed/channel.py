@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.processes import Process, describe_state, find_process
 from autobatch.errors import RankLost
 
@@ -62,12 +63,13 @@ class Channel:
         """
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
+        self._world_size = dist.get_world_size()  # of which messages name the members
         self.timeout = timeout or timeout_of(group)
         own: Any = group or dist.group.WORLD
         self._name, self._lost, self._exchanges = own.group_name, "", 0
-        self.agreed = 0
+        self.agreed, self._told = 0, (0, 0)
         self._processes: list[Process] = []
-        is_part = self.size < dist.get_world_size()
+        is_part = self.size < self._world_size
         try:
             self._group = dist.new_group(
                 self.members if is_part else None,
@@ -96,10 +98,15 @@ class Channel:
         """
         if self._lost:
             raise RankLost(self._lost)
+        if not dist.is_initialized():
+            raise RankLost(
+                "the process group was destroyed: make one again, wrap the model in it, and make the Runner anew"
+            )
         self._exchanges += 1
         content = json.dumps(message).encode()
         try:
-            with _disable_current_modes():  # a budget counts the step's tensors, not these
+            # A budget counts the step's tensors, not these; an interrupt must not end one of two gathers.
+            with deferred_interrupts(), _disable_current_modes():
                 rows = self._gather(content[: _SLOT - _HEAD], len(content), _SLOT)
                 longest = max(length for length, _ in rows)
                 if longest > _SLOT - _HEAD:
@@ -109,6 +116,14 @@ class Channel:
         else:
             return [json.loads(body) for _, body in rows]
         raise self.lose(reason)
+
+    def note_told(self, error: BaseException) -> None:
+        """All ranks know of this error, which is on its way here, so that it must not be told again."""
+        self._told = id(error), self._exchanges  # the error itself may take no attributes, and would hold its frames
+
+    def was_told(self, error: BaseException) -> bool:
+        """Whether all ranks know of this error."""
+        return self._told == (id(error), self._exchanges)
 
     def close(self) -> None:
         """End the threads of the group on the host; every later exchange raises ``RankLost``.
@@ -129,7 +144,7 @@ class Channel:
 
     def give_up(self, reason: str) -> RankLost:
         """The error of this rank where others wait for it in vain; they find the reason when they no longer wait."""
-        own = f"rank {self.members[self.rank]} of {self.size} could not go on: {reason}"
+        own = f"{self._name_rank(self.rank)} could not go on: {reason}"
         if not self._lost:
             _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", own))
         self._lost = self._lost or own
@@ -150,16 +165,22 @@ class Channel:
         states = self._read_states()
         listed = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
         if not listed:
-            listed = f"a rank of {self.size} is gone or did not answer within {_in_words(self.timeout)}"
+            listed = f"a rank of {self._name_all()} is gone or did not answer within {_in_words(self.timeout)}"
         first = _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", f"{listed} ({reason})"))
         return f"{listed} ({reason})" if first is None else first.decode()
 
     def _describe(self, rank: int, state: str) -> str:
-        name = f"rank {self.members[rank]} of {self.size}"
+        name = self._name_rank(rank)
         if state == "has ended":
             return f"{name} is gone: its process {self._processes[rank].pid} has ended"
         known = f", and its process {self._processes[rank].pid} {state}" if state else ""
         return f"{name} did not answer{known}"
+
+    def _name_rank(self, rank: int) -> str:
+        return f"rank {self.members[rank]} of {self._world_size}"
+
+    def _name_all(self) -> str:
+        return f"{self.size}" if self.size == self._world_size else f"{self.members}"
 
     def _read_states(self) -> list[str]:
         return [describe_state(process) for process in self._processes]
@@ -196,7 +217,8 @@ def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = No
     """
     own: Any = group or dist.group.WORLD
     if own not in _channels:
-        _channels[own] = Channel(group, timeout)
+        with deferred_interrupts():  # the others have theirs when this rank has it
+            _channels[own] = Channel(group, timeout)
     return _channels[own]
 
 

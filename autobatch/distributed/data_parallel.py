@@ -15,14 +15,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from autobatch._wrappers import members_of
 from autobatch.distributed.sharding import is_sharded
 from autobatch.errors import InvalidArgument, InvalidStep
 
-__all__ = ["broadcast_buffers_of", "module_of", "refuse_unsupported", "undisturbed"]
+__all__ = ["broadcast_buffers_of", "module_of", "refuse_sharded_optimizer", "refuse_unsupported", "undisturbed"]
 
 _CALLED = (
     "step() called the DistributedDataParallel model itself, which would talk to the other ranks in the middle of a "
     "micro-batch: call the model that step() is given"
+)
+
+_JOINED = (
+    "join() was called on the model, where ranks without samples answer sums that DistributedDataParallel makes, and "
+    "the Runner makes its own: leave it out, and call runner.step(None) on a rank that has no samples left"
 )
 
 
@@ -101,6 +107,20 @@ def _refuse_options(model: DistributedDataParallel) -> None:
         )
 
 
+def refuse_sharded_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer that talks to the other ranks in its step, which each rank tries alone.
+
+    Raises:
+        InvalidArgument: One line that says what to use instead.
+    """
+    for member in members_of(optimizer):
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(member).__mro__):
+            raise InvalidArgument(
+                "ZeroRedundancyOptimizer talks to the other ranks in its step, and each rank's trials are its own: use "
+                "fully_shard(model), or plan with the optimizer that it wraps and pass this one to Runner()"
+            )
+
+
 def broadcast_buffers_of(model: DistributedDataParallel) -> list[torch.Tensor]:
     """The buffers that are rank 0's on every rank; none with ``broadcast_buffers=False``."""
     if not model.broadcast_buffers:
@@ -114,8 +134,10 @@ def undisturbed(model: DistributedDataParallel) -> Iterator[None]:
     """A block in which it neither sums nor broadcasts anything, and a call of it is an error.
 
     Raises:
-        InvalidStep: From the call.
+        InvalidStep: From the call; or ``join()`` was called, whose end torch does not note.
     """
+    if model._join_config.enable:
+        raise InvalidStep(_JOINED)
     # A forward pass without a backward pass, such as an evaluation, leaves the reducer waiting: its hooks would begin
     # to sum inside the first micro-batch. Only this resets it (torch/csrc/distributed/c10d/reducer.cpp).
     _reset(model)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autobatch.distributed.data_parallel import refuse_sharded_optimizer
 from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
 from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import InvalidArgument
@@ -68,6 +69,7 @@ class Division:
         """What this rank sends to the others before the search; nothing where there is one rank."""
         if self._ranks is None:
             return []
+        refuse_sharded_optimizer(workload.optimizer)
         same = {
             "target_batch=": self.target,
             "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],

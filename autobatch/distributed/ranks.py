@@ -22,13 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from autobatch._formatting import show_value
 from autobatch.distributed.channel import Channel, open_channel, timeout_of
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
+from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.own_time import OwnTime
 from autobatch.distributed.reduction import Reduction
 from autobatch.distributed.sharding import group_of, is_sharded
 from autobatch.distributed.sharding_limits import refuse_unsupported_sharding
-from autobatch.distributed.step_agreement import name_error, was_told
-from autobatch.errors import InvalidArgument, RankFailed, RankLost
+from autobatch.distributed.step_agreement import name_error
+from autobatch.errors import AutobatchError, InvalidArgument, RankFailed, RankLost
 from autobatch.state.tensor_header import is_uninitialized
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "find_ranks",
     "read_timeout",
     "refuse_differences",
+    "several_blocks",
     "take_module",
     "world_size",
 ]
@@ -68,7 +70,7 @@ class Ranks:
         self.reduction = Reduction(group, self.channel)
         self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
         self.own_time = OwnTime(next(model.parameters()).device)
-        self.number = 0
+        self.number, self._is_over = 0, False
 
     @property
     def channel(self) -> Channel:
@@ -93,13 +95,29 @@ class Ranks:
         return self.channel.size
 
     @contextmanager
-    def all_or_none(self, call: str) -> Iterator[list[Any]]:
+    def several_blocks(self, call: str) -> Iterator[None]:
+        """Blocks that all ranks do or none: what fails between two of them, the others hear in the next one.
+
+        Args:
+            call: What is done, as messages name it.
+        """
+        self._is_over = False
+        try:
+            yield
+        except BaseException as error:
+            if not self._is_over:
+                self._report_failure(call, error)
+            raise
+
+    @contextmanager
+    def all_or_none(self, call: str, *, is_last: bool = False) -> Iterator[list[Any]]:
         """A block that fails on every rank where it fails on one.
 
         What is appended to the list that this gives is sent to the others; at the end the list holds what each said.
 
         Args:
             call: What is done, as messages name it.
+            is_last: Of ``several_blocks``.
 
         Raises:
             RankFailed: The block has failed on another rank, or another rank does something else.
@@ -108,9 +126,14 @@ class Ranks:
         try:
             yield said
         except BaseException as error:
-            if not isinstance(error, (RankLost, RankFailed)) and not was_told(error):
-                self._report_failure(call, error)
+            self._report_failure(call, error)
             raise
+        # An interrupt after the exchange would leave this rank where the others are not.
+        with deferred_interrupts():
+            self._agree(call, said)
+            self._is_over = is_last
+
+    def _agree(self, call: str, said: list[Any]) -> None:
         heard = self.channel.exchange({"call": call, "said": said})
         failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
         if failed:
@@ -126,9 +149,19 @@ class Ranks:
         self.channel.agreed += 1
         self.number = self.channel.agreed
 
+    def refuse(self, error: AutobatchError) -> AutobatchError:
+        """An error that every rank raises, since all have heard the same."""
+        self.channel.note_told(error)
+        return error
+
     def _report_failure(self, call: str, error: BaseException) -> None:
+        """Tell the others, unless they know."""
+        channel = self.channel
+        if isinstance(error, (RankLost, RankFailed)) or channel.was_told(error):
+            return
         with suppress(RankLost):  # the error that is on its way says more
-            self.channel.exchange({"call": call, "error": name_error(error)})
+            channel.exchange({"call": call, "error": name_error(error)})
+        channel.note_told(error)
 
 
 def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | None:
@@ -168,9 +201,14 @@ def take_module(model: nn.Module, ranks: Ranks | None) -> nn.Module:
     return module_of(model)
 
 
-def all_or_none(ranks: Ranks | None, call: str) -> AbstractContextManager[list[Any]]:
+def all_or_none(ranks: Ranks | None, call: str, *, is_last: bool = False) -> AbstractContextManager[list[Any]]:
     """``Ranks.all_or_none``, or a block of this process alone."""
-    return nullcontext([]) if ranks is None else ranks.all_or_none(call)
+    return nullcontext([]) if ranks is None else ranks.all_or_none(call, is_last=is_last)
+
+
+def several_blocks(ranks: Ranks | None, call: str) -> AbstractContextManager[None]:
+    """``Ranks.several_blocks``, or nothing in a process alone."""
+    return nullcontext() if ranks is None else ranks.several_blocks(call)
 
 
 def refuse_differences(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
@@ -188,7 +226,8 @@ def refuse_differences(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -
         if any(value != values[0] for value in values):
             members = range(len(values)) if ranks is None else ranks.channel.members
             listed = "; ".join(f"rank {rank}: {value}" for rank, value in zip(members, values, strict=True))
-            raise InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each")
+            error = InvalidArgument(f"{name} differs between the ranks ({listed}): pass the same on each")
+            raise error if ranks is None else ranks.refuse(error)
 
 
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> str:

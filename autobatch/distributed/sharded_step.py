@@ -57,6 +57,7 @@ class ShardedStep(SharedStep):
     def close(self) -> None:
         """The model's passes are its own again."""
         self.lockstep.leave()
+        super().close()
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error that ended this rank's step, unless they know."""

@@ -183,13 +183,14 @@ class SharedStep:
         begin()
 
     def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
-        """After the update, on every rank; or where no sample of any counted.
+        """After the update, on every rank; or where no sample of any counted. Interrupts then wait for ``close``.
 
         Returns:
             What each rank says of itself, by rank; nothing where no sample counted.
         """
         if self._agreement.is_over:
             return ()
+        self._block.enter_context(deferred_interrupts())  # once all have ended the step, so has this rank
         own = {"micro_batch_size": micro_batch_size, "retries": retries, "peak_bytes": peak_bytes}
         said = self._agreement.meet(
             "done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()}

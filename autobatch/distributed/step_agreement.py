@@ -12,9 +12,10 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from autobatch.distributed.channel import Channel
+from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
 
-__all__ = ["Place", "StepAgreement", "name_error", "was_told"]
+__all__ = ["Place", "StepAgreement", "name_error"]
 
 Place = Literal["open", "micro-batches", "forward", "backward", "rewind", "ready", "clip", "update", "done"]
 """All ranks meet before the first micro-batch (``"open"``); when the gradient is there (``"ready"``); when nothing is
@@ -47,6 +48,11 @@ class StepAgreement:
             CannotRetry: Another rank has failed in the update.
             RankLost: Another rank is gone or did not answer.
         """
+        # All note the same of what all have heard: an interrupt in between would leave this rank in another place.
+        with deferred_interrupts():
+            return self._meet(place, said)
+
+    def _meet(self, place: Place, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         heard = self._exchange(place, said)
         failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
         if failed:
@@ -80,9 +86,9 @@ class StepAgreement:
         if self.is_over or isinstance(error, RankLost):
             return
         self.is_over = True
-        error._autobatch_was_told = True  # type: ignore[attr-defined]  # noqa: SLF001 - our own mark, see was_told
         with suppress(RankLost):  # the error that is on its way says more
             self._exchange(self._last or "open", {"error": name_error(error)})
+        self._channel.note_told(error)
 
     def _exchange(self, place: Place, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         where = f"{self.action} {self.step} of Runner {self._runner}, {place!r}"
@@ -103,11 +109,10 @@ class StepAgreement:
         return f"rank {self._channel.members[rank]}"
 
 
-def was_told(error: BaseException) -> bool:
-    """Whether the other ranks have heard of this error from here, so that it must not be told again."""
-    return getattr(error, "_autobatch_was_told", False)
-
-
 def name_error(error: BaseException) -> str:
-    """The error's type and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0][:_LONGEST_REASON]
+    """The error's type and the first line of what it says; the type alone where its text cannot be had."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}".strip().partition("\n")[0][:_LONGEST_REASON]
+    except Exception:  # noqa: BLE001 - of the user's __str__: the others wait to hear of the error
+        return name

@@ -20,7 +20,7 @@ from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
-from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout, take_module
+from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout, several_blocks, take_module
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.trimming import check_trimming
@@ -134,7 +134,7 @@ def fit(
     """
     started = time.perf_counter()
     ranks = find_ranks(model, read_timeout(timeout))
-    with all_or_none(ranks, "fit(), its arguments") as said:
+    with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = _check_sizes(target_batch, max_micro_batch)
         _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
         model = take_module(model, ranks)
@@ -160,7 +160,7 @@ def fit(
         accumulate_in_float32=accumulate_in_float32,
         limit_bytes=0,
     )
-    with one_at_a_time():
+    with several_blocks(ranks, "fit()"), one_at_a_time():
         memory = _open_memory(workload, device, division, ranks)
         with collecting_new_objects():
             with _record(workload, memory) as state:
@@ -179,7 +179,7 @@ def fit(
                     )
                     found.run(batch)
                     said.append({"rate": found.rate})
-                with all_or_none(ranks, "fit(), the check") as plans:
+                with all_or_none(ranks, "fit(), the check", is_last=True) as plans:
                     checked = _check(found, division.divide(said), check)
                     plans.append(_describe_own(found, division).model_dump())
             memory.reclaim()

@@ -6,12 +6,15 @@ Covers scaling of losses, and what has to be the same on each rank. Does not cov
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from autobatch._arguments import is_instance_with
+from autobatch._formatting import plural
 from autobatch.distributed.ranks import Ranks, describe_parameters
 from autobatch.distributed.sharding import divisor_of
 from autobatch.errors import InvalidArgument
@@ -28,6 +31,11 @@ from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
 
 __all__ = ["describe_binding", "make_accumulation", "make_pace"]
+
+_RATES_SHOWN = 3
+
+_NOT_COMPARED = {"params", "foreach", "fused", "capturable"}
+"""Of a group of an optimizer: the parameters are compared by themselves, the others do not change what is computed."""
 
 
 def make_accumulation(
@@ -80,7 +88,7 @@ def describe_binding(
     ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
     """What must be the same on each rank."""
-    kinds = [*map(type, given.pop("schedulers"))]
+    kinds, scaler = [*map(type, given.pop("schedulers"))], given.pop("scaler")
     given |= {"weigh": workload.weigh}
     return {
         "plan.target_batch": plan.target_batch,
@@ -89,9 +97,40 @@ def describe_binding(
         "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
         "the model": describe_parameters(workload.parameters()),
         "optimizer=": name_optimizer(workload.optimizer) or "None",
+        "what the optimizer was given": _describe_groups(workload.optimizer),
+        "scaler=": "None" if scaler is None else _describe_scaler(scaler),
         "scheduler=": " + ".join(kind.__name__ for kind in kinds) or "None",
         **{f"{name}=": "None" if value is None else type(value).__name__ for name, value in given.items()},
     }
+
+
+def _describe_groups(optimizer: Any | None) -> str:
+    """What differs where two ranks would move their parameters apart, with equal gradients."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    settings = [
+        {key: _read_setting(value) for key, value in group.items() if key not in _NOT_COMPARED} for group in groups
+    ]
+    parts = [describe_parameters(group["params"]) for group in groups]
+    digest = hashlib.sha256(repr([sorted(one.items()) for one in settings] + parts).encode()).hexdigest()[:8]
+    rates = [one["lr"] for one in settings if "lr" in one]
+    shown = ", ".join(map(str, rates[:_RATES_SHOWN])) + (", ..." if len(rates) > _RATES_SHOWN else "")
+    return f"{plural(sum(len(group['params']) for group in groups), 'parameter')}, lr {shown or 'None'}, {digest}"
+
+
+def _read_setting(value: Any) -> Any:
+    """A plain value, also of a tensor; of another object only its type."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return [*map(_read_setting, value)]
+    return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def _describe_scaler(scaler: Any) -> str:
+    """A scale of its own would make a rank's gradients count for more in the sum than another's."""
+    state = scaler.state_dict() if is_instance_with(scaler, "state_dict") else {}
+    digest = hashlib.sha256(repr(sorted(state.items())).encode()).hexdigest()[:8]
+    return f"{type(scaler).__name__}, scale {scaler.get_scale()}, {digest}"
 
 
 def _begin_scaling(

@@ -6,16 +6,17 @@ cover micro-batches (``micro_batches``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autobatch.batch.joining import join_neighbours
-from autobatch.batch.layout import Layout, describe
+from autobatch.batch.layout import Layout, describe, is_one_batch
 from autobatch.batch.list_rules import ListReading
+from autobatch.errors import InvalidArgument
 from autobatch.training.given_cut import GivenCut
 from autobatch.training.sample_lengths import SampleLengths
 
-__all__ = ["GivenBatches"]
+__all__ = ["GivenBatches", "several"]
 
 
 class GivenBatches:
@@ -94,3 +95,14 @@ class GivenBatches:
         if self.lengths is not None:
             return try_twice("reading lengths with lengths()", self.lengths.sort_all, layouts)
         return join_neighbours(layouts) if self._joins and len(layouts) > 1 else layouts
+
+
+def several(batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches of ``step_over``; refused when they are read, where the other ranks of a step hear of it.
+
+    Raises:
+        InvalidArgument: They are one batch.
+    """
+    if is_one_batch(batches):
+        raise InvalidArgument("step_over() takes several batches, such as a list of them; for one batch call step()")
+    yield from batches

@@ -20,7 +20,7 @@ from torch import nn
 from autobatch._arguments import as_sequence, check_choice
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.cutting import CutFunction
-from autobatch.batch.layout import Layout, is_empty, is_one_batch
+from autobatch.batch.layout import Layout, is_empty
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
     all_or_none,
@@ -51,7 +51,7 @@ from autobatch.training.binding import describe_binding, make_accumulation, make
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
-from autobatch.training.given_batches import GivenBatches
+from autobatch.training.given_batches import GivenBatches, several
 from autobatch.training.given_cut import GivenCut
 from autobatch.training.micro_batches import find_scale, rows_of
 from autobatch.training.optimizer_step import Update, check_options
@@ -161,8 +161,7 @@ class StepRunner:
         self._ranks = find_ranks(model, read_timeout(timeout))
         with all_or_none(self._ranks, "Runner()") as said:
             check_plan(plan, weigh)
-            if self._ranks is not None:
-                check_rank(plan, self._ranks.rank, self._ranks.size)
+            check_rank(plan, *((0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)))
             model = take_module(model, self._ranks)
             inner, (optimizers, scaler) = unwrap_optimizer(optimizer), unwrap_members(optimizer, scaler)
             schedulers = [*map(unwrap_scheduler, as_sequence(scheduler))]
@@ -280,11 +279,7 @@ class StepRunner:
         """
         if self._update is None:
             raise InvalidArgument(_NO_OPTIMIZER)
-        if is_one_batch(batches):
-            raise InvalidArgument(
-                "step_over() takes several batches, such as a list of them; for one batch call step()"
-            )
-        return self._run(batches, update=True)
+        return self._run(several(batches), update=True)
 
     def accumulate(self, batch: Any) -> StepResult:
         """Run a step without the update: the batch's gradient is added to ``.grad``.
@@ -348,6 +343,8 @@ class StepRunner:
             accumulate = self._accumulate_counted if is_counted else self._accumulate
             accumulated, thrashed = accumulate(layouts, shared, update=update)
             ranks = () if shared is None else self._end(shared, accumulated)
+            # Counted before anything is reported: an interrupt there must not make it a failed step.
+            step, self.steps = self.steps, self.steps + (accumulated is not None and accumulated.loss is not None)
         except BaseException as error:
             if shared is not None:
                 shared.fail(error)
@@ -371,9 +368,7 @@ class StepRunner:
         )
         if update and self._accumulation.had_gradients and not self._has_reported_gradients:
             self._has_reported_gradients = True
-            self._events.report_earlier_gradients(self.steps)
-        # Counted before anything is reported: an interrupt there must not make it a failed step.
-        step, self.steps = self.steps, self.steps + 1
+            self._events.report_earlier_gradients(step)
         self._events.report_finished(step, result)
         largest = map(find_scale, accumulated.done) if self._batches.lengths else result.micro_batch_sizes
         pace = self._pace.after_step(max(largest, default=0), thrashed=thrashed)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from autobatch._formatting import format_bytes, name_type
+from autobatch._formatting import format_bytes, name_type, plural
 from autobatch.batch.layout import Layout
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
@@ -41,9 +41,13 @@ def check_rank(plan: Plan, rank: int, size: int) -> None:
         InvalidArgument: Each rank has to run its own part of a plan for all.
     """
     if plan.world_size != size:
-        raise InvalidArgument(f"the plan is for {plan.world_size} ranks, and {size} are running: run fit() again")
+        ranks, running = plural(plan.world_size, "rank"), "1 is" if size == 1 else f"{size} are"
+        raise InvalidArgument(f"the plan is for {ranks}, and {running} running: run fit() again")
     if plan.rank != rank:
-        raise InvalidArgument(f"the plan is that of rank {plan.rank}, and this is rank {rank}: pass each rank its own")
+        raise InvalidArgument(
+            f"the plan is that of rank {plan.rank} of the model's process group, and this is rank {rank} of it: pass "
+            f"each rank its own"
+        )
 
 
 def refuse_larger_micro_batches(layouts: Sequence[Layout], plan: Plan, smallest: int, model: nn.Module) -> None:
@@ -53,7 +57,7 @@ def refuse_larger_micro_batches(layouts: Sequence[Layout], plan: Plan, smallest:
         DoesNotFit: A batch cannot be cut otherwise without a micro-batch below ``smallest``.
     """
     most = plan.max_micro_batch
-    if most is None or most >= plan.target_batch:  # then the bound is fit's own
+    if most is None or most >= sum(plan.micro_batch_sizes):  # this rank's share: then the bound is fit's own
         return
     for layout in layouts:
         least = least_size(layout.count, smallest)

@@ -96,6 +96,25 @@ def test_a_group_of_some_ranks_has_a_channel_of_its_own():
     assert others == [([1, 2], 0, [1, 2]), ([1, 2], 1, [1, 2])]
 
 
+def lose_one_of_a_part():
+    """What the other member of a group of two of three ranks says."""
+    part = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    channel = Channel(part, timedelta(seconds=3))
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLost) as caught:
+        channel.exchange("here")
+    return str(caught.value)
+
+
+def test_a_lost_rank_of_a_group_is_named_among_all_ranks():
+    """As launchers and logs name it: rank 2 of 2 would be none of the group's, nor of all."""
+    (own,) = values_of(run_ranks(lose_one_of_a_part, size=3, limit_seconds=60)[1:2])
+    assert own.startswith("rank 2 of 3 is gone: its process ")
+
+
 def read_timeout():
     """Seconds."""
     return open_channel(None).timeout.total_seconds()
@@ -173,3 +192,15 @@ def test_a_channel_does_not_outlive_its_group():
     """The next group may have the address of the one before, on some ranks."""
     for parts in values_of(run_ranks(open_in_two_groups)):
         assert parts == [([0, 1], 1)] * 3
+
+
+def test_a_channel_of_a_group_that_was_destroyed_says_so():
+    """Where a Runner is used after ``destroy_process_group``; torch's own error would name no way out."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        channel = open_channel(None)
+        assert channel.exchange("here") == ["here"]
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(RankLost, match=r"^the process group was destroyed: .* make the Runner anew$"):
+        channel.exchange("here")

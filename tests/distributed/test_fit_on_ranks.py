@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
+import warnings
 from functools import cache
 
 import pytest
@@ -76,6 +78,14 @@ def with_hook():
     return model
 
 
+def shard_optimizer(model):
+    """Of which each rank has a part."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # its module uses torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+
+
 def fail(model, **changes):
     """The error of a call."""
     with pytest.raises(AutobatchError) as caught:
@@ -83,11 +93,11 @@ def fail(model, **changes):
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def fail_to_bind(model, **options):
+def fail_to_bind(model, optimizer=None, **options):
     """The error of a Runner."""
     plan = make_rank_plans((20, 20), 4)[dist.get_rank()]
     with pytest.raises(AutobatchError) as caught:
-        autobatch.Runner(plan, model, mean_step, None, **options)
+        autobatch.Runner(plan, model, mean_step, optimizer, **options)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -108,6 +118,11 @@ def fit_all():
         "other share": fail(model, share="speed" if rank else "equal"),
         "other timeout": fail(model, timeout=60 + rank),
         "other Runner": fail_to_bind(model, timeout=60 + rank),
+        "other rate": fail_to_bind(model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))),
+        "other momentum": fail_to_bind(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)),
+        "fewer parameters": fail_to_bind(model, torch.optim.SGD([*model.parameters()][2 * rank :], lr=0.1)),
+        "other scale": fail_to_bind(model, optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + rank))),
+        "zero": fail(model, optimizer=shard_optimizer(model)),
         "wrong share": fail(model, share=[20, 21]),
         "no memory": fail(model, device=FakeDevice(lambda n: 10 + n, total_bytes=10 + (rank == 0))),
         "plain": fail(Plain()),
@@ -165,6 +180,13 @@ def test_shares_follow_the_speed():
         ("other share", "share= differs between the ranks (rank 0: equal; rank 1: speed): pass the same on each"),
         ("other timeout", "timeout= differs between the ranks (rank 0: 60.0; rank 1: 61.0): pass the same on each"),
         ("other Runner", "timeout= differs between the ranks (rank 0: 60.0; rank 1: 61.0): pass the same on each"),
+        (
+            "zero",
+            (
+                "ZeroRedundancyOptimizer talks to the other ranks in its step, and each rank's trials are its own: use "
+                "fully_shard(model), or plan with the optimizer that it wraps and pass this one to Runner()"
+            ),
+        ),
         ("wrong share", "share=[20, 21] makes 41 samples, not target_batch=40: pass [20, 20] for these proportions"),
         (
             "plain",
@@ -221,6 +243,28 @@ def test_shares_follow_the_speed():
 def test_what_cannot_be_done_is_refused_on_every_rank(name, text):
     """At once, in the same words."""
     assert results_of(name) == [f"InvalidArgument: {text}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "other rate",
+            r"what the optimizer was given differs.*: 8 parameters, lr 0\.1, \w{8}; .* lr 0\.2, \w{8}\): pass",
+        ),
+        (
+            "other momentum",
+            r"what the optimizer was given differs.*: 8 parameters, lr 0\.1, .*: 8 parameters, lr 0\.1, ",
+        ),
+        ("fewer parameters", r"what the optimizer was given differs.*: 8 parameters, .*: 6 parameters, "),
+        ("other scale", r"scaler= differs.*: GradScaler, scale 16\.0, \w{8}; .*: GradScaler, scale 32\.0, \w{8}\)"),
+    ],
+)
+def test_what_would_move_parameters_apart_is_refused_on_every_rank(name, text):
+    """Though the gradients were equal; or, of a scale, though each rank's own would be right."""
+    first, second = results_of(name)
+    assert first == second
+    assert re.match(f"InvalidArgument: {text}", first)
 
 
 def test_a_rank_on_which_nothing_fits_stops_the_others():

@@ -8,13 +8,16 @@ from datetime import timedelta
 
 import pytest
 import torch
+from builders.plans import SMALL, make_rank_plans
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
+from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import find_ranks, read_timeout, refuse_differences, world_size
 from autobatch.errors import InvalidArgument
+from autobatch.training.step_errors import refuse_larger_micro_batches
 
 pytestmark = pytest.mark.quick
 
@@ -82,6 +85,20 @@ def test_fit_refuses_before_anything_runs(ranks):
         autobatch.fit(Plain(), 8, batch=make_batch(4, torch.float64), step=step)
 
 
+def test_a_plan_of_several_ranks_is_refused_on_one():
+    """Its micro-batches are of one rank's share, and this process would train on the target."""
+    plan = make_rank_plans((8, 8), 4, **SMALL)[0]
+    with pytest.raises(InvalidArgument, match=r"^the plan is for 2 ranks, and 1 is running: run fit\(\) again$"):
+        autobatch.Runner(plan, Plain(), mean_step, None)
+
+
+def test_the_bound_of_a_share_is_no_bound_of_the_users():
+    """A rank may be given one sample more than its share, which BatchNorm cannot run by itself."""
+    plan = make_rank_plans((2, 2), 2, max_micro_batch=2, **SMALL)[0]
+
+    refuse_larger_micro_batches([describe(make_batch(3))], plan, 2, Plain())
+
+
 def test_a_timeout_is_a_number_of_seconds():
     """Or the process group's own."""
     assert read_timeout(None) is None
@@ -98,7 +115,7 @@ def test_a_wrong_timeout_is_refused(wrong):
 def test_what_differs_between_the_ranks_is_named():
     """With what each has, by its rank among all processes."""
     refuse_differences([{"target_batch=": 8}, {"target_batch=": 8}], None)
-    of_two = types.SimpleNamespace(channel=types.SimpleNamespace(members=[2, 3]))
+    of_two = types.SimpleNamespace(channel=types.SimpleNamespace(members=[2, 3]), refuse=lambda error: error)
     with pytest.raises(InvalidArgument) as caught:
         said = [{"share=": "equal", "target_batch=": 8}, {"share=": "equal", "target_batch=": 9}]
         refuse_differences(said, of_two)
