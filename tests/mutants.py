@@ -164,8 +164,8 @@ MUTANTS = (
     Mutant(
         "a frozen layer of a module is in train mode after map",
         INFERENCE + "eval_mode.py",
-        "            layer.training = mode\n",
-        "            pass\n",
+        "        layer.training = mode\n",
+        "        pass\n",
         MAP_TESTS,
     ),
     Mutant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -16,11 +16,19 @@ def eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     modes = [(layer, layer.training) for module in modules for layer in module.modules()]
     trained = [(module, module.training) for module in modules if any(layer.training for layer in module.modules())]
     try:
-        for module, _ in trained:
-            module.eval()
-        yield
-    finally:
-        for module, mode in trained:
-            module.train(mode)  # by the method, which a module may have of its own: LoRA layers unmerge there
-        for layer, mode in modes:
-            layer.training = mode
+        try:
+            for module, _ in trained:
+                module.eval()
+            yield
+        finally:
+            _put_back(trained, modes)
+    except BaseException:
+        _put_back(trained, modes)  # interrupted: some layers would stay in eval mode
+        raise
+
+
+def _put_back(trained: Iterable[tuple[nn.Module, bool]], modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, mode in trained:
+        module.train(mode)  # by the method, which a module may have of its own: LoRA layers unmerge there
+    for layer, mode in modes:
+        layer.training = mode

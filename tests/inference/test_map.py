@@ -7,6 +7,7 @@ shortages and errors (``test_failures``), nor budgets (``test_budgets``).
 from __future__ import annotations
 
 import itertools
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lines import AtLine, interrupt
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -294,6 +296,22 @@ def test_modules_are_in_eval_mode_meanwhile(wrap):
     assert set(model.calls) == {(False, False, False)}
     assert (model.training, model.drop.training, model.norm.training) == before == (True, True, False)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_an_interrupt_at_any_line_leaves_no_layer_in_eval_mode():
+    """Of the lines that change modes and put them back; the first has changed nothing."""
+    position, where = 0, "the first line"
+    while where:
+        position += 1
+        model = Moody()
+        with (
+            AtLine(position, interrupt, ("autobatch.inference.eval_mode",)) as interrupted,
+            suppress(KeyboardInterrupt),
+        ):
+            run(model, INPUTS)
+        where = interrupted.where
+        assert (model.training, model.drop.training, model.norm.training) == (True, True, False), where
+    assert position > 20
 
 
 def test_modes_are_the_user_s_between_results():
