@@ -1541,7 +1541,7 @@ MUTANTS = (
     Mutant(
         "ranks: gradients from before may differ",
         DISTRIBUTED + "shared_step.py",
-        "        return _digest(earlier)\n",
+        "        return digest_values(earlier)\n",
         '        return ""\n',
         RANK_FAILURE_TESTS,
     ),

@@ -6,7 +6,6 @@ summed (``reduction``).
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import GradientSlot, LossSlot
 from autobatch.distributed.shared_buffers import SharedBuffers
 from autobatch.distributed.step_agreement import StepAgreement
+from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidStep
 from autobatch.events.rank_step import RankStep
 
@@ -93,7 +93,7 @@ class SharedStep:
 
     def _describe(self, earlier: Sequence[torch.Tensor | None]) -> str:
         """What differs where the ranks' earlier gradients do."""
-        return _digest(earlier)
+        return digest_values(earlier)
 
     def combine(
         self,
@@ -224,20 +224,3 @@ def find_wanted(slots: Sequence[GradientSlot], said: Sequence[Mapping[str, Any]]
         union |= int(one["gradients"], 16)
     digits = f"{union:b}".zfill(len(slots))
     return [slot for slot, digit in zip(slots, digits, strict=False) if digit == "1"]
-
-
-def _digest(gradients: Sequence[torch.Tensor | None]) -> str:
-    """What differs where the gradients do: the sum and the norm of each."""
-    if all(gradient is None for gradient in gradients):
-        return ""
-    sums = [None if gradient is None else _sum_up(gradient.detach()) for gradient in gradients]
-    numbers = [None if one is None else one.tolist() for one in sums]
-    return hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
-
-
-def _sum_up(gradient: torch.Tensor) -> torch.Tensor:
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    return torch.stack((gradient.sum(), torch.linalg.vector_norm(gradient)))
