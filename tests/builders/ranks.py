@@ -100,8 +100,11 @@ def _has_come_to_an_end(process: Any) -> bool:
     """Whether it has ended, or was stopped, from which it does not wake by itself."""
     if not process.is_alive():
         return True
-    stat = Path(f"/proc/{process.pid}/stat")
-    return stat.exists() and stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] in "Tt"
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8")
+    except OSError:  # it has just ended, or this is no Linux
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 def _answer(process: Any, path: Path) -> Answer:

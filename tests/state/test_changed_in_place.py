@@ -107,10 +107,11 @@ def make_plan():
 
 def prepare(change, earlier):
     """A runner that has made steps before the change, of a model that has been changed."""
+    plan = make_plan()  # before the seed: made for the first time, it draws
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    runner = autobatch.Runner(make_plan(), model, loss_of, optimizer)
+    runner = autobatch.Runner(plan, model, loss_of, optimizer)
     for _ in range(earlier):
         runner.step(make_batch(8))
     change(model)
