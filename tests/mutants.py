@@ -1331,9 +1331,25 @@ MUTANTS = (
         ("tests/memory/test_live_storage.py",),
     ),
     Mutant(
+        "gradients of an update stay after an interrupt as the step ends",
+        ACCUMULATION,
+        "            transaction.__exit__()  # nothing is left to do, unless an interrupt came as the block ended\n",
+        "",
+        ("tests/training/test_runner.py",),
+    ),
+    Mutant(
+        "a budget stays after an interrupt as it begins or ends",
+        "autobatch/memory/cpu.py",
+        "                budget.remove()  # an interrupt may have come as the block ended, before the mode did\n",
+        "",
+        ("tests/memory/test_cpu.py",),
+    ),
+    Mutant(
         "two threads leave torch's globals in a dispatch mode",
         DISPATCH,
-        "        _push_mode(self)\n        return self\n\n"
+        "        try:\n            _push_mode(self)\n        except BaseException:\n"
+        "            self.remove()  # interrupted once it was active: nobody would leave it\n            raise\n"
+        "        return self\n\n"
         "    def __exit__(self, *error: object) -> None:\n"
         '        """End what ``__enter__`` began."""\n'
         "        _pop_mode()\n",

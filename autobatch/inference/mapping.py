@@ -100,9 +100,9 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
         InvalidArgument: An argument cannot mean anything.
         InvalidBatch: The batch cannot be counted.
 
-        Errors of ``fn`` come out as they were raised. Each error has attributes ``sample_index``, the sample that
-        raised it (``None`` where that is not one), and ``done`` and ``results``: the indices of samples that are done
-        and were not handed over, and their results.
+        Errors of ``fn`` come out as they were raised. Each error, but no Ctrl-C, has attributes ``sample_index``, the
+        sample that raised it (``None`` where that is not one), and ``done`` and ``results``: the indices of samples
+        that are done and were not handed over, and their results.
     """
     check_switch("progress", progress)
     _check(fn, batch, collate, on_result)

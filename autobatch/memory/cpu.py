@@ -195,12 +195,13 @@ class CpuDevice(Device):
         """Count every operator's result inside the block, and raise ``torch.OutOfMemoryError`` beyond the budget."""
         budget_bytes = self.limit_bytes(budget_bytes)
         if _INNERMOST.budget is None:
-            _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
+            budget = _INNERMOST.budget = StorageBudget(_STORAGE, budget_bytes)
             try:
-                with _INNERMOST.budget:
+                with budget:
                     yield
             finally:
                 _INNERMOST.budget = None
+                budget.remove()  # an interrupt may have come as the block ended, before the mode did
             return
         outer, _INNERMOST.budget.budget_bytes = _INNERMOST.budget.budget_bytes, budget_bytes
         try:

@@ -38,12 +38,21 @@ class DispatchMode(TorchDispatchMode):
         """
         if "torch._dynamo" in sys.modules:
             _set_up_compiler()
-        _push_mode(self)
+        try:
+            _push_mode(self)
+        except BaseException:
+            self.remove()  # interrupted once it was active: nobody would leave it
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
         """End what ``__enter__`` began."""
         _pop_mode()
+
+    def remove(self) -> None:
+        """End it where an interrupt left it active, innermost in this thread; else do nothing."""
+        if (active := _get_current_dispatch_mode_stack()) and active[-1] is self:
+            _pop_mode()
 
 
 def call_operator(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

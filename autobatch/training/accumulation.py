@@ -130,19 +130,24 @@ class Accumulation:
         """
         start = self.try_twice(_COPYING, self.state.begin)
         parameters = self._find_parameters(start.modules)
-        with Transaction(self.state, start, self.workload, parameters, self._sums) as transaction:
-            self.had_gradients = transaction.aside.are_there
-            if self.had_gradients:
-                transaction.set_aside()
-            progress = self._begin(batches, largest)
-            if shared is not None:
-                self._open(shared, progress, batches, transaction.aside)
-            while (reason := self._run_micro_batches(progress, transaction)) is not None:
-                # Only now, after the ``except`` block, are the frames of the failed attempt gone.
-                self._recover(progress, transaction, reason)
-            transaction.end_micro_batches()
-            is_empty = progress.loss is None and shared is None
-            reason = None if is_empty else self._complete(progress, transaction, update, shared)
+        transaction = Transaction(self.state, start, self.workload, parameters, self._sums)
+        try:
+            with transaction:
+                self.had_gradients = transaction.aside.are_there
+                if self.had_gradients:
+                    transaction.set_aside()
+                progress = self._begin(batches, largest)
+                if shared is not None:
+                    self._open(shared, progress, batches, transaction.aside)
+                while (reason := self._run_micro_batches(progress, transaction)) is not None:
+                    # Only now, after the ``except`` block, are the frames of the failed attempt gone.
+                    self._recover(progress, transaction, reason)
+                transaction.end_micro_batches()
+                is_empty = progress.loss is None and shared is None
+                reason = None if is_empty else self._complete(progress, transaction, update, shared)
+        except BaseException:
+            transaction.__exit__()  # nothing is left to do, unless an interrupt came as the block ended
+            raise
         if reason is None:
             return None if progress.loss is None else progress
         self.device.reclaim()

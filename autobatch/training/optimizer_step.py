@@ -33,6 +33,11 @@ _UPDATED = (
     "again; step the scheduler yourself before the next one"
 )
 
+_INTERRUPTED = (
+    "the update had begun: some parameters may have moved, and the scheduler may not have; do not run this step again, "
+    "and load your last checkpoint if training goes on"
+)
+
 
 @dataclass
 class Update:
@@ -92,6 +97,7 @@ class Update:
                 forget_state(self._inner, made)
             # After a checkpoint is loaded, unscale_() must not raise that it was called already.
             self._write_entries(() if begun else entries)
+            _note_interrupt(error, begun=begun)
             if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
@@ -137,9 +143,18 @@ class Update:
                 scheduler.step()
         except Exception as error:
             _LOG.warning("autobatch: %s: %s", type(error).__name__, _UPDATED)
-            if sys.version_info >= (3, 11):
-                error.add_note(_UPDATED)
+            _add_note(error, _UPDATED)
             raise
+
+
+def _note_interrupt(error: BaseException, *, begun: bool) -> None:
+    if begun and not isinstance(error, Exception):
+        _add_note(error, _INTERRUPTED)
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
 
 
 def check_options(scaler: Any, max_grad_norm: Any, schedulers: Sequence[Any], *, has_optimizer: bool) -> None:

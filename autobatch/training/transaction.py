@@ -42,7 +42,7 @@ class Transaction:
     ) -> None:
         """Note the gradients; nothing is moved yet."""
         self._state, self._workload, self._sums = state, workload, sums
-        self.parameters, self._has_ended = parameters, False
+        self.parameters, self._has_ended, self._is_left = parameters, False, False
         self.start = self.here = start
         self.stamps = GradientStamps(parameters, sums)
         self.aside = GradientsAside(self.stamps)
@@ -80,7 +80,9 @@ class Transaction:
         self._has_ended = True
 
     def __exit__(self, *error: object) -> None:
-        """Restore everything, or clear the gradients of an update."""
+        """Restore everything, or clear the gradients of an update; done a second time, do nothing."""
+        if self._is_left:
+            return
         try:
             if self._state.is_recording:
                 self._state.stop_recording()
@@ -90,6 +92,7 @@ class Transaction:
             self.aside.end()
             if self._sums.hooks:
                 self._sums.end()
+            self._is_left = True
             if not self._has_ended:
                 self.start.release()  # last: it only frees memory, and an interrupt may come in the middle of it
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -124,3 +126,23 @@ def test_casts_of_weights_that_have_moved_are_not_kept():
         before = model(inputs)
         update.run(lambda: None)
         assert not torch.equal(model(inputs), before)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+@pytest.mark.parametrize("where", ["optimizer", "scheduler"])
+def test_an_interrupt_in_the_update_says_that_it_had_begun(where):
+    """Whoever catches it and goes on has to know that parameters may have moved."""
+    _, optimizer, update = make(scheduled=True)
+    stepped = optimizer if where == "optimizer" else update.schedulers[0]
+    stepped.step = fail_with(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt) as caught:
+        update.run(lambda: None)
+    assert [note for note in caught.value.__notes__ if note.startswith("the update had begun: ")]
+
+
+def test_an_interrupt_before_the_update_says_nothing():
+    """All is as before."""
+    _, _, update = make(check_memory=fail_with(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        update.run(lambda: None)
+    assert not getattr(caught.value, "__notes__", [])
