@@ -175,7 +175,8 @@ class PieceRunner:
         # What the allocator holds from larger pieces is no need of this one.
         took_more = after.peak_reserved > before.reserved
         peak = max(after.peak_allocated, after.peak_reserved if took_more else 0)
-        piece = Piece(samples, length, max(peak - before.allocated, 0))
+        tensors = max(after.peak_allocated - before.allocated, 0)
+        piece = Piece(samples, length, max(peak - before.allocated, 0), tensors)
         self.sizes = self.sizes.after_piece(piece, thrashed=after.alloc_retries > before.alloc_retries)
         self.peak_bytes = max(self.peak_bytes, after.peak_reserved, after.peak_allocated)
         self.samples, self.pieces, self._last = self.samples + samples, self.pieces + 1, samples

@@ -4,7 +4,9 @@ Covers the policy alone: measurements in, one size out. Nothing is tried for the
 that is kept, and each that ran says more about the next. Does not cover how a piece is run (``inference.piece``), nor
 training, where every size is tried before it is used (``next_trial``).
 
-Memory is taken to grow convexly with the size, so a straight line through two pieces is seldom too steep beyond them.
+Memory is taken to grow convexly with the size, so a straight line through two pieces is seldom too flat beyond them.
+An allocator takes memory from the device in large segments, so what a small piece makes it take says little of its
+samples: the line is as steep as that through the pieces' tensors, at least.
 Where samples have lengths, a sample takes no more than a longer one did, whether memory follows the length (as it does
 where padding is trimmed) or not; and of a longer one no more than the square of the ratio of the lengths (attention:
 ``aL + bL**2`` a sample). Samples come the longest first, so that each piece says much of the next.
@@ -33,12 +35,19 @@ class Piece(NamedTuple):
     Attributes:
         samples: How many it had.
         length: Of the longest of them; 1 where samples have no lengths.
-        growth_bytes: Its peak less what was held before it.
+        growth_bytes: Its peak less what was held before it, with what the allocator had to take for it.
+        tensor_bytes: The same of its tensors alone; ``None``: not known apart.
     """
 
     samples: int
     length: int
     growth_bytes: int
+    tensor_bytes: int | None = None
+
+    @property
+    def least_bytes(self) -> int:
+        """What its tensors took."""
+        return self.growth_bytes if self.tensor_bytes is None else self.tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -144,8 +153,8 @@ class PieceSizes:
         average = peak / last.samples
         slope = average
         if known[0].length == last.length:
-            rise = (last.growth_bytes - known[0].growth_bytes) / (last.samples - known[0].samples)
-            slope = max(rise, _LEAST_SLOPE * average)
+            rise = max(last.growth_bytes - known[0].growth_bytes, last.least_bytes - known[0].least_bytes)
+            slope = max(rise / (last.samples - known[0].samples), _LEAST_SLOPE * average)
         return min(int(last.samples + (room_bytes - peak) / slope), _FARTHEST * last.samples)
 
     def known_at(self, length: int) -> _LengthClass:

@@ -53,6 +53,27 @@ def test_a_batch_on_the_host_runs_in_pieces_on_the_card(to, caplog):
     assert torch.allclose(result.to(CUDA), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("holes", [0, 1, 2])
+def test_a_segment_taken_for_a_small_piece_does_not_hide_what_a_sample_takes(holes, caplog):
+    """Twenty MiB are taken from the card for the first block of eight samples that finds no hole in those held."""
+    net, inputs, sizes = make_net(), torch.randn(1500, 256), []
+    with torch.no_grad():
+        net(inputs[:1].to(CUDA))  # what is made once is there
+    fillers, before = [], torch.cuda.memory_reserved()
+    while torch.cuda.memory_reserved() == before:
+        fillers.append(torch.empty(8 * 65536, device=CUDA))
+    del fillers[-1 - holes :]
+    torch.cuda.empty_cache()
+
+    def score(piece):
+        sizes.append(len(piece))
+        return net(piece)
+
+    autobatch.map(score, inputs, budget=420 * MIB)
+    assert sum(sizes) == 1500
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_samples_are_moved_as_they_are_needed():
     """A stream on the host gives results on the card."""
     net = make_net()

@@ -85,6 +85,28 @@ def test_memory_that_grows_in_a_line_never_runs_out(fixed, slope, bend, samples,
     assert (sum(ran), failed) == (samples, [])
 
 
+@given(
+    slope=st.integers(1, 10**5),
+    samples=st.integers(1, 5000),
+    fitting=st.integers(8, 2000),
+    segment=st.integers(1, 10**7),
+    cached=st.integers(0, 10**7),
+)
+def test_segments_that_the_allocator_takes_do_not_hide_what_a_sample_takes(slope, samples, fitting, segment, cached):
+    """A small piece may make it take a whole one, which a later piece then finds there."""
+    sizes, waiting, reserved, ran = PieceSizes(), samples, cached, []
+    while waiting:
+        size = sizes.next_samples(1, slope * fitting, waiting)
+        tensors = slope * size
+        assert tensors <= slope * fitting * 20 // 19, (size, ran)
+        took = tensors
+        if tensors > reserved:
+            took = reserved = -(-tensors // segment) * segment
+        ran.append(size)
+        sizes = sizes.after_piece(Piece(size, 1, took, tensors))
+        waiting -= size
+
+
 @pytest.mark.parametrize("fitting", [16, 100, 320, 900, 10_000])
 def test_few_pieces_are_spent_on_growing(fitting):
     """Beside those that the memory makes necessary, at most five."""
