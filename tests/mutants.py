@@ -1562,6 +1562,13 @@ MUTANTS = (
         RANK_FAILURE_TESTS,
     ),
     Mutant(
+        "ranks: an error that was reported once is reported never again",
+        DISTRIBUTED + "channel.py",
+        "        self._blocks += 1\n",
+        "        pass\n",
+        ("tests/distributed/test_fit_on_ranks.py",),
+    ),
+    Mutant(
         "ranks: an interrupt comes in the middle of the sum",
         DISTRIBUTED + "interrupts.py",
         "    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))\n",

@@ -15,7 +15,7 @@ import ctypes
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -39,6 +39,8 @@ _HEAD = 8
 _ROLL_CALL_SECONDS = 2.0
 _UNKNOWN_TIMEOUT = timedelta(minutes=30)
 """torch's own default (``default_pg_timeout`` in torch/distributed/constants.py), where a group's cannot be read."""
+
+_REPORTED = "_autobatch_reported"
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
 _open: WeakSet[Channel] = WeakSet()
@@ -67,7 +69,7 @@ class Channel:
         self.timeout = timeout or timeout_of(group)
         own: Any = group or dist.group.WORLD
         self._name, self._lost, self._exchanges = own.group_name, "", 0
-        self.agreed, self._told = 0, (0, 0)
+        self.agreed, self._blocks = 0, 0
         self._processes: list[Process] = []
         is_part = self.size < self._world_size
         try:
@@ -117,13 +119,24 @@ class Channel:
             return [json.loads(body) for _, body in rows]
         raise self.lose(reason)
 
-    def note_told(self, error: BaseException) -> None:
-        """All ranks know of this error, which is on its way here, so that it must not be told again."""
-        self._told = id(error), self._exchanges  # the error itself may take no attributes, and would hold its frames
+    def begin_block(self) -> None:
+        """Whatever is raised from now on is news to the other ranks, be it an error that was reported before."""
+        self._blocks += 1
 
-    def was_told(self, error: BaseException) -> bool:
-        """Whether all ranks know of this error."""
-        return self._told == (id(error), self._exchanges)
+    def note_reported(self, error: BaseException) -> None:
+        """All ranks have heard of this error, which is on its way out here: it must not be reported again.
+
+        Noted on the error, since another one may get its ``id`` when it is gone, and a reference would hold its frames.
+        """
+        vars(error)[_REPORTED] = self._now()
+
+    def was_reported(self, error: BaseException) -> bool:
+        """Whether all ranks have heard of this error, or of one that it was raised in place of."""
+        return any(vars(one).get(_REPORTED) == self._now() for one in _with_causes(error))
+
+    def _now(self) -> tuple[str, int, int]:
+        """Until the next block or exchange."""
+        return self._name, self._blocks, self._exchanges
 
     def close(self) -> None:
         """End the threads of the group on the host; every later exchange raises ``RankLost``.
@@ -258,6 +271,16 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     except (AttributeError, RuntimeError, IndexError):
         return _UNKNOWN_TIMEOUT
     return found
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and those in whose place it was raised, the last one first."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__context__ if following.__cause__ is None else following.__cause__
 
 
 def _first_line(error: BaseException) -> str:

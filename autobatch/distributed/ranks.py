@@ -102,6 +102,7 @@ class Ranks:
             call: What is done, as messages name it.
         """
         self._is_over = False
+        self.channel.begin_block()
         try:
             yield
         except BaseException as error:
@@ -123,6 +124,7 @@ class Ranks:
             RankFailed: The block has failed on another rank, or another rank does something else.
         """
         said: list[Any] = []
+        self.channel.begin_block()
         try:
             yield said
         except BaseException as error:
@@ -138,12 +140,14 @@ class Ranks:
         failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
         if failed:
             listed = "; ".join(f"rank {self.channel.members[rank]}: {reason}" for rank, reason in failed.items())
-            raise RankFailed(f"{call.partition(',')[0]} could not be done on each rank: {listed}")
+            raise self.refuse(RankFailed(f"{call.partition(',')[0]} could not be done on each rank: {listed}"))
         calls = [message.get("call") or message["place"] for message in heard]
         if len(set(calls)) > 1:
             listed = "; ".join(f"rank {rank}: {call}" for rank, call in zip(self.channel.members, calls, strict=True))
-            raise RankFailed(
-                f"the ranks are not at the same place ({listed}): make the same calls in the same order on each"
+            raise self.refuse(
+                RankFailed(
+                    f"the ranks are not at the same place ({listed}): make the same calls in the same order on each"
+                )
             )
         said[:] = [one for message in heard for one in message["said"]]
         self.channel.agreed += 1
@@ -151,17 +155,17 @@ class Ranks:
 
     def refuse(self, error: AutobatchError) -> AutobatchError:
         """An error that every rank raises, since all have heard the same."""
-        self.channel.note_told(error)
+        self.channel.note_reported(error)
         return error
 
     def _report_failure(self, call: str, error: BaseException) -> None:
-        """Tell the others, unless they know."""
+        """Report it to the others, unless they have heard of it."""
         channel = self.channel
-        if isinstance(error, (RankLost, RankFailed)) or channel.was_told(error):
+        if channel.was_reported(error):
             return
         with suppress(RankLost):  # the error that is on its way says more
             channel.exchange({"call": call, "error": name_error(error)})
-        channel.note_told(error)
+        channel.note_reported(error)
 
 
 def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | None:

@@ -56,15 +56,15 @@ class StepAgreement:
         heard = self._exchange(place, said)
         failed = {rank: message["error"] for rank, message in enumerate(heard) if "error" in message}
         if failed:
-            self.is_over = True
-            raise self._explain(failed)
+            raise self.refuse(self._explain(failed))
         places = [message.get("call") or message["place"] for message in heard]
         if len(set(places)) > 1:
-            self.is_over = True
             listed = "; ".join(f"{self._name(rank)}: {at}" for rank, at in enumerate(places))
-            raise RankFailed(
-                f"the ranks are not at the same place ({listed}): make the same calls in the same order on each, and "
-                f"as many of them"
+            raise self.refuse(
+                RankFailed(
+                    f"the ranks are not at the same place ({listed}): make the same calls in the same order on each, "
+                    f"and as many of them"
+                )
             )
         self._last, self.is_over = place, place == "done"
         return heard
@@ -72,6 +72,7 @@ class StepAgreement:
     def refuse(self, error: AutobatchError) -> AutobatchError:
         """An error that every rank raises, since all have heard the same."""
         self.is_over = True
+        self._channel.note_reported(error)
         return error
 
     def end(self) -> None:
@@ -88,7 +89,7 @@ class StepAgreement:
         self.is_over = True
         with suppress(RankLost):  # the error that is on its way says more
             self._exchange(self._last or "open", {"error": name_error(error)})
-        self._channel.note_told(error)
+        self._channel.note_reported(error)
 
     def _exchange(self, place: Place, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         where = f"{self.action} {self.step} of Runner {self._runner}, {place!r}"

@@ -17,6 +17,7 @@ from autobatch._arguments import is_instance_with
 from autobatch._formatting import plural
 from autobatch.distributed.ranks import Ranks, describe_parameters
 from autobatch.distributed.sharding import divisor_of
+from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
@@ -96,6 +97,7 @@ def describe_binding(
         "timeout=": ranks.channel.timeout.total_seconds(),
         "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
         "the model": describe_parameters(workload.parameters()),
+        "what the parameters hold": digest_values(workload.parameters())[:8],
         "optimizer=": name_optimizer(workload.optimizer) or "None",
         "what the optimizer was given": _describe_groups(workload.optimizer),
         "scaler=": "None" if scaler is None else _describe_scaler(scaler),

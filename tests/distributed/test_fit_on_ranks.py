@@ -78,6 +78,14 @@ def with_hook():
     return model
 
 
+def with_other_weights():
+    """Loaded on one rank after the model was wrapped."""
+    model = DistributedDataParallel(Plain())
+    with torch.no_grad():
+        model.module.head.weight[0, 0] += dist.get_rank()
+    return model
+
+
 def shard_optimizer(model):
     """Of which each rank has a part."""
     with warnings.catch_warnings():
@@ -101,6 +109,26 @@ def fail_to_bind(model, optimizer=None, **options):
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+class Broken:
+    """Raises one error of the user's, the same object each time."""
+
+    error = ValueError("the same again")
+
+    def __bool__(self):
+        raise self.error
+
+
+def fail_again(model, **changes):
+    """The errors of a few calls that one rank ends before it has talked to the others."""
+    errors = []
+    for _ in range(5):
+        with pytest.raises((AutobatchError, ValueError)) as caught:
+            fit(model, **(changes if dist.get_rank() else {}))
+        errors.append(f"{type(caught.value).__name__}: {caught.value}")
+        del caught  # so that the next error may get its id
+    return errors
+
+
 def fit_all():
     """What each way of calling it gives."""
     rank = dist.get_rank()
@@ -121,9 +149,12 @@ def fit_all():
         "other rate": fail_to_bind(model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))),
         "other momentum": fail_to_bind(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)),
         "fewer parameters": fail_to_bind(model, torch.optim.SGD([*model.parameters()][2 * rank :], lr=0.1)),
+        "other weights": fail_to_bind(with_other_weights()),
         "other scale": fail_to_bind(model, optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + rank))),
         "zero": fail(model, optimizer=shard_optimizer(model)),
         "wrong share": fail(model, share=[20, 21]),
+        "one error": fail_again(model, step=Broken()),
+        "errors alike": fail_again(model, target_batch=0),
         "no memory": fail(model, device=FakeDevice(lambda n: 10 + n, total_bytes=10 + (rank == 0))),
         "plain": fail(Plain()),
         "sync": fail(with_late_layer(nn.SyncBatchNorm(4))),
@@ -257,6 +288,7 @@ def test_what_cannot_be_done_is_refused_on_every_rank(name, text):
             r"what the optimizer was given differs.*: 8 parameters, lr 0\.1, .*: 8 parameters, lr 0\.1, ",
         ),
         ("fewer parameters", r"what the optimizer was given differs.*: 8 parameters, .*: 6 parameters, "),
+        ("other weights", r"what the parameters hold differs between the ranks \(rank 0: \w{8}; rank 1: \w{8}\): pass"),
         ("other scale", r"scaler= differs.*: GradScaler, scale 16\.0, \w{8}; .*: GradScaler, scale 32\.0, \w{8}\)"),
     ],
 )
@@ -272,6 +304,19 @@ def test_a_rank_on_which_nothing_fits_stops_the_others():
     first, second = results_of("no memory")
     assert second.startswith("DoesNotFit: ")
     assert first.startswith("RankFailed: fit() could not be done on each rank: rank 1: DoesNotFit: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("one error", "ValueError: the same again"),
+        ("errors alike", "InvalidArgument: target_batch=0 must be an int of at least 1: it counts samples"),
+    ],
+)
+def test_an_error_is_news_to_the_others_each_time(name, text):
+    """Be it the same object, or one that lies where the last one lay: they wait for this rank in each call."""
+    failed = f"RankFailed: fit() could not be done on each rank: rank 1: {text}"
+    assert results_of(name) == [[failed] * 5, [text] * 5]
 
 
 def test_a_split_is_verified_on_each_rank_by_itself():
