@@ -114,6 +114,7 @@ def name_error(error: BaseException) -> str:
     """The error's type and the first line of what it says; the type alone where its text cannot be had."""
     name = type(error).__name__
     try:
-        return f"{name}: {error}".strip().partition("\n")[0][:_LONGEST_REASON]
+        text = f"{error}".strip()
     except Exception:  # noqa: BLE001 - of the user's __str__: the others wait to hear of the error
         return name
+    return f"{name}: {text}".partition("\n")[0][:_LONGEST_REASON] if text else name

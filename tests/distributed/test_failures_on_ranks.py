@@ -200,7 +200,7 @@ CHECKPOINT = "CannotRetry: the update of step 0 failed on one rank, so parameter
     [
         ("an error of the user's", 1, "ValueError: my own bug", f"{UNDONE}rank 1: ValueError: my own bug"),
         ("an interrupt", 2, "KeyboardInterrupt: ctrl-c", f"{UNDONE}rank 2: KeyboardInterrupt: ctrl-c"),
-        ("a signal", 1, "KeyboardInterrupt: ", f"{UNDONE}rank 1: KeyboardInterrupt:"),
+        ("a signal", 1, "KeyboardInterrupt: ", f"{UNDONE}rank 1: KeyboardInterrupt"),
         ("no memory at all", 0, "DoesNotFit: ", f"{UNDONE}rank 0: DoesNotFit: "),
         ("an iterable that fails", 1, "OSError: disk", f"{UNDONE}rank 1: OSError: disk"),
         ("a wrong batch", 2, "InvalidBatch: ", f"{UNDONE}rank 2: InvalidBatch: "),
