@@ -1,24 +1,22 @@
 """A small channel beside the process group that trains: every rank says a few hundred bytes, and hears all others.
 
-Covers the group on the host, one exchange, and naming who is gone or did not answer. Does not cover what is said
-(``step_agreement``), nor gradients (``reduction``), which go through the user's own process group.
+Covers the group on the host, one exchange, and which errors all have heard of. Does not cover who is lost where an
+exchange breaks off (``roll_call``), what is said (``step_agreement``), nor gradients (``reduction``), which go through
+the user's own process group.
 
 The group is gloo's, since it lives on the host: an exchange waits for no device, and a peer whose process is gone ends
 it at once, as the kernel closes its sockets, where NCCL would wait for its timeout.
 """
-# ruff: noqa: SLF001 - torch has no public name for a group's timeout, nor for its store
+# ruff: noqa: SLF001 - torch has no public name for a group's timeout
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,7 +25,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.interrupts import deferred_interrupts
-from autobatch.distributed.processes import Process, describe_state, find_process
+from autobatch.distributed.processes import Process, find_process
+from autobatch.distributed.roll_call import RollCall
 from autobatch.errors import RankLost
 
 __all__ = ["Channel", "open_channel"]
@@ -36,7 +35,6 @@ _SLOT = 1024
 """Bytes of each rank in one exchange; what is longer takes a second one."""
 
 _HEAD = 8
-_ROLL_CALL_SECONDS = 2.0
 _UNKNOWN_TIMEOUT = timedelta(minutes=30)
 """torch's own default (``default_pg_timeout`` in torch/distributed/constants.py), where a group's cannot be read."""
 
@@ -65,13 +63,12 @@ class Channel:
         """
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
-        self._world_size = dist.get_world_size()  # of which messages name the members
         self.timeout = timeout or timeout_of(group)
         own: Any = group or dist.group.WORLD
         self._name, self._lost, self._exchanges = own.group_name, "", 0
         self.agreed, self._blocks = 0, 0
-        self._processes: list[Process] = []
-        is_part = self.size < self._world_size
+        self._roll_call = RollCall(self.members, self.rank, self._name)
+        is_part = self.size < dist.get_world_size()
         try:
             self._group = dist.new_group(
                 self.members if is_part else None,
@@ -83,7 +80,7 @@ class Channel:
         except RuntimeError as error:
             raise RankLost(f"the {self.size} ranks did not meet ({_first_line(error)})") from error
         _open.add(self)
-        self._processes = [Process(*said) for said in self.exchange(find_process())]
+        self._roll_call.processes = [Process(*said) for said in self.exchange(find_process())]
 
     def wait_at_most(self, timeout: timedelta) -> None:
         """Set how long an exchange waits for the others, on this rank alone."""
@@ -152,14 +149,14 @@ class Channel:
 
     def lose(self, reason: str) -> RankLost:
         """The error of a collective that broke off, here or in the group that trains, with who is gone."""
-        self._lost = self._lost or self._explain(reason)
+        self._lost = self._lost or self._roll_call.find_lost(reason, self._exchanges, self.timeout)
         return RankLost(self._lost)
 
     def give_up(self, reason: str) -> RankLost:
         """The error of this rank where others wait for it in vain; they find the reason when they no longer wait."""
-        own = f"{self._name_rank(self.rank)} could not go on: {reason}"
+        own = f"{self._roll_call.name(self.rank)} could not go on: {reason}"
         if not self._lost:
-            _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", own))
+            self._roll_call.leave_word(own)
         self._lost = self._lost or own
         return RankLost(self._lost)
 
@@ -171,56 +168,6 @@ class Channel:
         rows = [ctypes.string_at(row.data_ptr(), slot) for row in heard]  # bytes(storage) takes 3 ms for each
         lengths = [int.from_bytes(row[:_HEAD], "big") for row in rows]
         return [(length, row[_HEAD : _HEAD + length]) for length, row in zip(lengths, rows, strict=True)]
-
-    def _explain(self, reason: str) -> str:
-        """Who is gone; all ranks say what the first one to notice found, as its own process may be gone by then."""
-        lost = self._call_roll()
-        states = self._read_states()
-        listed = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
-        if not listed:
-            listed = f"a rank of {self._name_all()} is gone or did not answer within {_in_words(self.timeout)}"
-        first = _ask_store(lambda store: store.compare_set(f"autobatch/{self._name}/lost", "", f"{listed} ({reason})"))
-        return f"{listed} ({reason})" if first is None else first.decode()
-
-    def _describe(self, rank: int, state: str) -> str:
-        name = self._name_rank(rank)
-        if state == "has ended":
-            return f"{name} is gone: its process {self._processes[rank].pid} has ended"
-        known = f", and its process {self._processes[rank].pid} {state}" if state else ""
-        return f"{name} did not answer{known}"
-
-    def _name_rank(self, rank: int) -> str:
-        return f"rank {self.members[rank]} of {self._world_size}"
-
-    def _name_all(self) -> str:
-        return f"{self.size}" if self.size == self._world_size else f"{self.members}"
-
-    def _read_states(self) -> list[str]:
-        return [describe_state(process) for process in self._processes]
-
-    def _find_ended(self) -> list[int]:
-        return [rank for rank, state in enumerate(self._read_states()) if state == "has ended"]
-
-    def _find_absent(self, ranks: Sequence[int], roll: str, store: Any) -> list[int]:
-        return [rank for rank in ranks if not store.check([f"{roll}{self.members[rank]}"])]
-
-    def _call_roll(self) -> Sequence[int]:
-        """Whose process has ended, or else who does not answer in the store within two seconds.
-
-        A process that was killed closes its sockets a moment before it counts as ended.
-        """
-        missing: list[int] = [rank for rank in range(self.size) if rank != self.rank]
-        end, roll = time.monotonic() + _ROLL_CALL_SECONDS, f"autobatch/{self._name}/{self._exchanges}/"
-        is_there = _ask_store(lambda store: store.set(f"{roll}{self.members[self.rank]}", "here") or True)
-        while missing and time.monotonic() < end:
-            if ended := self._find_ended():
-                return ended
-            absent = _ask_store(partial(self._find_absent, missing, roll)) if is_there else None
-            is_there, missing = absent is not None, missing if absent is None else absent
-            time.sleep(0.05)
-        if is_there:
-            return missing
-        return [rank for rank, state in enumerate(self._read_states()) if state == "is stopped"]
 
 
 def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Channel:
@@ -246,23 +193,6 @@ def _close_all() -> None:
         channel.close()
 
 
-def _ask_store(question: Callable[[Any], Any]) -> Any:
-    """Ask the store of the default process group; ``None`` where it is gone or says nothing for two seconds.
-
-    In a thread of its own: where the process that has the store is stopped, torch waits for good.
-    """
-    answers: list[Any] = []
-
-    def ask() -> None:
-        with suppress(RuntimeError, AttributeError):
-            answers.append(question(dist.distributed_c10d._get_default_store()))
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_ROLL_CALL_SECONDS)
-    return answers[0] if answers else None
-
-
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     """The process group's own: ``new_group`` takes half an hour, whatever the group that trains has."""
     try:
@@ -285,8 +215,3 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 def _first_line(error: BaseException) -> str:
     return f"{error}".strip().partition("\n")[0]
-
-
-def _in_words(time_limit: timedelta) -> str:
-    seconds = time_limit.total_seconds()
-    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"

@@ -1,0 +1,119 @@
+"""Finds out which ranks are lost after a collective broke off, so that every rank says the same of it.
+
+Covers whose process has ended, who does not answer in the store, and the one text that all take. Does not cover when to
+ask (``channel``).
+"""
+# ruff: noqa: SLF001 - torch has no public name for its default store
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from autobatch.distributed.processes import Process, describe_state
+
+__all__ = ["RollCall"]
+
+_SECONDS = 2.0
+
+
+class RollCall:
+    """The ranks of a process group, as messages name them.
+
+    Attributes:
+        processes: Of each rank; empty before all have said theirs.
+    """
+
+    def __init__(self, members: Sequence[int], rank: int, group_name: str) -> None:
+        """``members`` are numbers in the default process group, ``rank`` is this process's place among them."""
+        self.processes: Sequence[Process] = ()
+        self._members, self._rank, self._world_size = members, rank, dist.get_world_size()
+        self._prefix = f"autobatch/{group_name}/"
+
+    def name(self, rank: int) -> str:
+        """A rank, by its number among all ranks of the job."""
+        return f"rank {self._members[rank]} of {self._world_size}"
+
+    def find_lost(self, reason: str, occasion: int, timeout: timedelta) -> str:
+        """Who is gone; all ranks say what the first one to notice found, as its own process may be gone by then.
+
+        Args:
+            reason: What the collective raised here.
+            occasion: The same number on each rank; another one for each roll call.
+            timeout: How long the collective waited.
+        """
+        lost = self._call(occasion)
+        states = self._read_states()
+        listed = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
+        if not listed:
+            listed = f"a rank of {self._name_all()} is gone or did not answer within {_in_words(timeout)}"
+        return self.leave_word(f"{listed} ({reason})")
+
+    def leave_word(self, text: str) -> str:
+        """Say to those who ask later what was lost; returns what another rank has said before, if one has."""
+        first = _ask_store(lambda store: store.compare_set(f"{self._prefix}lost", "", text))
+        return text if first is None else str(first.decode())
+
+    def _call(self, occasion: int) -> Sequence[int]:
+        """Whose process has ended, or else who does not answer in the store within two seconds.
+
+        A process that was killed closes its sockets a moment before it counts as ended.
+        """
+        missing: list[int] = [rank for rank in range(len(self._members)) if rank != self._rank]
+        end, place = time.monotonic() + _SECONDS, f"{self._prefix}{occasion}/"
+        is_there = _ask_store(lambda store: store.set(f"{place}{self._members[self._rank]}", "here") or True)
+        while missing and time.monotonic() < end:
+            if ended := self._find("has ended"):
+                return ended
+            absent = _ask_store(partial(self._find_absent, missing, place)) if is_there else None
+            is_there, missing = absent is not None, missing if absent is None else absent
+            time.sleep(0.05)
+        return missing if is_there else self._find("is stopped")
+
+    def _find_absent(self, ranks: Sequence[int], place: str, store: Any) -> list[int]:
+        return [rank for rank in ranks if not store.check([f"{place}{self._members[rank]}"])]
+
+    def _find(self, wanted: str) -> list[int]:
+        return [rank for rank, state in enumerate(self._read_states()) if state == wanted]
+
+    def _read_states(self) -> list[str]:
+        return [describe_state(process) for process in self.processes]
+
+    def _describe(self, rank: int, state: str) -> str:
+        if state == "has ended":
+            return f"{self.name(rank)} is gone: its process {self.processes[rank].pid} has ended"
+        known = f", and its process {self.processes[rank].pid} {state}" if state else ""
+        return f"{self.name(rank)} did not answer{known}"
+
+    def _name_all(self) -> str:
+        size = len(self._members)
+        return f"{size}" if size == self._world_size else f"{[*self._members]}"
+
+
+def _ask_store(question: Callable[[Any], Any]) -> Any:
+    """Ask the store of the default process group; ``None`` where it is gone or says nothing for two seconds.
+
+    In a thread of its own: where the process that has the store is stopped, torch waits for good.
+    """
+    answers: list[Any] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError, AttributeError):
+            answers.append(question(dist.distributed_c10d._get_default_store()))
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_SECONDS)
+    return answers[0] if answers else None
+
+
+def _in_words(time_limit: timedelta) -> str:
+    seconds = time_limit.total_seconds()
+    return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
