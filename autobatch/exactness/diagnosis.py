@@ -2,7 +2,7 @@
 
 Covers BatchNorm, state that changes with every forward pass, random numbers that mix samples, sums read as means, terms
 counted once a micro-batch, means over something else than is counted, and generators that cannot be controlled. Does
-not tell apart the other ways in which samples of one micro-batch can depend on each other.
+not distinguish the other ways in which samples of one micro-batch can depend on each other.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def find_parts(order: Sequence[int], blocks: Sequence[Block]) -> StepParts:
 
 
 def has_parts(timeline: Timeline) -> bool:
-    """Whether the parts of its steps can be told apart: a pass that allocates nothing is not seen."""
+    """Whether the parts of its steps can be distinguished: a pass that allocates nothing is not seen."""
     try:
         find_parts(timeline.order, timeline.blocks)
     except ValueError:

@@ -99,7 +99,7 @@ def part_beside_a_mean(model, batch):
 
 
 def two_counts(model, batch):
-    """Two terms whose totals cannot be told apart in one gradient."""
+    """Two terms whose totals cannot be distinguished in one gradient."""
     loss = mean_step(model, batch)
     count = len(batch[0])
     return {"left": autobatch.Mean(loss, over=count), "right": autobatch.Mean(loss, over=2 * count)}

@@ -377,7 +377,7 @@ class Training:
 
 
 class Roomy(FakeDevice):
-    """Room for everything: memory ends where it is told to, and the CPU's own counting stays out."""
+    """Room for everything: memory ends where it is planned to, and the CPU's own counting stays out."""
 
     def __init__(self) -> None:
         super().__init__(lambda n: 10 + n, total_bytes=1000)
@@ -464,7 +464,7 @@ class Tally:
         places: How many faults there were in each part of the step.
         outcomes: "kept": committed, and finished micro-batches were kept; "restarted": committed from the start;
             "undone": ``DoesNotFit``, everything as before; "raised": the error itself came out, everything as before;
-            "told": ``CannotRetry``; "wrong".
+            "reported": ``CannotRetry``; "wrong".
         wrong: What was wrong, for the first few.
     """
 
@@ -493,13 +493,13 @@ class Tally:
 
 
 PLACES = ("weigh", "forward", "backward", "clip", "optimizer")
-OUTCOMES = ("kept", "restarted", "undone", "raised", "told")
+OUTCOMES = ("kept", "restarted", "undone", "raised", "reported")
 RIGHT = {
     "weigh": {"kept"},
     "forward": {"kept", "restarted"},
     "backward": {"kept", "restarted"},
     "clip": {"undone"},
-    "optimizer": {"told"},
+    "optimizer": {"reported"},
 }
 """What may come of a fault in each place. ``weigh`` counts before anything is run: it is asked again."""
 
@@ -519,7 +519,7 @@ class Judge:
             with fault:
                 result = training.runner.step(training.batch)
         except CannotRetry:
-            return "told"
+            return "reported"
         except (DoesNotFit, RankFailed):
             return self._judge_undone(training, before, "undone")
         except (torch.OutOfMemoryError, KeyboardInterrupt, ValueError):  # BatchNorm refuses one sample

@@ -140,10 +140,13 @@ def describe(tally: Counter[str]) -> str:
 
 
 def _agree(outcomes: tuple[str, ...]) -> bool:
-    """Whether all ranks committed, or all undid, or all were told that parameters may differ."""
+    """Whether all ranks committed, or all undid, or all were warned that parameters may differ."""
     if not set(outcomes) <= set(OUTCOMES):
         return False
-    kinds = {"committed" if one in ("kept", "restarted") else "told" if one == "told" else "undone" for one in outcomes}
+    kinds = {
+        "committed" if one in ("kept", "restarted") else "reported" if one == "reported" else "undone"
+        for one in outcomes
+    }
     return len(kinds) == 1
 
 

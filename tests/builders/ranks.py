@@ -87,12 +87,12 @@ def run_ranks(
 
 def values_of(answers: Sequence[Answer]) -> list[Any]:
     """What each rank returned; an error of any fails the test with its trace."""
-    told = [
+    reported = [
         f"rank {rank}: {answer.end}\n{answer.error}"
         for rank, answer in enumerate(answers)
         if answer.error or answer.end != "well"
     ]
-    assert not told, "\n".join(told)
+    assert not reported, "\n".join(reported)
     return [answer.value for answer in answers]
 
 

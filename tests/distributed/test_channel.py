@@ -51,13 +51,13 @@ def end_one(which, how):
     if dist.get_rank() == which:
         os.kill(os.getpid(), how)
     began = time.monotonic()
-    told = []
+    reported = []
     for _ in range(2):
         with pytest.raises(RankLost) as caught:
             channel.exchange("here")
-        told.append(str(caught.value))
-    assert told[0] == told[1]
-    return told[0], time.monotonic() - began
+        reported.append(str(caught.value))
+    assert reported[0] == reported[1]
+    return reported[0], time.monotonic() - began
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -37,7 +37,7 @@ def prove(names, stride, **options):
 
 @pytest.fixture(scope="module")
 def total(request):
-    """What all cases came to by the number of ranks, told at the end."""
+    """What all cases came to by the number of ranks, printed at the end."""
     tallies, seconds = {}, Counter()
     yield tallies, seconds
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():

@@ -28,7 +28,7 @@ SHARES = (6, 6)
 
 
 class Blocks(nn.Module):
-    """Blocks of one shape, of which it runs those that it is told."""
+    """Blocks of one shape, of which it runs those that it is given."""
 
     def __init__(self):
         super().__init__()

@@ -332,10 +332,10 @@ def test_progress_is_one_line_a_trial_on_a_terminal(capsys, monkeypatch):
 def test_memory_that_ends_in_the_first_update_is_an_outcome(name):
     """Half an optimizer state was made, on which the next trial's step would stumble; its hooks stay silent too."""
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    told, ends = [], set()
+    reported, ends = [], set()
     for kibibytes in range(200, 800, 100):
         optimizer = getattr(torch.optim, name)(model.parameters())
-        optimizer.register_step_post_hook(lambda *_: told.append("stepped"))
+        optimizer.register_step_post_hook(lambda *_: reported.append("stepped"))
         try:
             autobatch.fit(model, 8, batch=torch.zeros(4, 64), optimizer=optimizer, budget=f"{kibibytes}KiB")
             ends.add("fits")
@@ -343,7 +343,7 @@ def test_memory_that_ends_in_the_first_update_is_an_outcome(name):
             ends.add("does not fit")
         assert optimizer.state == {}
     assert ends == {"fits", "does not fit"}
-    assert told == []
+    assert reported == []
 
 
 class TwoParts(torch.optim.Optimizer):

@@ -22,7 +22,7 @@ ROOMY = 10**9
 
 
 class Wide(nn.Module):
-    """Enough activations and parameters that each part of the peak can be told from the others."""
+    """Enough activations and parameters that each part of the peak can be distinguished."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def other_step(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], label_smoothing=0.1)
 
 
-def told(caplog):
+def warnings_of(caplog):
     """What was said of remembered plans."""
     return [line for line in caplog.messages if "of an earlier run" in line]
 
@@ -70,7 +70,7 @@ def test_the_second_fit_costs_one_trial(caplog):
     assert second.peak_bytes == first.peak_bytes
     assert (second.confirms, second.curve) == (first.id, first.curve)
     assert second.id not in {"", first.id}
-    [line] = told(caplog)
+    [line] = warnings_of(caplog)
     assert f"plan {first.id} of an earlier run is for this step: one trial of {first.micro_batch_size}" in line
 
 
@@ -127,13 +127,13 @@ CHANGED = {
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("name", CHANGED)
 def test_what_is_not_the_same_is_searched_for(name, caplog):
-    """Another question about the same step is told; of another step there is nothing to tell."""
+    """Another question about the same step is warned of; of another step nothing is said."""
     caplog.set_level(logging.INFO, "autobatch")
     autobatch.fit(**make())
     plan = autobatch.fit(**CHANGED[name]())
     assert len(plan.trials) > 1
     assert plan.confirms == ""
-    lines = told(caplog)
+    lines = warnings_of(caplog)
     assert len(lines) == (name in {"another target", "another bound", "another objective"})
     assert all("it was made for" in line for line in lines)
 
@@ -145,7 +145,7 @@ def test_a_plan_that_needs_more_than_today_is_not_tried(caplog):
     first = autobatch.fit(**make())
     second = autobatch.fit(**make(budget=first.peak_bytes))  # its headroom is then missing
     assert second.micro_batch_size < first.micro_batch_size
-    [line] = told(caplog)
+    [line] = warnings_of(caplog)
     assert f"plan {first.id} of an earlier run is not reused: it needs" in line
     assert autobatch.fit(**make(budget=first.peak_bytes)).confirms == second.id
 
@@ -157,7 +157,7 @@ def test_more_room_than_then_is_used(caplog):
     first = autobatch.fit(**make())
     second = autobatch.fit(**make(budget="64MiB"))
     assert second.micro_batch_size > first.micro_batch_size
-    assert "may fit; searching anew" in told(caplog)[0]
+    assert "may fit; searching anew" in warnings_of(caplog)[0]
     assert autobatch.fit(**make(budget="64MiB")).confirms == second.id
 
 
@@ -200,8 +200,8 @@ def test_a_change_that_the_fingerprint_cannot_see_is_found_by_the_trial(monkeypa
     assert second.confirms == ""
     assert second.peak_bytes <= second.limit_bytes
     assert (second.micro_batch_size < first.micro_batch_size) == (copies > 1)
-    assert "searching anew" in told(caplog)[-1]
-    assert why in told(caplog)[-1]
+    assert "searching anew" in warnings_of(caplog)[-1]
+    assert why in warnings_of(caplog)[-1]
 
 
 def test_what_runs_on_a_stand_in_is_not_kept(home):

@@ -41,7 +41,7 @@ def reserved_on(device):
 
 
 def test_an_allocation_beyond_the_limit_is_an_oom(device):
-    """Inside the block the budget is all there is; it is met by a real error that is classified and told."""
+    """Inside the block the budget is all there is; it is met by a real error that is classified and reported."""
     budget = reserved_on(device) + 64 * MIB
     with device.limit(budget), pytest.raises(torch.OutOfMemoryError) as caught:
         bytes_on(device, 66 * MIB)

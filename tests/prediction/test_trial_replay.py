@@ -71,7 +71,7 @@ def test_released_caches_are_not_reserved_and_peaks_begin_there():
 
 
 def test_steps_that_are_not_two_of_two_micro_batches_are_refused():
-    """Their parts could not be told apart."""
+    """Their parts could not be distinguished."""
     one = TracedStep(samples=2, order=(1,), sizes=(512,), blocks=(Block(phase="forward", kind="activation"),))
     two = one.model_copy(update={"samples": 3})
     timeline = align(one, two)

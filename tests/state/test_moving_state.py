@@ -40,7 +40,7 @@ def test_a_retried_step_is_the_one_that_used_the_final_pieces(case, second):
     outcomes = [judge.outcome(oom_at(position)) for position in places[:: max(len(places) // 12, 1)]]
     assert not [outcome for outcome in outcomes if outcome not in OUTCOMES]
     assert {"kept", "restarted"} & set(outcomes)
-    assert "told" not in outcomes
+    assert "reported" not in outcomes
 
 
 @BY_NAME

@@ -22,7 +22,7 @@ BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 @pytest.fixture(scope="module")
 def total(request):
-    """What all cases came to, told at the end."""
+    """What all cases came to, printed at the end."""
     tally = Tally()
     yield tally
     if sum(tally.places.values()):
@@ -43,7 +43,7 @@ def test_an_oom_at_any_operation_of_a_step(capsys, total):
     tally = prove(SMALL)
     tell(capsys, SMALL.name, tally, total)
     assert min(tally.places[place] for place in ("forward", "backward", "clip", "optimizer")) >= 4
-    assert min(tally.outcomes[outcome] for outcome in ("kept", "restarted", "undone", "told")) >= 4
+    assert min(tally.outcomes[outcome] for outcome in ("kept", "restarted", "undone", "reported")) >= 4
 
 
 @pytest.mark.slow

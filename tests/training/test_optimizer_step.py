@@ -1,4 +1,4 @@
-"""The update: what comes before the optimizer's own step is undone, what comes after is told."""
+"""The update: what comes before the optimizer's own step is undone, what comes after is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fail_with(error):
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_beginning_is_told_once_right_before_the_optimizers_step(scaled):
-    """When it is told all is prepared and nothing has moved."""
+    """When it is reported all is prepared and nothing has moved."""
     model, optimizer, update = make(scaled=scaled, scheduled=True)
     before, order = model.weight.detach().clone(), []
 

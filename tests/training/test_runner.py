@@ -320,8 +320,8 @@ def test_a_batch_of_another_size_is_run_as_given_and_told_once():
     runner.accumulate(batch)
     assert relative_error(gradients_of(model), expected) <= 1e-12
     runner.accumulate(batch)
-    [told] = [event for event in events if isinstance(event, BatchDiffers)]
-    assert (told.samples, told.planned) == (9, 16)
+    [reported] = [event for event in events if isinstance(event, BatchDiffers)]
+    assert (reported.samples, reported.planned) == (9, 16)
 
 
 def test_step_over_takes_smaller_batches_as_one():
@@ -650,8 +650,8 @@ def test_an_interrupt_while_a_step_is_told_leaves_it_a_step_that_was_done():
         runner.step(make_batch(4))
     assert runner.steps == 1
     runner.step(make_batch(4))
-    told = [(type(event).__name__, event.step) for event in events if isinstance(event, StepFinished | StepFailed)]
-    assert told == [("StepFinished", 0), ("StepFinished", 1)]
+    reported = [(type(event).__name__, event.step) for event in events if isinstance(event, StepFinished | StepFailed)]
+    assert reported == [("StepFinished", 0), ("StepFinished", 1)]
 
 
 def test_the_batch_stays_where_it_is_and_unchanged():

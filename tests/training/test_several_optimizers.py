@@ -122,7 +122,7 @@ def test_memory_that_ends_anywhere(scaled, quiet_log):
             with oom_at(position):
                 sizes = training.runner.step(batch).micro_batch_sizes
         except CannotRetry:
-            outcomes.append("told")
+            outcomes.append("reported")
             continue
         except (DoesNotFit, torch.OutOfMemoryError):
             outcomes.append("undone")
@@ -135,7 +135,7 @@ def test_memory_that_ends_anywhere(scaled, quiet_log):
             other.runner.step(batch)
             committed[sizes] = other.state()
         assert not [d for d in differences(training.state(), committed[sizes]) if "gradient object" not in d]
-    assert set(outcomes) == {"retried", "undone", "told"}
+    assert set(outcomes) == {"retried", "undone", "reported"}
 
 
 class Failing(torch.optim.SGD):

@@ -129,7 +129,7 @@ class Optimization:
 
     def _may_run_again(self, runner: LightningRunner, error: Exception) -> bool:
         """Whether memory ended where a smaller micro-batch is of no use, and all is as before the step."""
-        if isinstance(error, DoesNotFit):  # other ranks have been told, and will not run it again
+        if isinstance(error, DoesNotFit):  # the other ranks know of it, and will not run it again
             return runner.update.ended_early and self._trainer.world_size == 1
         return not isinstance(error, AutobatchError) and is_oom(error)
 

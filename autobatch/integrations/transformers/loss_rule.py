@@ -49,8 +49,8 @@ class LossRule:
         cut: How batches are divided.
         reading: What the Trainer's loss was divided by.
         step: The Trainer's step.
-        open: Other readings that the samples that were compared could not tell from this one: where all have equally
-            many labels, a mean over labels is a mean over samples.
+        open: Other readings that the samples that were compared could not distinguish from this one: where all have
+            equally many labels, a mean over labels is a mean over samples.
     """
 
     cut: Cut
@@ -85,7 +85,8 @@ class LossRule:
 def cuts_for(trainer: Any, collate: Callable[[Sequence[Any]], Any]) -> tuple[Cut, ...]:
     """The ways to divide that may be exact for a Trainer, the cheapest in memory first.
 
-    An encoder's and a decoder's positions cannot be told apart by their number, and the noise of NEFTune depends on it.
+    An encoder's and a decoder's positions cannot be distinguished by their number, and the noise of NEFTune depends on
+    it.
     """
     config = getattr(trainer.model, "config", None)
     has_two_lengths = getattr(config, "is_encoder_decoder", False)
