@@ -67,6 +67,7 @@ class Channel:
         own: Any = group or dist.group.WORLD
         self._name, self._lost, self._exchanges = own.group_name, "", 0
         self.agreed, self._blocks = 0, 0
+        self._buffers: list[torch.Tensor] = []
         self._roll_call = RollCall(self.members, self.rank, self._name)
         is_part = self.size < dist.get_world_size()
         try:
@@ -162,9 +163,14 @@ class Channel:
 
     def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
         """Each rank's full length and the bytes of it that are in its slot."""
-        said = bytearray((length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0"))
-        heard = [torch.empty(slot, dtype=torch.uint8, device="cpu") for _ in range(self.size)]
-        dist.all_gather(heard, torch.frombuffer(said, dtype=torch.uint8), group=self._group)
+        if not self._buffers or len(self._buffers[0]) != slot:
+            with torch.inference_mode(mode=False):  # else it could be written in no other mode
+                self._buffers = [torch.empty(slot, dtype=torch.uint8, device="cpu") for _ in range(1 + self.size)]
+        # Kept from one exchange to the next: gloo's thread lets go of them some time after it, and where it is the last
+        # one to do so it has to wait for the interpreter.
+        own, *heard = self._buffers
+        ctypes.memmove(own.data_ptr(), (length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0"), slot)
+        dist.all_gather(heard, own, group=self._group)
         rows = [ctypes.string_at(row.data_ptr(), slot) for row in heard]  # bytes(storage) takes 3 ms for each
         lengths = [int.from_bytes(row[:_HEAD], "big") for row in rows]
         return [(length, row[_HEAD : _HEAD + length]) for length, row in zip(lengths, rows, strict=True)]
