@@ -234,10 +234,14 @@ def refuse_differences(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -
             raise error if ranks is None else ranks.refuse(error)
 
 
-def describe_parameters(parameters: Sequence[torch.Tensor]) -> str:
-    """What differs where two ranks train other parameters, or the same in another order."""
+def describe_parameters(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
+    """What differs where two ranks train other parameters, or the same in another order.
+
+    Also those of one shape, as of layers that were made in the order of a set: by their names.
+    """
+    names = [name.replace("_orig_mod.", "") for name, _ in model.named_parameters()]  # one rank may compile it
     facts = [(str(p.dtype), () if is_uninitialized(p) else tuple(p.shape), p.requires_grad) for p in parameters]
-    return f"{len(facts)} parameters {hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
+    return f"{len(facts)} parameters {hashlib.sha256(repr((names, facts)).encode()).hexdigest()[:8]}"
 
 
 def read_timeout(timeout: Any) -> timedelta | None:
