@@ -44,6 +44,9 @@ __all__ = [
     "world_size",
 ]
 
+_LONGEST_SECONDS = 1e9
+"""As good as for good; of ten times as many gloo cannot hold the nanoseconds, and waits for none."""
+
 
 def world_size() -> int:
     """Ranks of the default process group; 1 without one."""
@@ -168,12 +171,26 @@ class Ranks:
         channel.note_reported(error)
 
 
-def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | None:
+def find_ranks(model: nn.Module, timeout: Any = None) -> Ranks | None:
     """The ranks over which the model is parallel; ``None`` where it trains on one.
 
+    Args:
+        model: Wrapped, as the user gave it.
+        timeout: How many seconds one waits for the others, as the user gave it.
+
     Raises:
-        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients.
+        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients; or ``timeout`` is no
+            time, of which the others hear.
     """
+    try:
+        limit = read_timeout(timeout)
+    except InvalidArgument:
+        with all_or_none(_find_ranks(model, None), "timeout="):
+            raise
+    return _find_ranks(model, limit)
+
+
+def _find_ranks(model: nn.Module, timeout: timedelta | None) -> Ranks | None:
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
         return Ranks(model, group, timeout) if dist.get_world_size(group) > 1 else None
@@ -255,4 +272,4 @@ def read_timeout(timeout: Any) -> timedelta | None:
     is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if not is_number or not 0 < float(timeout) < math.inf:
         raise InvalidArgument(f"timeout={show_value(timeout)} must be a number of seconds greater than 0, or None")
-    return timedelta(seconds=float(timeout))
+    return timedelta(seconds=min(float(timeout), _LONGEST_SECONDS))

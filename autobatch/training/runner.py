@@ -25,7 +25,6 @@ from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
     all_or_none,
     find_ranks,
-    read_timeout,
     refuse_differences,
     take_module,
 )
@@ -158,7 +157,7 @@ class StepRunner:
             RankFailed: It did not do on another rank, or the ranks are at different calls.
             RankLost: Another rank is gone or did not answer.
         """
-        self._ranks = find_ranks(model, read_timeout(timeout))
+        self._ranks = find_ranks(model, timeout)
         with all_or_none(self._ranks, "Runner()") as said:
             check_plan(plan, weigh)
             check_rank(plan, *((0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)))

@@ -146,12 +146,18 @@ class Broken:
         raise self.error
 
 
-def fail_again(model, **changes):
+def fit_runner(model, keep=()):
+    """As a Runner."""
+    options = {"batch": make_batch(4, torch.float64), "device": make_device(), "check": None}
+    return autobatch.Runner.fit(model, mean_step, None, target_batch=TARGET, keep=keep, **options)
+
+
+def fail_again(model, call=fit, **changes):
     """The errors of a few calls that one rank ends before it has talked to the others."""
     errors = []
     for _ in range(5):
         with pytest.raises((AutobatchError, ValueError)) as caught:
-            fit(model, **(changes if dist.get_rank() else {}))
+            call(model, **(changes if dist.get_rank() else {}))
         errors.append(f"{type(caught.value).__name__}: {caught.value}")
         del caught  # so that the next error may get its id
     return errors
@@ -187,6 +193,8 @@ def fit_all():
         "wrong share": fail(model, share=[20, 21]),
         "one error": fail_again(model, step=Broken()),
         "errors alike": fail_again(model, target_batch=0),
+        "no time": fail_again(model, timeout=-1),
+        "nothing to keep": fail_again(model, fit_runner, keep=[3]),
         "no memory": fail(model, device=FakeDevice(lambda n: 10 + n, total_bytes=10 + (rank == 0))),
         "plain": fail(Plain()),
         "sync": fail(with_late_layer(nn.SyncBatchNorm(4))),
@@ -356,6 +364,14 @@ def test_a_rank_on_which_nothing_fits_stops_the_others():
     [
         ("one error", "ValueError: the same again"),
         ("errors alike", "InvalidArgument: target_batch=0 must be an int of at least 1: it counts samples"),
+        ("no time", "InvalidArgument: timeout=-1 must be a number of seconds greater than 0, or None"),
+        (
+            "nothing to keep",
+            (
+                "InvalidArgument: keep[0] is an int, which cannot be put back: give it state_dict() and "
+                "load_state_dict(state), or take() and put(taken)"
+            ),
+        ),
     ],
 )
 def test_an_error_is_news_to_the_others_each_time(name, text):
