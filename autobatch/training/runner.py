@@ -382,8 +382,9 @@ class StepRunner:
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
         if self._ranks is None:
             return None
-        action, norm = ("step", self._max_grad_norm) if update else ("accumulate", None)
-        return begin_step(self._ranks, self.steps, action, self._workload.optimizer, norm)
+        if not update:
+            return begin_step(self._ranks, self.steps, "accumulate", None, None)
+        return begin_step(self._ranks, self.steps, "step", self._workload.optimizer, self._max_grad_norm)
 
     def _end(self, shared: SharedStep, accumulated: AccumulationState | None) -> tuple[RankStep, ...]:
         sizes, retries = (accumulated.micro_batch_sizes, accumulated.retries) if accumulated else ((), 0)
