@@ -14,6 +14,7 @@ from torch import nn
 
 from autobatch.batch.cutting import CutFunction
 from autobatch.batch.lengths import LengthOf, Lengths
+from autobatch.distributed.ranks import find_ranks, several_blocks
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
 from autobatch.memory.device import Device
@@ -106,30 +107,31 @@ class Runner(StepRunner):
             NeedsBatch: As ``fit``, and so are ``DoesNotFit`` and ``InexactSplit``.
             InvalidArgument: An argument cannot mean anything.
         """
-        kept = StepState(nn.Module(), torch.device("cpu"), check_objects(keep), records=False).begin()
-        try:
-            plan = fit(
-                model,
-                target_batch,
-                batch=batch,
-                step=step,
-                optimizer=optimizer,
-                weigh=weigh,
-                lengths=lengths,
-                device=device,
-                budget=budget,
-                headroom=headroom,
-                max_micro_batch=max_micro_batch,
-                objective=objective,
-                accumulate_in_float32=accumulate_in_float32,
-                check=check,
-                reuse=reuse,
-                progress=progress,
-                share=share,
-                timeout=timeout,
-            )
-        finally:
-            kept.restore()
+        with several_blocks(find_ranks(model, timeout), "Runner.fit()"):
+            kept = StepState(nn.Module(), torch.device("cpu"), check_objects(keep), records=False).begin()
+            try:
+                plan = fit(
+                    model,
+                    target_batch,
+                    batch=batch,
+                    step=step,
+                    optimizer=optimizer,
+                    weigh=weigh,
+                    lengths=lengths,
+                    device=device,
+                    budget=budget,
+                    headroom=headroom,
+                    max_micro_batch=max_micro_batch,
+                    objective=objective,
+                    accumulate_in_float32=accumulate_in_float32,
+                    check=check,
+                    reuse=reuse,
+                    progress=progress,
+                    share=share,
+                    timeout=timeout,
+                )
+            finally:
+                kept.restore()
         return cls(
             plan,
             model,

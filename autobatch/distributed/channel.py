@@ -15,7 +15,6 @@ import atexit
 import ctypes
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.processes import Process, find_process
-from autobatch.distributed.roll_call import RollCall
+from autobatch.distributed.roll_call import RollCall, in_words
 from autobatch.errors import RankLost
 
 __all__ = ["Channel", "open_channel"]
@@ -41,6 +40,7 @@ _UNKNOWN_TIMEOUT = timedelta(minutes=30)
 _REPORTED = "_autobatch_reported"
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+_opened: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # how often, as each rank counts it
 _open: WeakSet[Channel] = WeakSet()
 
 
@@ -69,17 +69,7 @@ class Channel:
         self.agreed, self._blocks = 0, 0
         self._buffers: list[torch.Tensor] = []
         self._roll_call = RollCall(self.members, self.rank, self._name)
-        is_part = self.size < dist.get_world_size()
-        try:
-            self._group = dist.new_group(
-                self.members if is_part else None,
-                backend="gloo",
-                timeout=self.timeout,
-                use_local_synchronization=is_part,
-                group_desc="autobatch",
-            )
-        except RuntimeError as error:
-            raise RankLost(f"the {self.size} ranks did not meet ({_first_line(error)})") from error
+        self._group = self._open_group(own)
         _open.add(self)
         self._roll_call.processes = [Process(*said) for said in self.exchange(find_process())]
 
@@ -87,8 +77,7 @@ class Channel:
         """Set how long an exchange waits for the others, on this rank alone."""
         if timeout != self.timeout:
             self.timeout = timeout
-            backend: Any = self._group._get_backend(torch.device("cpu"))
-            backend._set_default_timeout(timeout)
+            self._group._set_default_timeout(timeout)
 
     def exchange(self, message: Any) -> list[Any]:
         """Say something that JSON can hold; returns what each rank said, by rank.
@@ -144,8 +133,6 @@ class Channel:
         if self._lost:
             return
         self._lost = "the channel between the ranks is closed: this process ends"
-        with suppress(ValueError, RuntimeError):  # the user has destroyed it
-            dist.destroy_process_group(self._group)
         del self._group  # its last reference joins the threads
 
     def lose(self, reason: str) -> RankLost:
@@ -161,6 +148,24 @@ class Channel:
         self._lost = self._lost or own
         return RankLost(self._lost)
 
+    def _open_group(self, own: dist.ProcessGroup) -> Any:
+        """The group on the host.
+
+        Not by ``dist.new_group``: where some ranks make one, each looks for the others under a name that has in it how
+        many groups this rank is in by itself, and another may be in more (torch 2.13).
+        """
+        number = _opened[own] = _opened.get(own, 0) + 1
+        c10d: Any = dist.distributed_c10d
+        store = c10d.PrefixStore(f"autobatch/{self._name}/{number}", c10d._get_default_store())
+        try:
+            store.set(f"came/{self.rank}", "here")
+            return c10d.ProcessGroupGloo(store, self.rank, self.size, timeout=self.timeout)
+        except RuntimeError as error:
+            raise RankLost(
+                f"{self._roll_call.name_absent(store)} did not come to the same call within {in_words(self.timeout)} "
+                f"({_first_line(error)})"
+            ) from error
+
     def _gather(self, content: bytes, length: int, slot: int) -> list[tuple[int, bytes]]:
         """Each rank's full length and the bytes of it that are in its slot."""
         if not self._buffers or len(self._buffers[0]) != slot:
@@ -170,7 +175,7 @@ class Channel:
         # one to do so it has to wait for the interpreter.
         own, *heard = self._buffers
         ctypes.memmove(own.data_ptr(), (length.to_bytes(_HEAD, "big") + content).ljust(slot, b"\0"), slot)
-        dist.all_gather(heard, own, group=self._group)
+        self._group.allgather([heard], [own]).wait()
         rows = [ctypes.string_at(row.data_ptr(), slot) for row in heard]  # bytes(storage) takes 3 ms for each
         lengths = [int.from_bytes(row[:_HEAD], "big") for row in rows]
         return [(length, row[_HEAD : _HEAD + length]) for length, row in zip(lengths, rows, strict=True)]

@@ -79,7 +79,7 @@ class Division:
             "weigh=": "None" if workload.weigh is None else "given",
             "lengths=": "given" if has_lengths else "None",
             "optimizer=": name_optimizer(workload.optimizer) or "None",
-            "the model": describe_parameters(workload.parameters()),
+            "the model": describe_parameters(workload.model, workload.parameters()),
         }
         return [{"same": same, "memory": _name_memory(workload, device)}]
 

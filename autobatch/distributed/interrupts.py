@@ -1,32 +1,51 @@
-"""Holds back Ctrl-C while other ranks wait for this one.
+"""Holds back Ctrl-C, and other signals whose handlers may raise, while other ranks wait for this one.
 
-Covers Python's handler of SIGINT in the main thread; elsewhere no interrupt comes. Does not cover signals that end the
-process.
+Covers Python's handlers in the main thread, elsewhere none is called: that of SIGINT, a DataLoader's of SIGCHLD, which
+raises when a worker was killed, and the user's, such as one that ends the process in order on SIGTERM. Does not cover
+signals that end the process.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 __all__ = ["deferred_interrupts"]
 
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))  # Windows has fewer
+
+
+_is_deferring = False
+"""Of the main thread, the only one that sets it."""
+
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """A block in whose middle no ``KeyboardInterrupt`` is raised; at its end it is, where one came."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+    """A block in whose middle no handler of a signal is called, so that none raises; at its end they are."""
+    global _is_deferring  # noqa: PLW0603 - a block inside another has nothing to hold back
+    if _is_deferring or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[Any] = []
-    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(*came[-1])
+    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    came: dict[int, Any] = {}
+    with ExitStack() as end:  # all of it is done, also where a handler raises
+        end.callback(_call, handlers, came)
+        for number, handler in handlers.items():
+            end.callback(signal.signal, number, handler)
+            signal.signal(number, came.__setitem__)
+        _is_deferring = True
+        try:
+            yield
+        finally:
+            _is_deferring = False
+
+
+def _call(handlers: Mapping[int, Callable[[int, Any], Any]], came: Mapping[int, Any]) -> None:
+    """Each handler whose signal came; of several that raise, Ctrl-C's error comes out."""
+    with ExitStack() as calls:
+        for number in sorted(came):  # the first to be noted is the last to be called
+            calls.callback(handlers[number], number, came[number])

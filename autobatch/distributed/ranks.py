@@ -44,6 +44,12 @@ __all__ = [
     "world_size",
 ]
 
+_LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""In names of parameters: one rank may compile the model, or run a part again in the backward pass, where others do not."""
+
+_LONGEST_SECONDS = 1e9
+"""As good as for good; of ten times as many gloo cannot hold the nanoseconds, and waits for none."""
+
 
 def world_size() -> int:
     """Ranks of the default process group; 1 without one."""
@@ -168,12 +174,26 @@ class Ranks:
         channel.note_reported(error)
 
 
-def find_ranks(model: nn.Module, timeout: timedelta | None = None) -> Ranks | None:
+def find_ranks(model: nn.Module, timeout: Any = None) -> Ranks | None:
     """The ranks over which the model is parallel; ``None`` where it trains on one.
 
+    Args:
+        model: Wrapped, as the user gave it.
+        timeout: How many seconds one waits for the others, as the user gave it.
+
     Raises:
-        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients.
+        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients; or ``timeout`` is no
+            time, of which the others hear.
     """
+    try:
+        limit = read_timeout(timeout)
+    except InvalidArgument:
+        with all_or_none(_find_ranks(model, None), "timeout="):
+            raise
+    return _find_ranks(model, limit)
+
+
+def _find_ranks(model: nn.Module, timeout: timedelta | None) -> Ranks | None:
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
         return Ranks(model, group, timeout) if dist.get_world_size(group) > 1 else None
@@ -234,10 +254,16 @@ def refuse_differences(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -
             raise error if ranks is None else ranks.refuse(error)
 
 
-def describe_parameters(parameters: Sequence[torch.Tensor]) -> str:
-    """What differs where two ranks train other parameters, or the same in another order."""
+def describe_parameters(model: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
+    """What differs where two ranks train other parameters, or the same in another order.
+
+    Also those of one shape, as of layers that were made in the order of a set: by their names.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for wrapper in _LOCAL_WRAPPERS:
+        names = [name.replace(f"{wrapper}.", "") for name in names]
     facts = [(str(p.dtype), () if is_uninitialized(p) else tuple(p.shape), p.requires_grad) for p in parameters]
-    return f"{len(facts)} parameters {hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
+    return f"{len(facts)} parameters {hashlib.sha256(repr((names, facts)).encode()).hexdigest()[:8]}"
 
 
 def read_timeout(timeout: Any) -> timedelta | None:
@@ -251,4 +277,4 @@ def read_timeout(timeout: Any) -> timedelta | None:
     is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
     if not is_number or not 0 < float(timeout) < math.inf:
         raise InvalidArgument(f"timeout={show_value(timeout)} must be a number of seconds greater than 0, or None")
-    return timedelta(seconds=float(timeout))
+    return timedelta(seconds=min(float(timeout), _LONGEST_SECONDS))

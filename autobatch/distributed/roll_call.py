@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from autobatch.distributed.processes import Process, describe_state
 
-__all__ = ["RollCall"]
+__all__ = ["RollCall", "in_words"]
 
 _SECONDS = 2.0
 
@@ -41,6 +41,12 @@ class RollCall:
         """A rank, by its number among all ranks of the job."""
         return f"rank {self._members[rank]} of {self._world_size}"
 
+    def name_absent(self, store: Any) -> str:
+        """Who has set no ``came/<rank>`` in this store, which each does before it waits for the others."""
+        ranks = range(len(self._members))
+        absent = _ask_store(lambda _: [rank for rank in ranks if not store.check([f"came/{rank}"])])
+        return ", ".join(map(self.name, absent or ())) or f"a rank of {self._name_all()}"
+
     def find_lost(self, reason: str, occasion: int, timeout: timedelta) -> str:
         """Who is gone; all ranks say what the first one to notice found, as its own process may be gone by then.
 
@@ -53,7 +59,7 @@ class RollCall:
         states = self._read_states()
         listed = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
         if not listed:
-            listed = f"a rank of {self._name_all()} is gone or did not answer within {_in_words(timeout)}"
+            listed = f"a rank of {self._name_all()} is gone or did not answer within {in_words(timeout)}"
         return self.leave_word(f"{listed} ({reason})")
 
     def leave_word(self, text: str) -> str:
@@ -114,6 +120,7 @@ def _ask_store(question: Callable[[Any], Any]) -> Any:
     return answers[0] if answers else None
 
 
-def _in_words(time_limit: timedelta) -> str:
+def in_words(time_limit: timedelta) -> str:
+    """Seconds, or minutes where these are many."""
     seconds = time_limit.total_seconds()
     return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"

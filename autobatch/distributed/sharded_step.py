@@ -43,12 +43,12 @@ class ShardedStep(SharedStep):
             ranks: Whose model is sharded.
             step: Of the Runner.
             action: ``"step"`` or ``"accumulate"``.
-            optimizer: Whose parameters' gradients are clipped.
+            optimizer: Whose step is the update, and whose parameters' gradients are clipped.
             max_grad_norm: To this norm, over all ranks.
         """
-        super().__init__(ranks, step, action)
+        super().__init__(ranks, step, action, optimizer)
         assert ranks.lockstep is not None  # noqa: S101 - narrows for mypy
-        self.lockstep, self._optimizer, self._max_grad_norm = ranks.lockstep, optimizer, max_grad_norm
+        self.lockstep, self._max_grad_norm = ranks.lockstep, max_grad_norm
 
     def begin(self) -> None:
         """From here on each pass is ended together, until ``close``."""
@@ -139,7 +139,7 @@ class ShardedStep(SharedStep):
         if self._max_grad_norm is not None:
             self._clip(self._max_grad_norm)
         with deferred_interrupts():
-            self._agreement.meet("update")
+            self._meet_to_update()
         begin()
 
     def _clip(self, most: float) -> None:
@@ -158,7 +158,7 @@ def begin_step(ranks: Ranks, step: int, action: str, optimizer: Any | None, max_
     """This rank's part of a step."""
     if ranks.lockstep is not None:
         return ShardedStep(ranks, step, action, optimizer, max_grad_norm)
-    return SharedStep(ranks, step, action)
+    return SharedStep(ranks, step, action, optimizer)
 
 
 def _correct(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ __all__ = ["OTHERS_TRAINED", "SharedStep", "describe_slots", "find_wanted", "mak
 
 OTHERS_TRAINED = "the ranks train different parameters: make and freeze the same ones on each"
 
+_MOST_RATES = 16
+_RATES_DIFFER_BY = 1e-9
+
 
 class SharedStep:
     """One step, on every rank.
@@ -36,12 +40,12 @@ class SharedStep:
         samples: Of all ranks.
     """
 
-    def __init__(self, ranks: Ranks, step: int, action: str) -> None:
-        """Nothing is said before ``open``."""
+    def __init__(self, ranks: Ranks, step: int, action: str, optimizer: Any | None = None) -> None:
+        """Nothing is said before ``open``; ``optimizer``: whose step is the update."""
         self.weights: Mapping[str, float] = {}
         self.samples = 0
         self._ranks, self._agreement = ranks, StepAgreement(ranks.channel, ranks.number, step, action)
-        self._is_open, self._block = False, ExitStack()
+        self._optimizer, self._is_open, self._block = optimizer, False, ExitStack()
         self._own_samples = 0
 
     def begin(self) -> None:
@@ -167,11 +171,11 @@ class SharedStep:
         that is run again would undo it.
 
         Raises:
-            InvalidStep: The ranks' models have different buffers.
+            InvalidStep: The ranks' models have different buffers, or their optimizers different rates.
         """
         buffers = SharedBuffers(broadcast_buffers_of(self._ranks.wrapper))
         with deferred_interrupts():
-            said = self._agreement.meet("update", buffers=buffers.description)
+            said = self._meet_to_update(buffers=buffers.description)
             if len({one["buffers"] for one in said}) > 1:
                 raise self._agreement.refuse(
                     InvalidStep(
@@ -181,6 +185,23 @@ class SharedStep:
                 )
             buffers.take_first(self._ranks.wrapper.process_group, self._ranks.channel)
         begin()
+
+    def _meet_to_update(self, **said: Any) -> list[dict[str, Any]]:
+        """The last meeting before the update, to which each rank says its learning rates.
+
+        A scheduler may have set them by what only this rank knows, such as the loss of its own validation samples.
+        """
+        heard = self._agreement.meet("update", rates=_read_rates(self._optimizer), **said)
+        if not all(_are_close(one["rates"], heard[0]["rates"]) for one in heard):
+            named = zip(self._ranks.channel.members, heard, strict=True)
+            listed = "; ".join(f"rank {rank}: {', '.join(map(str, one['rates']))}" for rank, one in named)
+            raise self._agreement.refuse(
+                InvalidStep(
+                    f"the learning rates differ between the ranks ({listed}), so that the optimizer would move the "
+                    f"parameters apart: set the same on each, as a scheduler does that is given a number of all ranks"
+                )
+            )
+        return heard
 
     def end(self, *, micro_batch_size: int, retries: int, peak_bytes: int) -> tuple[RankStep, ...]:
         """After the update, on every rank; or where no sample of any counted. Interrupts then wait for ``close``.
@@ -196,6 +217,17 @@ class SharedStep:
             "done", did={**own, "samples": self._own_samples, "seconds": self._ranks.own_time.read()}
         )
         return tuple(RankStep(rank=rank, **one["did"]) for rank, one in enumerate(said))
+
+
+def _read_rates(optimizer: Any | None) -> list[float]:
+    """The first few of its learning rates, each once; not those in tensors, for which a device would be waited for."""
+    rates = [group.get("lr") for group in optimizer.param_groups] if optimizer is not None else []
+    return list(dict.fromkeys(float(rate) for rate in rates if isinstance(rate, int | float)))[:_MOST_RATES]
+
+
+def _are_close(rates: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether they are equal but for the last bits, in which two processors may differ."""
+    return len(rates) == len(others) and all(map(partial(math.isclose, rel_tol=_RATES_DIFFER_BY), rates, others))
 
 
 def make_slots(

@@ -18,7 +18,7 @@ __all__ = ["digest_values"]
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS_AT_ONCE = 2**20
-"""A sum of narrower integers in int64 may copy them first."""
+"""Of which the places, in int64, lie beside them."""
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def digest_values(tensors: Sequence[torch.Tensor | None]) -> str:
 
 
 def _sum_bits(tensor: torch.Tensor) -> int:
-    """The sum of all elements' bits as integers.
+    """The sum of all elements' bits as integers, each times its place: the same values may lie in other places.
 
     A sum of floats would depend on the order in which a device adds them.
     """
@@ -50,4 +50,8 @@ def _sum_bits(tensor: torch.Tensor) -> int:
         return 0
     rows = bits.reshape(1) if not bits.ndim else bits
     rows_at_once = max(1, _ELEMENTS_AT_ONCE * len(rows) // rows.numel())
-    return sum(int(part.sum(dtype=torch.int64)) for part in rows.split(rows_at_once))
+    total = begin = 0
+    for part in rows.split(rows_at_once):
+        places = torch.arange(begin + 1, begin + part.numel() + 1, device=bits.device).view(part.shape)
+        total, begin = total + int(places.mul_(part).sum()), begin + part.numel()
+    return total % 2**64  # as the parts' sums, which int64 may not hold

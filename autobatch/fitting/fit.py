@@ -20,7 +20,7 @@ from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
-from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, read_timeout, several_blocks, take_module
+from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.trimming import check_trimming
@@ -133,7 +133,7 @@ def fit(
         RankLost: Another rank is gone or did not answer.
     """
     started = time.perf_counter()
-    ranks = find_ranks(model, read_timeout(timeout))
+    ranks = find_ranks(model, timeout)
     with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = _check_sizes(target_batch, max_micro_batch)
         _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)

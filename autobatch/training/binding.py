@@ -7,7 +7,7 @@ Covers scaling of losses, and what has to be the same on each rank. Does not cov
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch import nn
 
 from autobatch._arguments import is_instance_with
 from autobatch._formatting import plural
-from autobatch.distributed.ranks import Ranks, describe_parameters
-from autobatch.distributed.sharding import divisor_of
+from autobatch._wrappers import members_of
+from autobatch.distributed.ranks import Ranks, describe_parameters, refuse_differences
+from autobatch.distributed.sharding import divisor_of, has_shards
 from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidArgument
 from autobatch.memory.device import Device
@@ -31,7 +32,7 @@ from autobatch.training.accumulation_state import Shortage
 from autobatch.training.given_backward import Backward, GivenBackward
 from autobatch.training.lockstep_accumulation import LockstepAccumulation
 
-__all__ = ["describe_binding", "make_accumulation", "make_pace"]
+__all__ = ["describe_binding", "make_accumulation", "make_pace", "refuse_unlike_bindings"]
 
 _RATES_SHOWN = 3
 
@@ -85,44 +86,93 @@ def make_pace(plan: Plan, workload: Workload, smallest: int) -> Pace:
     return Pace(eager_ladder(sum(plan.micro_batch_sizes), size), size, plan.curve, smallest)
 
 
+_HELD = ("what the parameters hold", "what the optimizer holds")
+_DEVICE = "the device"
+
+
 def describe_binding(
-    ranks: Ranks, plan: Plan, workload: Workload, max_grad_norm: float | None, **given: Any
+    ranks: Ranks, plan: Plan, workload: Workload, device: Device, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
-    """What must be the same on each rank."""
-    kinds, scaler = [*map(type, given.pop("schedulers"))], given.pop("scaler")
+    """What must be the same on each rank, and what each computes on."""
+    schedulers, scaler = given.pop("schedulers"), given.pop("scaler")
     given |= {"weigh": workload.weigh}
     return {
+        _DEVICE: f"{device.describe().name}, {torch.get_num_threads()} threads",
         "plan.target_batch": plan.target_batch,
         "plan.accumulate_in_float32": plan.accumulate_in_float32,
         "timeout=": ranks.channel.timeout.total_seconds(),
         "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
-        "the model": describe_parameters(workload.parameters()),
+        "the model": describe_parameters(workload.model, workload.parameters()),
         "what the parameters hold": digest_values(workload.parameters())[:8],
         "optimizer=": name_optimizer(workload.optimizer) or "None",
-        "what the optimizer was given": _describe_groups(workload.optimizer),
+        "what the optimizer was given": _describe_groups(workload),
+        "what the optimizer holds": _describe_state(workload.optimizer),
         "scaler=": "None" if scaler is None else _describe_scaler(scaler),
-        "scheduler=": " + ".join(kind.__name__ for kind in kinds) or "None",
+        "scheduler=": " + ".join(map(_describe_scheduler, schedulers)) or "None",
         **{f"{name}=": "None" if value is None else type(value).__name__ for name, value in given.items()},
     }
 
 
-def _describe_groups(optimizer: Any | None) -> str:
+def refuse_unlike_bindings(said: Sequence[Mapping[str, Any]], ranks: Ranks | None) -> None:
+    """Refuse ranks whose parameters would move apart, or have.
+
+    What they hold is compared bit for bit, where all compute on the same kind of device: unlike ones round differently,
+    as in the norm of a gradient, which moves their parameters apart by a little in any training.
+
+    Raises:
+        InvalidArgument: On every rank.
+    """
+    are_alike = len({one[_DEVICE] for one in said}) < 2
+    left_out = (_DEVICE,) if are_alike else (_DEVICE, *_HELD)
+    refuse_differences([{name: one[name] for name in one if name not in left_out} for one in said], ranks)
+
+
+def _describe_groups(workload: Workload) -> str:
     """What differs where two ranks would move their parameters apart, with equal gradients."""
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = [] if workload.optimizer is None else workload.optimizer.param_groups
     settings = [
         {key: _read_setting(value) for key, value in group.items() if key not in _NOT_COMPARED} for group in groups
     ]
-    parts = [describe_parameters(group["params"]) for group in groups]
-    digest = hashlib.sha256(repr([sorted(one.items()) for one in settings] + parts).encode()).hexdigest()[:8]
+    places = {parameter: place for place, parameter in enumerate(workload.parameters())}
+    parts = [[(places[parameter], parameter.requires_grad) for parameter in group["params"]] for group in groups]
+    digest = hashlib.sha256(repr(([sorted(one.items()) for one in settings], parts)).encode()).hexdigest()[:8]
     rates = [one["lr"] for one in settings if "lr" in one]
     shown = ", ".join(map(str, rates[:_RATES_SHOWN])) + (", ..." if len(rates) > _RATES_SHOWN else "")
     return f"{plural(sum(len(group['params']) for group in groups), 'parameter')}, lr {shown or 'None'}, {digest}"
+
+
+def _describe_state(optimizer: Any | None) -> str:
+    """What differs where a checkpoint was loaded on some ranks only.
+
+    Of torch's own optimizers: what another one holds may be divided among the ranks, as what is sharded is.
+    """
+    members = [one for one in members_of(optimizer) if f"{type(one).__module__}.".startswith("torch.optim.")]
+    held: list[torch.Tensor | None] = []
+    settings: list[Any] = []
+    for member in members:
+        for parameter in (parameter for group in member.param_groups for parameter in group["params"]):
+            entry: dict[str, Any] = member.state.get(parameter, {})
+            tensors = {name: value for name, value in sorted(entry.items()) if isinstance(value, torch.Tensor)}
+            held += () if has_shards(parameter) else tensors.values()
+            settings.append([(name, name in tensors or _read_setting(value)) for name, value in sorted(entry.items())])
+    if not any(settings):
+        return "nothing"
+    return hashlib.sha256(repr((settings, digest_values(held))).encode()).hexdigest()[:8]
+
+
+def _describe_scheduler(scheduler: Any) -> str:
+    """Its type, and what it goes on from."""
+    state = scheduler.state_dict() if is_instance_with(scheduler, "state_dict") else {}
+    digest = hashlib.sha256(repr(_read_setting(state)).encode()).hexdigest()[:8]
+    return f"{type(scheduler).__name__} {digest}"
 
 
 def _read_setting(value: Any) -> Any:
     """A plain value, also of a tensor; of another object only its type."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
+    if isinstance(value, Mapping):
+        return [(str(key), _read_setting(one)) for key, one in value.items()]
     if isinstance(value, tuple | list):
         return [*map(_read_setting, value)]
     return value if value is None or isinstance(value, bool | int | float | str) else type(value).__name__

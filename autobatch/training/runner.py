@@ -25,8 +25,6 @@ from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
     all_or_none,
     find_ranks,
-    read_timeout,
-    refuse_differences,
     take_module,
 )
 from autobatch.distributed.sharded_step import ShardedStep, begin_step
@@ -47,7 +45,7 @@ from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
-from autobatch.training.binding import describe_binding, make_accumulation, make_pace
+from autobatch.training.binding import describe_binding, make_accumulation, make_pace, refuse_unlike_bindings
 from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
@@ -158,7 +156,7 @@ class StepRunner:
             RankFailed: It did not do on another rank, or the ranks are at different calls.
             RankLost: Another rank is gone or did not answer.
         """
-        self._ranks = find_ranks(model, read_timeout(timeout))
+        self._ranks = find_ranks(model, timeout)
         with all_or_none(self._ranks, "Runner()") as said:
             check_plan(plan, weigh)
             check_rank(plan, *((0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)))
@@ -188,13 +186,14 @@ class StepRunner:
                         self._ranks,
                         plan,
                         self._workload,
+                        self._device,
                         max_grad_norm,
                         scaler=scaler,
                         schedulers=schedulers,
                         backward=backward,
                     )
                 )
-        refuse_differences(said, self._ranks)
+        refuse_unlike_bindings(said, self._ranks)
 
     def _read_division(self, cut: CutFunction | None, lengths: Lengths | LengthOf | None) -> GivenBatches:
         is_sharded, plan = self._is_sharded, self.plan
@@ -383,8 +382,9 @@ class StepRunner:
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
         if self._ranks is None:
             return None
-        action, norm = ("step", self._max_grad_norm) if update else ("accumulate", None)
-        return begin_step(self._ranks, self.steps, action, self._workload.optimizer, norm)
+        if not update:
+            return begin_step(self._ranks, self.steps, "accumulate", None, None)
+        return begin_step(self._ranks, self.steps, "step", self._workload.optimizer, self._max_grad_norm)
 
     def _end(self, shared: SharedStep, accumulated: AccumulationState | None) -> tuple[RankStep, ...]:
         sizes, retries = (accumulated.micro_batch_sizes, accumulated.retries) if accumulated else ((), 0)

@@ -97,6 +97,34 @@ def test_a_group_of_some_ranks_has_a_channel_of_its_own():
     assert others == [([1, 2], 0, [1, 2]), ([1, 2], 1, [1, 2])]
 
 
+def exchange_beside_leaders():
+    """In a group of which one rank is in another group too, as the leaders of nodes are."""
+    part, _ = dist.new_group([0, 1]), dist.new_group([0, 2])
+    return None if dist.get_rank() == 2 else Channel(part, timedelta(seconds=5)).exchange(dist.get_rank())
+
+
+def test_ranks_of_a_group_may_be_in_unlike_numbers_of_groups():
+    """They look for each other under a name that is the same on each."""
+    assert values_of(run_ranks(exchange_beside_leaders, size=3)) == [[0, 1], [0, 1], None]
+
+
+def open_without_the_last():
+    """What the others say of a rank that does not come."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(8)  # it is alive as long as they wait
+        return ""
+    with pytest.raises(RankLost) as caught:
+        Channel(None, timedelta(seconds=3))
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named():
+    """Where the channel is opened, no rank knows the processes of the others yet."""
+    *others, _ = values_of(run_ranks(open_without_the_last, size=3))
+    for other in others:
+        assert other.startswith("rank 2 of 3 did not come to the same call within 3 s (")
+
+
 def lose_one_of_a_part():
     """What the other member of a group of two of three ranks says."""
     part = dist.new_group([1, 2])

@@ -131,6 +131,10 @@ def run_all():
     training.model.module.register_buffer("seen", torch.zeros(1 + rank))
     note("other buffers", training)
     training = Training()
+    for group in training.optimizer.param_groups:  # as by a scheduler that is told the loss of a rank's own samples
+        group["lr"] *= 1 if rank else 0.1
+    note("other rates", training)
+    training = Training()
     torch.set_default_device("meta")
     found["a default device"] = attempt(training)
     torch.set_default_device(None)
@@ -273,6 +277,7 @@ def test_the_default_device_of_torch_is_not_asked():
         ),
         ("a call of the wrapper", "InvalidStep: step() called the DistributedDataParallel model itself"),
         ("other buffers", "InvalidStep: the ranks have different buffers"),
+        ("other rates", "InvalidStep: the learning rates differ between the ranks (rank 0: "),
         ("after other buffers", "InvalidStep: the ranks have different buffers"),
         ("frozen on one", "InvalidStep: the ranks train different parameters"),
         ("sparse gradients", "InvalidStep: sparse gradients are not summed over ranks"),

@@ -86,6 +86,34 @@ def with_other_weights():
     return model
 
 
+def with_other_names():
+    """Whose layers were made in the order of a set, which each process has of its own."""
+    names = ["first", "second"][:: 1 - 2 * dist.get_rank()]
+    return DistributedDataParallel(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}))
+
+
+def with_other_groups(model):
+    """In which layers of one shape have another rate each."""
+    layers = [model.module.body[0].bias, model.module.body[2].bias][:: 1 - 2 * dist.get_rank()]
+    return torch.optim.SGD([{"params": [layer], "lr": 0.1 * (1 + place)} for place, layer in enumerate(layers)])
+
+
+def with_other_state(model):
+    """Loaded on one rank only."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if dist.get_rank() == 1:
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.ones_like(parameter)
+    return optimizer
+
+
+def with_other_schedule(optimizer):
+    """Loaded on one rank only."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": 9 * dist.get_rank()})
+    return scheduler
+
+
 def shard_optimizer(model):
     """Of which each rank has a part."""
     with warnings.catch_warnings():
@@ -118,12 +146,18 @@ class Broken:
         raise self.error
 
 
-def fail_again(model, **changes):
+def fit_runner(model, keep=()):
+    """As a Runner."""
+    options = {"batch": make_batch(4, torch.float64), "device": make_device(), "check": None}
+    return autobatch.Runner.fit(model, mean_step, None, target_batch=TARGET, keep=keep, **options)
+
+
+def fail_again(model, call=fit, **changes):
     """The errors of a few calls that one rank ends before it has talked to the others."""
     errors = []
     for _ in range(5):
         with pytest.raises((AutobatchError, ValueError)) as caught:
-            fit(model, **(changes if dist.get_rank() else {}))
+            call(model, **(changes if dist.get_rank() else {}))
         errors.append(f"{type(caught.value).__name__}: {caught.value}")
         del caught  # so that the next error may get its id
     return errors
@@ -150,11 +184,17 @@ def fit_all():
         "other momentum": fail_to_bind(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)),
         "fewer parameters": fail_to_bind(model, torch.optim.SGD([*model.parameters()][2 * rank :], lr=0.1)),
         "other weights": fail_to_bind(with_other_weights()),
+        "other names": fail_to_bind(with_other_names()),
+        "other groups": fail_to_bind(model, with_other_groups(model)),
+        "other state": fail_to_bind(model, with_other_state(model)),
+        "other schedule": fail_to_bind(model, optimizer, scheduler=with_other_schedule(optimizer)),
         "other scale": fail_to_bind(model, optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=2.0 ** (4 + rank))),
         "zero": fail(model, optimizer=shard_optimizer(model)),
         "wrong share": fail(model, share=[20, 21]),
         "one error": fail_again(model, step=Broken()),
         "errors alike": fail_again(model, target_batch=0),
+        "no time": fail_again(model, timeout=-1),
+        "nothing to keep": fail_again(model, fit_runner, keep=[3]),
         "no memory": fail(model, device=FakeDevice(lambda n: 10 + n, total_bytes=10 + (rank == 0))),
         "plain": fail(Plain()),
         "sync": fail(with_late_layer(nn.SyncBatchNorm(4))),
@@ -289,6 +329,19 @@ def test_what_cannot_be_done_is_refused_on_every_rank(name, text):
         ),
         ("fewer parameters", r"what the optimizer was given differs.*: 8 parameters, .*: 6 parameters, "),
         ("other weights", r"what the parameters hold differs between the ranks \(rank 0: \w{8}; rank 1: \w{8}\): pass"),
+        (
+            "other names",
+            r"the model differs between the ranks \(rank 0: 4 parameters \w{8}; rank 1: 4 parameters \w{8}\)",
+        ),
+        (
+            "other groups",
+            r"what the optimizer was given differs.*: 2 parameters, lr 0\.1, 0\.2, \w{8}; .*, \w{8}\): pass",
+        ),
+        ("other state", r"what the optimizer holds differs between the ranks \(rank 0: nothing; rank 1: \w{8}\): pass"),
+        (
+            "other schedule",
+            r"scheduler= differs between the ranks \(rank 0: StepLR \w{8}; rank 1: StepLR \w{8}\): pass",
+        ),
         ("other scale", r"scaler= differs.*: GradScaler, scale 16\.0, \w{8}; .*: GradScaler, scale 32\.0, \w{8}\)"),
     ],
 )
@@ -311,6 +364,14 @@ def test_a_rank_on_which_nothing_fits_stops_the_others():
     [
         ("one error", "ValueError: the same again"),
         ("errors alike", "InvalidArgument: target_batch=0 must be an int of at least 1: it counts samples"),
+        ("no time", "InvalidArgument: timeout=-1 must be a number of seconds greater than 0, or None"),
+        (
+            "nothing to keep",
+            (
+                "InvalidArgument: keep[0] is an int, which cannot be put back: give it state_dict() and "
+                "load_state_dict(state), or take() and put(taken)"
+            ),
+        ),
     ],
 )
 def test_an_error_is_news_to_the_others_each_time(name, text):

@@ -1,4 +1,4 @@
-"""``distributed.interrupts``: Ctrl-C waits until the other ranks no longer do."""
+"""``distributed.interrupts``: Ctrl-C and other signals wait until the other ranks no longer do."""
 
 from __future__ import annotations
 
@@ -20,6 +20,29 @@ def test_an_interrupt_is_raised_at_the_end_of_the_block():
         done.append("the rest")
     assert done == ["the rest"]
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGCHLD", "SIGALRM", "SIGUSR1"])
+def test_a_handler_of_another_signal_waits_too(name):
+    """As of a DataLoader, which raises when a worker was killed; with Ctrl-C both come, and nothing is left set."""
+    number, done = getattr(signal, name), []
+
+    def raise_mine(number, _):
+        raise RuntimeError(f"came {number}")
+
+    before = signal.signal(number, raise_mine)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(RuntimeError, match=f"^came {int(number)}$"), deferred_interrupts(), deferred_interrupts():
+            signal.raise_signal(number)
+            done.append("the rest")
+        assert done == ["the rest"]
+        with pytest.raises(KeyboardInterrupt), deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
+        assert (signal.getsignal(number), signal.getsignal(signal.SIGINT)) == (raise_mine, handler)
+    finally:
+        signal.signal(number, before)
 
 
 def test_without_an_interrupt_nothing_happens():

@@ -103,6 +103,8 @@ def test_a_timeout_is_a_number_of_seconds():
     """Or the process group's own."""
     assert read_timeout(None) is None
     assert read_timeout(2.5) == timedelta(seconds=2.5)
+    longest = read_timeout(1e300)  # of which no int64 holds the nanoseconds, as gloo counts
+    assert timedelta(days=365) < longest < timedelta(microseconds=2**63 // 1000)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "5", float("inf"), float("nan"), [3]])

@@ -33,6 +33,15 @@ def test_the_last_bit_counts():
     assert digest_values([one]) != digest_values([other])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_place_of_a_number_counts(dtype):
+    """Two ranks may hold the same numbers in other rows, as of an embedding that saw other words."""
+    values = torch.zeros(4, 3, dtype=dtype)
+    one, other = values.clone(), values.clone()
+    one[1, 0] = other[2, 1] = 1
+    assert digest_values([one]) != digest_values([other])
+
+
 @pytest.mark.parametrize(
     "change", [lambda x: x.t().contiguous().t(), lambda x: x.clone(), lambda x: torch.stack((x, x), -1)[..., 0]]
 )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import describe
-from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
+from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
@@ -224,7 +224,7 @@ class Optimization:
         """A block of all ranks, at whose end each knows what the others have said."""
         if self._trainer.world_size == 1:
             return nullcontext([])
-        ranks = find_ranks(self._trainer.strategy.model, read_timeout(self._options.timeout))
+        ranks = find_ranks(self._trainer.strategy.model, self._options.timeout)
         return all_or_none(ranks, "Autobatch(), what is logged")
 
     def _fit(self, optimizer: Any, target: int, batch: Any) -> Plan:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autobatch.distributed.ranks import all_or_none, find_ranks, read_timeout
+from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import DoesNotFit
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
@@ -237,7 +237,7 @@ class TrainingStep:
         """A block of all ranks, at whose end each knows what the others have said; nothing is heard of one rank."""
         if self._trainer.args.world_size == 1:
             return nullcontext([])
-        return all_or_none(find_ranks(model, read_timeout(self._options.timeout)), call)
+        return all_or_none(find_ranks(model, self._options.timeout), call)
 
     @contextmanager
     def _leaves_no_trace(self) -> Iterator[None]:
