@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autobatch._arguments import check_choice, check_count, check_micro_batches, check_switch, check_target
+from autobatch._arguments import check_micro_batches
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.batch.lengths import LengthOf, Lengths
@@ -25,6 +25,7 @@ from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import Event, Hook, PlanMade, emit
 from autobatch.exactness.trimming import check_trimming
 from autobatch.exactness.verification import check_split
+from autobatch.fitting.options import check_choices, check_sizes
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device, collecting_new_objects
@@ -135,8 +136,16 @@ def fit(
     started = time.perf_counter()
     ranks = find_ranks(model, timeout)
     with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
-        target_batch, bound = _check_sizes(target_batch, max_micro_batch)
-        _check_choices(objective, check, accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
+        target_batch, bound = check_sizes(target_batch, max_micro_batch)
+        check_choices(
+            objective,
+            check,
+            budget,
+            headroom,
+            accumulate_in_float32=accumulate_in_float32,
+            reuse=reuse,
+            progress=progress,
+        )
         model = take_module(model, ranks)
         workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
         division = Division(ranks, target_batch, share)
@@ -189,13 +198,6 @@ def fit(
     return plan
 
 
-def _check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:
-    target = check_target(target_batch)
-    bound = check_count("max_micro_batch", target if max_micro_batch is None else max_micro_batch)
-    check_micro_batches(target, bound)
-    return target, bound
-
-
 def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:
     if lengths is None:
         return None
@@ -205,13 +207,6 @@ def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:
             "would divide its samples otherwise"
         )
     return Lengths.read(lengths)
-
-
-def _check_choices(objective: Any, check: Any, **switches: Any) -> None:
-    check_choice("objective", objective, ("throughput", "memory"))
-    check_choice("check", check, ("warn", "raise", None))
-    for name, switch in switches.items():
-        check_switch(name, switch)
 
 
 def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ranks | None) -> Device:

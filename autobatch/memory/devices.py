@@ -29,6 +29,7 @@ __all__ = [
     "find_device",
     "is_here",
     "open_device",
+    "parse_device",
     "parse_headroom",
 ]
 
@@ -38,7 +39,7 @@ DEFAULT_HEADROOM = 0.05  # of the budget, for longer batches and for fragmentati
 def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any | None) -> Device:
     """The memory of the one device that all parameters are on, or the ``Device`` object that stands in for it."""
     home = _find_home(parameters, model_name)
-    asked = _parse_device_or_stand_in(home if device is None else device)
+    asked = parse_device(home if device is None else device)
     if isinstance(asked, Device):
         return asked
     if asked.type != home.type or asked.index not in (None, home.index or 0):
@@ -50,7 +51,7 @@ def find_device(parameters: Sequence[torch.Tensor], model_name: str, device: Any
 
 def open_device(device: Any) -> Device:
     """The memory of a device that a user names and torch can use here, or the ``Device`` that stands in for it."""
-    asked = _parse_device_or_stand_in(device)
+    asked = parse_device(device)
     if isinstance(asked, Device):
         return asked
     if not is_here(asked) or asked.type == "meta":
@@ -101,7 +102,8 @@ def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.dev
     return home
 
 
-def _parse_device_or_stand_in(device: Any) -> torch.device | Device:
+def parse_device(device: Any) -> torch.device | Device:
+    """A torch device by its name, or the ``Device`` that stands in for one; it need not be here."""
     if isinstance(device, Device) and not isinstance(device, type):
         return device
     try:

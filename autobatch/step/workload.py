@@ -26,7 +26,16 @@ from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
 from autobatch.torch_internals.storages import bytes_of
 
-__all__ = ["Step", "StepOutput", "Weigh", "Workload", "check_leaves", "split_output", "warn_of_no_optimizer"]
+__all__ = [
+    "Step",
+    "StepOutput",
+    "Weigh",
+    "Workload",
+    "check_leaves",
+    "check_weigh",
+    "split_output",
+    "warn_of_no_optimizer",
+]
 
 Step = Callable[[nn.Module, Any], Any]
 
@@ -195,6 +204,11 @@ def _check_kinds(model: Any, step: Any, weigh: Any) -> None:
         raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
     if not callable(step):
         raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
+    check_weigh(weigh)
+
+
+def check_weigh(weigh: Any | None) -> None:
+    """Raise InvalidArgument for a ``weigh=`` that cannot be called."""
     if weigh is not None and not callable(weigh):
         raise InvalidArgument(f"weigh={_show(weigh)} cannot be called; pass weigh(micro_batch) -> number")
 

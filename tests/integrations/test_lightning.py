@@ -23,6 +23,7 @@ from lightning_runs import (
     Made,
     apart,
     bit_for_bit,
+    data,
     load,
     logs_apart,
     module_of,
@@ -137,6 +138,37 @@ def test_metrics_have_the_value_of_the_whole_step():
     whole, split = train(module=make()), train(module=make(), attached={}, faults={1: [60], 3: [500]})
     assert split.retries == 2
     assert logs_apart(whole, split) < 1e-12
+
+
+def log_running(self, batch, batch_idx):
+    """Logs what its metric has computed of all samples so far, and of one that begins anew, as tensors and numbers."""
+    inputs, classes = batch
+    scores = self.net(inputs)
+    self.accuracy.update(scores, classes)
+    self.log("running", self.accuracy.compute())
+    self.log("number", self.accuracy.compute().item())
+    self.own.reset()
+    self.own.update(scores, classes)
+    self.log("own", self.own.compute())
+    return F.cross_entropy(scores, classes)
+
+
+def test_a_running_value_is_that_of_the_whole_step(caplog):
+    """No mean over micro-batches, also where the first samples are all classified alike; memory ends in two steps."""
+    own = partial(torchmetrics.classification.MulticlassAccuracy, 4, average="micro")
+
+    def make():
+        return with_metrics(log_running, own=own())
+
+    right = make().net(torch.stack([x for x, _ in data()])).argmax(1) == torch.stack([y for _, y in data()])
+    order = torch.argsort(right.long(), stable=True)[[*range(5), *torch.randperm(8 * TARGET - 5) + 5]].tolist()
+    whole = train(module=make(), order=order)
+    split = train(module=make(), order=order, attached={}, faults={1: [60], 3: [150]})
+    assert split.retries == 2
+    names = ("running", "number", "own")
+    for log, its in zip(whole.logs, split.logs, strict=True):
+        assert {name: its[name] for name in names} == pytest.approx({name: log[name] for name in names}, rel=1e-6)
+    assert "Net logs" not in caplog.text
 
 
 def test_what_cannot_be_put_together_is_named(caplog):

@@ -8,9 +8,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from trainers import (
     Classes,
     Interrupted,
+    Recorder,
+    Texts,
     apart,
     bert,
     gpt2,
@@ -102,6 +105,37 @@ def test_a_resumed_training_logs_the_same(tmp_path):
     resumed = train(make, attached={}, resume=str(tmp_path / "checkpoint-3"))
     later = [log for log in numbers(undisturbed).recorder.logs if log["epoch"] >= 0.5][1:]
     for log, its in zip(later[:-1], numbers(resumed).recorder.logs[:-1], strict=True):
+        assert its == pytest.approx(log, rel=1e-5)
+
+
+class RunsOut(Logging):
+    """Memory ends in an evaluation of more than eight samples, after all is logged."""
+
+    def prediction_step(self, model, inputs, *arguments, **named):
+        found = super().prediction_step(model, dict(inputs), *arguments, **named)
+        if "prediction_step" in vars(self) and len(inputs["labels"]) > 8:
+            raise torch.OutOfMemoryError("out of memory")
+        return found
+
+
+@pytest.mark.parametrize("name", ["divided by the whole batch's count", "mean over samples"])
+def test_an_evaluation_in_parts_logs_once_a_batch(name, tmp_path):
+    """The numbers of the whole batches, and none of a part that was undone."""
+
+    def evaluate(**attached):
+        data = Classes(40) if "samples" in name else Texts(40)
+        model, recorder = bert if "samples" in name else gpt2, Recorder()
+        options = {"given": {"eval_dataset": data}, "per_device_eval_batch_size": 20}
+        trainer = trainer_of(tmp_path, model, data, kind=RunsOut, **options)
+        trainer.add_callback(recorder)
+        if attached:
+            attach(trainer, **attached)
+        trainer.evaluate()
+        return [{**log, "mode": 0} for log in recorder.logs if "eval_loss" not in log]
+
+    expected, found = evaluate(), evaluate(check=None)
+    assert len(expected) == len(found) == 4
+    for log, its in zip(expected, found, strict=True):
         assert its == pytest.approx(log, rel=1e-5)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from autobatch._arguments import check_choice, check_target
+from autobatch._arguments import check_target
 from autobatch.events import Hook
+from autobatch.fitting.options import check_options
 from autobatch.integrations.lightning.framework import callback_bases
 from autobatch.integrations.lightning.refusals import refuse_unsupported
 from autobatch.integrations.lightning.training import Optimization, Options
@@ -19,7 +20,7 @@ from autobatch.planning.planner import Objective
 from autobatch.result import StepResult
 from autobatch.runner import Runner
 from autobatch.state.user_objects import check_objects
-from autobatch.step.workload import Weigh
+from autobatch.step.workload import Weigh, check_weigh
 from autobatch.training.step_events import check_hooks
 
 __all__ = ["Autobatch"]
@@ -79,20 +80,23 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
         ``Trainer.fit`` then raises what ``fit`` and ``Runner`` raise; ``InexactSplit`` for a loss that compares
         samples; ``InvalidArgument`` for a training that cannot be supported, and what to do instead.
         """
-        check_choice("check", check, ("warn", "raise", None))
+        passed_on = {
+            "budget": budget,
+            "headroom": headroom,
+            "max_micro_batch": max_micro_batch,
+            "objective": objective,
+            "accumulate_in_float32": accumulate_in_float32,
+            "check": check,
+            "reuse": reuse,
+            "progress": progress,
+        }
+        target = None if target_batch is None else check_target(target_batch)
+        check_options(passed_on, target=target, device=device, timeout=timeout)
+        check_weigh(weigh)
         self._optimization: Optimization | None = None
         self._options = Options(
-            target=None if target_batch is None else check_target(target_batch),
-            fit={
-                "budget": budget,
-                "headroom": headroom,
-                "max_micro_batch": max_micro_batch,
-                "objective": objective,
-                "accumulate_in_float32": accumulate_in_float32,
-                "check": check,
-                "reuse": reuse,
-                "progress": progress,
-            },
+            target=target,
+            fit=passed_on,
             weigh=weigh,
             device=device,
             hooks=check_hooks(hooks),

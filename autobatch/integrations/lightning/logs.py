@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -29,8 +30,9 @@ __all__ = [
     "values_of",
 ]
 
-Way = Literal["mean", "sum", "max", "min"]
-WAYS: tuple[Way, ...] = ("mean", "sum", "max", "min")
+Way = Literal["mean", "sum", "max", "min", "last"]
+WAYS: tuple[Way, ...] = ("mean", "sum", "max", "min", "last")
+"""The last is that of a running value, which has seen all samples when the last micro-batch logs it."""
 _BY_REDUCTION: dict[Any, Way] = {
     torch.mean: "mean", "mean": "mean", "avg": "mean",
     torch.sum: "sum", sum: "sum", "sum": "sum",
@@ -50,11 +52,13 @@ class LogCall:
         name: Under which it is logged.
         value: A tensor of its own, a number, or a metric.
         options: All other arguments, by name.
+        updates: Where it is what a metric's ``compute()`` has returned, how many updates that metric has seen.
     """
 
     name: str
     value: Any
     options: Mapping[str, Any]
+    updates: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,28 @@ Weighed = Sequence[tuple[float, LogCall]]
 """The calls of one key, each with what its micro-batch counts for."""
 
 
-def read_call(log: Any, *arguments: Any, **named: Any) -> LogCall:
-    """The arguments of a call of a module's ``log``; tensors are copied, as what comes later may write into them."""
+def read_call(log: Any, metrics: Iterable[Any], *arguments: Any, **named: Any) -> LogCall:
+    """The arguments of a call of a module's ``log``; tensors are copied, as what comes later may write into them.
+
+    Args:
+        log: The module's own.
+        metrics: Those of the module, one of which may have computed the value.
+        arguments: Of the call.
+        named: Those that were given by name.
+    """
     given = inspect.signature(log).bind(*arguments, **named).arguments
     name, value = given.pop("name"), given.pop("value")
     extra = given.pop("kwargs", {})
+    updates = next((one._update_count for one in metrics if _has_computed(one, value)), None)  # noqa: SLF001 - nothing public has it
     value = value.detach().clone() if isinstance(value, torch.Tensor) else value
-    return LogCall(name, value, {**given, **extra})
+    return LogCall(name, value, {**given, **extra}, updates)
+
+
+def _has_computed(metric: Any, value: Any) -> bool:
+    computed = metric._computed  # noqa: SLF001 - what compute() returned, until the next update
+    if computed is value or not isinstance(value, float):
+        return computed is value and value is not None
+    return isinstance(computed, torch.Tensor) and computed.numel() == 1 and float(computed) == value
 
 
 def group_calls(micro_batches: Iterable[Logged]) -> dict[Key, Weighed]:
@@ -106,11 +125,19 @@ def _merge(calls: Weighed, rule: Rule | None) -> LogCall:
     rule = rule or default_rule(last)
     if rule is None or len(calls) == 1:
         return last
+    if _is_running([call.updates for _, call in calls]):
+        rule = replace(rule, way="last")
     values, weights = values_of(calls, adds_up=rule.adds_up)
     options = dict(last.options)
     if rule.adds_up and all(call.options.get("batch_size") is not None for _, call in calls):
         options["batch_size"] = sum(int(call.options["batch_size"]) for _, call in calls)
     return LogCall(last.name, combine(rule.way, values, weights), options)
+
+
+def _is_running(updates: Sequence[int | None]) -> bool:
+    """Whether each value is of all samples up to it: a metric that each micro-batch resets sees no more updates."""
+    counts = [count for count in updates if count is not None]
+    return len(counts) == len(updates) and all(one < other for one, other in pairwise(counts))
 
 
 def values_of(calls: Weighed, *, adds_up: bool) -> tuple[list[Any], list[float]]:
@@ -149,6 +176,8 @@ def combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:
         return sum(value * share for value, share in zip(wide, _shares(weights), strict=True))
     if way == "sum":
         return sum(wide)
+    if way == "last":
+        return wide[-1]
     stacked = torch.stack([value.reshape(()) for value in wide])
     return stacked.max() if way == "max" else stacked.min()
 
@@ -163,6 +192,8 @@ def _combine_numbers(way: Way, values: Sequence[Any], weights: Sequence[float]) 
         return math.fsum(value * share for value, share in zip(values, _shares(weights), strict=True))
     if way == "sum":
         return float(sum(values))
+    if way == "last":
+        return float(values[-1])
     return float(max(values) if way == "max" else min(values))
 
 

@@ -18,6 +18,7 @@ from autobatch.batch.layout import describe
 from autobatch.errors import InvalidStep
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.logs import LogCall, read_call
+from autobatch.integrations.lightning.metrics import metrics_in
 from autobatch.step.workload import Weigh
 
 __all__ = ["MicroBatchOutput", "ModuleStep", "hook_name"]
@@ -69,11 +70,13 @@ class ModuleStep:
             InvalidStep: ``training_step`` returned none.
         """
         logged: list[LogCall] = []
-        log = self.module.log
+        log, metrics = self.module.log, [*metrics_in(self.module).values()]
         arguments = {**self.arguments, "batch": micro_batch}
         with (
             hook_name(self.module, "training_step"),
-            replaced(self.module, "log", lambda *given, **named: logged.append(read_call(log, *given, **named))),
+            replaced(
+                self.module, "log", lambda *given, **named: logged.append(read_call(log, metrics, *given, **named))
+            ),
             self.trainer.profiler.profile(f"[Strategy]{type(self.trainer.strategy).__name__}.training_step"),
             self.trainer.precision_plugin.train_step_context(),
         ):

@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from transformers import Trainer
 
-from autobatch._arguments import check_choice, check_target
+from autobatch._arguments import check_target
 from autobatch._formatting import name_type
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
+from autobatch.fitting.options import check_options
 from autobatch.integrations.transformers.evaluation import EvaluationStep
 from autobatch.integrations.transformers.refusals import refuse_unsupported
 from autobatch.integrations.transformers.samples import SampleKeeper
@@ -85,25 +86,20 @@ def attach(
     if isinstance(vars(trainer).get("training_step"), TrainingStep):
         raise InvalidArgument(f"attach() was called before with this {type(trainer).__name__}: call it once")
     refuse_unsupported(trainer)
-    check_choice("check", check, ("warn", "raise", None))
     hooks, keep = check_hooks(hooks), check_objects(keep)
-    merge_batch(trainer, target_batch)
-    options = Options(
-        fit={
-            "budget": budget,
-            "headroom": headroom,
-            "max_micro_batch": max_micro_batch,
-            "objective": objective,
-            "accumulate_in_float32": accumulate_in_float32,
-            "reuse": reuse,
-            "progress": progress,
-        },
-        check=check,
-        device=device,
-        hooks=hooks,
-        keep=keep,
-        timeout=timeout,
-    )
+    passed_on = {
+        "budget": budget,
+        "headroom": headroom,
+        "max_micro_batch": max_micro_batch,
+        "objective": objective,
+        "accumulate_in_float32": accumulate_in_float32,
+        "reuse": reuse,
+        "progress": progress,
+    }
+    target = find_target(trainer, target_batch)
+    check_options({**passed_on, "check": check}, target=target, device=device, timeout=timeout)
+    merge_batch(trainer, target)
+    options = Options(fit=passed_on, check=check, device=device, hooks=hooks, keep=keep, timeout=timeout)
     collate = trainer.data_collator
     step = TrainingStep(trainer, collate, options)
     trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget)
@@ -113,20 +109,26 @@ def attach(
     return step
 
 
-def merge_batch(trainer: Any, target_batch: Any | None) -> None:
+def find_target(trainer: Any, target_batch: Any | None) -> int:
+    """The samples of a step over all ranks: the user's own, or what the Trainer's arguments make."""
+    arguments = trainer.args
+    made = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    return check_target(made if target_batch is None else target_batch)
+
+
+def merge_batch(trainer: Any, target: int) -> None:
     """Make one batch of the loader this rank's share of the target; accumulation is then autobatch's.
 
     Raises:
-        InvalidArgument: The target is no number of samples, or the ranks cannot have equal shares of it.
+        InvalidArgument: The ranks cannot have equal shares of it.
     """
     arguments = trainer.args
-    sizes = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps, arguments.world_size
-    target = check_target(sizes[0] * sizes[1] * sizes[2] if target_batch is None else target_batch)
-    share, rest = divmod(target, sizes[2])
+    ranks = arguments.world_size
+    share, rest = divmod(target, ranks)
     if rest:
         raise InvalidArgument(
-            f"target_batch={target} over {sizes[2]} ranks: the Trainer gives each rank equally many samples; pass a "
-            f"multiple of {sizes[2]}"
+            f"target_batch={target} over {ranks} ranks: the Trainer gives each rank equally many samples; pass a "
+            f"multiple of {ranks}"
         )
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = share, 1
     trainer._train_batch_size = arguments.train_batch_size  # noqa: SLF001 - what the loader is made with, and nothing public sets it

@@ -1,8 +1,8 @@
 """Evaluates a Trainer's batches whole where they fit, in smaller parts where not; the result is the whole's.
 
-Covers ``prediction_step``: the size that fits is found when memory ends, and holds from then on. Does not cover metrics
-over the dataset, which the Trainer computes from what comes out here, nor several ranks: the Trainer's own code counts
-labels over all of them in each call, so that none may call it alone.
+Covers ``prediction_step``: the size that fits is found when memory ends, and holds from then on; what the parts log is
+logged once a batch. Does not cover metrics over the dataset, which the Trainer computes from what comes out here, nor
+several ranks: the Trainer's own code counts labels over all of them in each call, so that none may call it alone.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from autobatch.errors import InvalidBatch
 from autobatch.integrations.transformers.loss_rule import count_labels
 from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.samples import copy_samples, take_samples
+from autobatch.integrations.transformers.trainer_logs import TrainerLogs
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
+from autobatch.state.random_state import RandomState
 
 __all__ = ["EvaluationStep"]
 
@@ -30,6 +33,8 @@ _log = logging.getLogger("autobatch")
 
 Outputs = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them; each may be ``None``."""
+_FEW = 5
+"""Samples on which is found how what is logged is put together: unequal parts of them."""
 
 
 class EvaluationStep:
@@ -49,6 +54,7 @@ class EvaluationStep:
         self.size: int | None = None
         self._trainer, self._collate, self._device, self._budget = trainer, collate, device, budget
         self._prediction_step, self._attributes = trainer.prediction_step, TrainerAttributes(trainer)
+        self._logs, self._knows_logs = TrainerLogs(trainer), False
 
     def __call__(
         self,
@@ -62,8 +68,10 @@ class EvaluationStep:
         if self._trainer.args.world_size > 1:
             whole: Outputs = self._prediction_step(model, inputs, prediction_loss_only, ignore_keys)
             return whole
+        options = prediction_loss_only, ignore_keys
         count, metrics = _count(inputs, samples), StepMetrics(self._trainer, "eval")
         metrics.begin()
+        self._logs.micro_batches.clear()
         sizes: list[int] = []
         parts: list[tuple[float, Outputs]] = []
         start = 0
@@ -71,7 +79,7 @@ class EvaluationStep:
             stop = min(count, start + (self.size or count))
             part = self._part(inputs, samples, start, stop, count)
             taken = self._attributes.take()
-            found, reason = self._try(stop - start, model, part, prediction_loss_only, ignore_keys)
+            found, reason = self._try(stop - start, model, part, *options)
             if found is None:
                 self._attributes.put(taken)
                 self._shrink(stop - start, reason)
@@ -81,13 +89,47 @@ class EvaluationStep:
             sizes.append(stop - start)
             start = stop
         metrics.merge(sizes)
+        if len(sizes) > 1:
+            self._learn_logs(lambda start, stop: self._part(inputs, samples, start, stop, count), model, *options)
+        self._logs.write(sizes)
         return parts[0][1] if len(parts) == 1 else _join(parts)
+
+    def _learn_logs(self, part_of: Callable[[int, int], Any], model: Any, *options: Any) -> None:
+        """Find how what is logged is put together, once, on a few samples; without it numbers are means over samples.
+
+        Only where a batch was divided and something was logged: no other evaluation runs more than its own samples.
+        """
+        few = min(_FEW, self.size or 1)
+        if self._knows_logs or few < 2 or not any(one.calls for one in self._logs.micro_batches):
+            return
+        self._knows_logs = True
+        logged, taken, random = self._logs.take(), self._attributes.take(), RandomState(self._device().torch_device)
+
+        def run(sizes: Sequence[int]) -> None:
+            for start, stop in pairwise([0, *accumulate(sizes)]):
+                part = part_of(start, stop)
+                with self._logs.catch(part):
+                    self._prediction_step(model, part, *options)
+
+        try:
+            self._logs.learn(run, (first := min(few - 1, few // 2 + 1), few - first))
+        except Exception as error:
+            if not is_oom(error):
+                raise
+        finally:
+            self._attributes.put(taken)
+            random.restore()
+            self._logs.put(logged)
 
     def _try(self, samples: int, *arguments: Any) -> tuple[Outputs | None, str]:
         """What the Trainer's own returns, or why memory ended, with no reference to the error."""
         device, budget = self._device(), self._budget()
         try:
-            with device.limit(budget) if budget else nullcontext(), device.micro_batch(samples) or nullcontext():
+            with (
+                device.limit(budget) if budget else nullcontext(),
+                device.micro_batch(samples) or nullcontext(),
+                self._logs.catch(arguments[1]),
+            ):
                 return self._prediction_step(*arguments), ""
         except Exception as error:
             if samples == 1 or not is_oom(error):

@@ -26,7 +26,9 @@ Way = Literal["mean over shifted labels", "mean over labels", "mean over samples
 _WAYS: tuple[Way, ...] = ("mean over shifted labels", "mean over labels", "mean over samples", "sum", "max", "min")
 """A number that is 0 in all parts is any of them; a sum is rarely 0."""
 _SHIFTED, _LABELS, _SAMPLES = _WAYS[:3]
-_TOLERANCE = 1e-4  # relative: float32 sums of a few samples differ by less
+_TOLERANCES = 1e-6, 1e-4
+"""Relative: the first way within one, then within the other. Float32 sums of a few samples differ by less than the
+second, and means over labels from means over shifted labels by more than the first."""
 
 Key = tuple[tuple[str, ...], int]
 """The names of one call, and the how manieth with these names in a micro-batch."""
@@ -130,7 +132,8 @@ class TrainerLogs:
     def _learn_way(self, name: tuple[Key, str], value: Any, calls: Sequence[_Weighed]) -> None:
         without_labels = {_SHIFTED, _LABELS} - set(calls[-1][0])
         possible = [way for way in _WAYS if way not in without_labels]
-        found = [way for way in possible if _is_near(_combine(way, *_values_of(way, name[1], calls)), value)]
+        combined = {way: _combine(way, *_values_of(way, name[1], calls)) for way in possible}
+        found = [way for near in _TOLERANCES for way in possible if _is_near(combined[way], value, near)]
         self.ways[name] = found[0] if found else _SAMPLES
         if not found:
             _log.warning(
@@ -203,8 +206,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_near(one: Any, other: Any) -> bool:
+def _is_near(one: Any, other: Any, tolerance: float = _TOLERANCES[-1]) -> bool:
     if not _is_number(one) or not _is_number(other):
         return False
     a, b = float(one), float(other)
-    return a == b or abs(a - b) <= _TOLERANCE * max(abs(a), abs(b)) + 1e-9
+    return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)) + 1e-9
