@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""In names of parameters: one rank may compile the model, or run a part again in the backward pass, where others do not."""
+"""In names of parameters: one rank may compile the model or checkpoint a part of it, where others do not."""
 
 _LONGEST_SECONDS = 1e9
 """As good as for good; of ten times as many gloo cannot hold the nanoseconds, and waits for none."""
