@@ -129,7 +129,7 @@ class SharedStep:
         # Before the others hear that this rank is ready: here memory may end.
         self._ranks.reduction.reserve(trained)
         results = {
-            dtype: torch.empty((), dtype=dtype, device=trained[0].device) for dtype in (torch.float32, torch.float64)
+            dtype: torch.empty((), dtype=dtype, device=parameters[0].device) for dtype in (torch.float32, torch.float64)
         }
         with deferred_interrupts():  # from the others' point of view this rank is in the sum now
             trains = "".join("01"[parameter.requires_grad] for parameter in parameters)

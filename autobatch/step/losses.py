@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
+_LARGEST_COUNT = 1e100
+"""Of a micro-batch: no sum of these is infinite."""
+
 _Kind = Literal["mean", "sum", "per step", "part"]
 
 
@@ -193,7 +196,7 @@ def states_counts(returned: Any) -> bool:
 def read_weights(returned: Any, samples: int) -> dict[str, float]:
     """What ``weigh`` of a micro-batch of so many samples returned, by term; ``""`` stands for every term.
 
-    Raises InvalidBatch where a weight is no number, negative or not finite.
+    Raises InvalidBatch where a weight is no number, negative, not finite or beyond what can be added up.
     """
     if not isinstance(returned, Mapping):
         return {"": _read_weight(returned, "", samples)}
@@ -208,9 +211,9 @@ def _read_weight(value: Any, what: str, samples: int) -> float:
         raise InvalidBatch(
             f"weigh() returned {type(value).__name__}{what}; it must return one number, or a dict of them by term"
         )
-    if not 0 <= weight < math.inf:
+    if not 0 <= weight <= _LARGEST_COUNT:
         raise InvalidBatch(
-            f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a finite number >= 0"
+            f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a number from 0 to 1e100"
         )
     return weight
 
@@ -219,8 +222,8 @@ def _read_count(value: Any, argument: str) -> float:
     count = _read_number(value)
     if count is None:
         raise InvalidStep(f"{argument} is {type(value).__name__}; it must be one number")
-    if not 0 <= count < math.inf:
-        raise InvalidStep(f"{argument} is {count}; it must be a finite number >= 0")
+    if not 0 <= count <= _LARGEST_COUNT:
+        raise InvalidStep(f"{argument} is {count}; it must be a number from 0 to 1e100")
     return count
 
 

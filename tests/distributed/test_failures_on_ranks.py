@@ -156,6 +156,9 @@ def run_all():
     found["after nothing counts"] = attempt(training)
     training = Training(samples=8 if rank else 0)
     found["no samples on one"] = attempt(training)
+    training = Training(samples=0)
+    training.model.requires_grad_(False)
+    found["nothing is trained"] = attempt(training)
     training = Training(on_rank(1, lambda: signal.raise_signal(signal.SIGINT)))
     note("a signal", training)
     return found
@@ -294,7 +297,8 @@ def test_a_rank_on_which_nothing_counts_takes_part():
     """Its samples have weight 0, or it has none; where that is so on all, nothing happens on any."""
     assert results_of("nothing counts on others") == [((4, 4), 0)] * SIZE
     assert results_of("no samples on one") == [((), 0), ((4, 4), 0), ((4, 4), 0)]
-    assert results_of("nothing counts") == results_of("after nothing counts") == [((), 0)] * SIZE
+    for name in ("nothing counts", "after nothing counts", "nothing is trained"):
+        assert results_of(name) == [((), 0)] * SIZE
 
 
 def end_at(place, how):
