@@ -1562,6 +1562,48 @@ MUTANTS = (
         RANK_FAILURE_TESTS,
     ),
     Mutant(
+        "ranks: learning rates may differ",
+        DISTRIBUTED + "shared_step.py",
+        """        if not all(_are_close(one["rates"], heard[0]["rates"]) for one in heard):\n""",
+        "        if False:\n",
+        RANK_FAILURE_TESTS,
+    ),
+    Mutant(
+        "ranks: what an optimizer holds may differ",
+        "autobatch/training/binding.py",
+        """        "what the optimizer holds": _describe_state(workload.optimizer),\n""",
+        """        "what the optimizer holds": "",\n""",
+        ("tests/distributed/test_fit_on_ranks.py",),
+    ),
+    Mutant(
+        "ranks: numbers are equal wherever they lie",
+        DISTRIBUTED + "value_digest.py",
+        "int(places.mul_(part).sum())",
+        "int(part.sum(dtype=torch.int64))",
+        ("tests/distributed/test_value_digest.py",),
+    ),
+    Mutant(
+        "ranks: only Ctrl-C is held back",
+        DISTRIBUTED + "interrupts.py",
+        """("SIGINT", "SIGTERM", "SIGHUP", "SIGCHLD", "SIGALRM", "SIGUSR1", "SIGUSR2")""",
+        """("SIGINT",)""",
+        ("tests/distributed/test_interrupts.py",),
+    ),
+    Mutant(
+        "a running value in Lightning is the mean of its values",
+        LIGHTNING + "logs.py",
+        """        rule = replace(rule, way="last")\n""",
+        "        pass\n",
+        ("tests/integrations/test_lightning.py",),
+    ),
+    Mutant(
+        "an evaluation in parts logs each part",
+        TRAINER + "evaluation.py",
+        "        self._logs.write(sizes)\n",
+        "        for one in sizes:\n            self._logs.write([one])\n",
+        TRAINER_LOG_TESTS,
+    ),
+    Mutant(
         "ranks: an error that was reported once is reported never again",
         DISTRIBUTED + "channel.py",
         "        self._blocks += 1\n",
@@ -1797,8 +1839,8 @@ MUTANTS = (
 
 
 def copy_sources(folder: Path) -> None:
-    """Package, tests and what pytest reads, to a folder of their own."""
-    for name in ("autobatch", "tests"):
+    """Package, tests, examples and what pytest reads, to a folder of their own."""
+    for name in ("autobatch", "tests", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
 
