@@ -123,7 +123,7 @@ def test_an_estimate_between_two_lengths_fits(linear, square, part, longest, lim
     """Where a sample takes a L + b L^2, what is chosen stays within the limit, and leaves little of it."""
 
     def each(length):
-        return linear * length + square * length * length + 1
+        return max(linear * length + square * length * length, 1)
 
     shortest = max(longest // part, 1)
     resident = 10**6
