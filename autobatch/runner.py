@@ -108,7 +108,7 @@ class Runner(StepRunner):
             InvalidArgument: An argument cannot mean anything.
         """
         with several_blocks(find_ranks(model, timeout), "Runner.fit()"):
-            kept = StepState(nn.Module(), torch.device("cpu"), check_objects(keep), records=False).begin()
+            objects = StepState(nn.Module(), torch.device("cpu"), check_objects(keep), records=False).begin()
             try:
                 plan = fit(
                     model,
@@ -131,7 +131,7 @@ class Runner(StepRunner):
                     timeout=timeout,
                 )
             finally:
-                kept.restore()
+                objects.restore()
         return cls(
             plan,
             model,

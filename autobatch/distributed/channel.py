@@ -1,8 +1,8 @@
 """A small channel beside the process group that trains: every rank says a few hundred bytes, and hears all others.
 
-Covers the group on the host, one exchange, and which errors all have heard of. Does not cover who is lost where an
-exchange breaks off (``roll_call``), what is said (``step_agreement``), nor gradients (``reduction``), which go through
-the user's own process group.
+Covers the group on the host, one exchange, and which errors all have heard of. Does not cover lost ranks
+(``roll_call``), the messages' contents (``step_agreement``), nor gradients (``reduction``), which go through the user's
+own process group.
 
 The group is gloo's, since it lives on the host: an exchange waits for no device, and a peer whose process is gone ends
 it at once, as the kernel closes its sockets, where NCCL would wait for its timeout.
@@ -144,7 +144,7 @@ class Channel:
         """The error of this rank where others wait for it in vain; they find the reason when they no longer wait."""
         own = f"{self._roll_call.name(self.rank)} could not go on: {reason}"
         if not self._lost:
-            self._roll_call.leave_word(own)
+            self._roll_call.publish(own)
         self._lost = self._lost or own
         return RankLost(self._lost)
 

@@ -60,12 +60,12 @@ class RollCall:
         listed = "; ".join(self._describe(rank, states[rank] if states else "") for rank in lost)
         if not listed:
             listed = f"a rank of {self._name_all()} is gone or did not answer within {in_words(timeout)}"
-        return self.leave_word(f"{listed} ({reason})")
+        return self.publish(f"{listed} ({reason})")
 
-    def leave_word(self, text: str) -> str:
-        """Say to those who ask later what was lost; returns what another rank has said before, if one has."""
-        first = _ask_store(lambda store: store.compare_set(f"{self._prefix}lost", "", text))
-        return text if first is None else str(first.decode())
+    def publish(self, reason: str) -> str:
+        """Put the reason into the store for all ranks; returns another rank's, where one was there before."""
+        first = _ask_store(lambda store: store.compare_set(f"{self._prefix}lost", "", reason))
+        return reason if first is None else str(first.decode())
 
     def _call(self, occasion: int) -> Sequence[int]:
         """Whose process has ended, or else who does not answer in the store within two seconds.

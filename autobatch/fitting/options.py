@@ -55,7 +55,7 @@ def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, in
 
 
 def check_choices(objective: Any, check: Any, budget: Any | None, headroom: Any | None, **switches: Any) -> None:
-    """Whether each is one of its few values, and what is about memory is a size."""
+    """Check that choices and switches have one of their values, and that budget and headroom are sizes."""
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
     parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget))

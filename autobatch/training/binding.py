@@ -144,7 +144,7 @@ def _describe_groups(workload: Workload) -> str:
 def _describe_state(optimizer: Any | None) -> str:
     """What differs where a checkpoint was loaded on some ranks only.
 
-    Of torch's own optimizers: what another one holds may be divided among the ranks, as what is sharded is.
+    Of torch's own optimizers only: others may divide their state among the ranks. Sharded state is left out, too.
     """
     members = [one for one in members_of(optimizer) if f"{type(one).__module__}.".startswith("torch.optim.")]
     held: list[torch.Tensor | None] = []

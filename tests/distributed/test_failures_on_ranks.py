@@ -131,7 +131,7 @@ def run_all():
     training.model.module.register_buffer("seen", torch.zeros(1 + rank))
     note("other buffers", training)
     training = Training()
-    for group in training.optimizer.param_groups:  # as by a scheduler that is told the loss of a rank's own samples
+    for group in training.optimizer.param_groups:  # as by a scheduler that is given the loss of a rank's own samples
         group["lr"] *= 1 if rank else 0.1
     note("other rates", training)
     training = Training()

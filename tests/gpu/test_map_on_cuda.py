@@ -58,7 +58,7 @@ def test_a_segment_taken_for_a_small_piece_does_not_hide_what_a_sample_takes(hol
     """Twenty MiB are taken from the card for the first block of eight samples that finds no hole in those held."""
     net, inputs, sizes = make_net(), torch.randn(1500, 256), []
     with torch.no_grad():
-        net(inputs[:1].to(CUDA))  # what is made once is there
+        net(inputs[:1].to(CUDA))  # cuBLAS makes its workspace now
     fillers, before = [], torch.cuda.memory_reserved()
     while torch.cuda.memory_reserved() == before:
         fillers.append(torch.empty(8 * 65536, device=CUDA))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchmetrics
+from builders.refused_options import REFUSED_OPTIONS
 from lightning_runs import Made, load, module_of, train
 from torch import nn
 from torch.nn import functional as F
@@ -158,22 +159,7 @@ def test_callbacks_that_change_the_target_are_refused(name):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"target_batch": 0}, "target_batch=0"),
-        ({"target_batch": 2.5}, "target_batch=2.5"),
-        ({"target_batch": 10**9}, "target_batch=1000000000 is more than"),
-        ({"target_batch": 10**8, "max_micro_batch": 1}, "micro-batches of at most 1, more than"),
-        ({"check": "no"}, "check='no'"),
-        ({"budget": "0GiB"}, "^budget='0GiB' is no size"),
-        ({"budget": float("nan")}, "^budget=nan is no size"),
-        ({"headroom": 1.5}, r"^headroom=1\.5: a fraction"),
-        ({"budget": "8MiB", "headroom": "8MiB"}, "^headroom='8MiB' leaves nothing"),
-        ({"max_micro_batch": 0}, "^max_micro_batch=0 must be an int"),
-        ({"objective": "speed"}, "^objective='speed' is not known"),
-        ({"accumulate_in_float32": None}, "^accumulate_in_float32=None must be True or False"),
-        ({"reuse": "no"}, "^reuse='no' must be True or False"),
-        ({"progress": 1}, "^progress=1 must be True or False"),
-        ({"device": "gpu7"}, "^device='gpu7' is no device"),
-        ({"timeout": -1}, "^timeout=-1 must be a number of seconds"),
+        *REFUSED_OPTIONS,
         ({"weigh": 3}, "^weigh=3 cannot be called"),
         ({"keep": [object()]}, r"keep\[0\] is"),
         ({"keep": 5}, "^keep=5: pass a list of objects"),

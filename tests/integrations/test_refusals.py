@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from accelerate.parallelism_config import ParallelismConfig
+from builders.refused_options import REFUSED_OPTIONS
 from torch import nn
 from trainers import Classes, bert, gpt2, mean_loss, small_device, train, trainer_of
 from transformers import Trainer
@@ -58,27 +59,7 @@ def test_what_cannot_be_exact_is_refused(name, tmp_path, monkeypatch):
     assert trainer.args.per_device_train_batch_size == 32
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"target_batch": 0}, "target_batch=0"),
-        ({"target_batch": 2.5}, "target_batch=2.5"),
-        ({"target_batch": 10**9}, "target_batch=1000000000 is more than"),
-        ({"target_batch": 10**8, "max_micro_batch": 1}, "micro-batches of at most 1, more than"),
-        ({"check": "no"}, "check='no'"),
-        ({"budget": "0GiB"}, "^budget='0GiB' is no size"),
-        ({"budget": float("nan")}, "^budget=nan is no size"),
-        ({"headroom": 1.5}, r"^headroom=1\.5: a fraction"),
-        ({"budget": "8MiB", "headroom": "8MiB"}, "^headroom='8MiB' leaves nothing"),
-        ({"max_micro_batch": 0}, "^max_micro_batch=0 must be an int"),
-        ({"objective": "speed"}, "^objective='speed' is not known"),
-        ({"accumulate_in_float32": None}, "^accumulate_in_float32=None must be True or False"),
-        ({"reuse": "no"}, "^reuse='no' must be True or False"),
-        ({"progress": 1}, "^progress=1 must be True or False"),
-        ({"device": "gpu7"}, "^device='gpu7' is no device"),
-        ({"timeout": -1}, "^timeout=-1 must be a number of seconds"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), REFUSED_OPTIONS)
 def test_arguments_that_mean_nothing(arguments, words, tmp_path):
     """They are refused when ``attach`` is called, in one line, and the Trainer is as it was."""
     trainer = trainer_of(tmp_path)

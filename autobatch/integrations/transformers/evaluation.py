@@ -34,7 +34,7 @@ _log = logging.getLogger("autobatch")
 Outputs = tuple[Any, Any, Any]
 """Loss, logits and labels, as ``prediction_step`` returns them; each may be ``None``."""
 _FEW = 5
-"""Samples on which is found how what is logged is put together: unequal parts of them."""
+"""Samples, in unequal parts, on which it is found how logged values are combined."""
 
 
 class EvaluationStep:
@@ -95,7 +95,7 @@ class EvaluationStep:
         return parts[0][1] if len(parts) == 1 else _join(parts)
 
     def _learn_logs(self, part_of: Callable[[int, int], Any], model: Any, *options: Any) -> None:
-        """Find how what is logged is put together, once, on a few samples; without it numbers are means over samples.
+        """Find how logged values are combined, once, on a few samples; without it they are means over samples.
 
         Only where a batch was divided and something was logged: no other evaluation runs more than its own samples.
         """
