@@ -132,6 +132,8 @@ def _run(
         "LOCAL_WORLD_SIZE": str(group.size),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHELASTIC_USE_AGENT_STORE": str(not group.has_own_store),
+        # A rank may be done, and gone, while two others still connect: gloo then fails on one and waits on the other.
+        "TORCH_DIST_INIT_BARRIER": "1",
     }
     import torch
     import torch.distributed
@@ -140,6 +142,7 @@ def _run(
     began = time.monotonic()
     try:
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=group.timeout_seconds))
+        del os.environ["TORCH_DIST_INIT_BARRIER"]  # ranks need not agree on the name of a group of some of them
         began = time.monotonic()
         answer = Answer(function(*arguments, **options), seconds=time.monotonic() - began)
     except BaseException as error:
