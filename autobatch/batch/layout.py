@@ -169,9 +169,14 @@ class Layout:
     def spread(self, n: int) -> Layout:
         """``n`` samples, evenly from first to last, as new tensors: a batch may be sorted.
 
-        Beyond its count each sample comes several times in a row, so that consecutive parts have different samples.
+        Four or more are neighbours two by two, the first of them at an even index: rows 2i and 2i + 1 may belong
+        together, and apart from each other they would not show it. Beyond its count each sample comes several times in
+        a row, so that consecutive parts have different samples.
         """
-        rows = [index * self.count // n for index in range(n)]
+        if 4 <= n < self.count:
+            rows = [index // 2 * 2 * self.count // n // 2 * 2 + index % 2 for index in range(n)]
+        else:
+            rows = [index * self.count // n for index in range(n)]
         return Layout(self._replace(self.batch, ROOT, lambda part: _pick_entries(part, rows)), n, self.lists)
 
     def grown(self, n: int) -> Layout:

@@ -19,12 +19,22 @@ import torch
 from autobatch._formatting import name_type, show_value
 from autobatch.batch.layout import Layout
 from autobatch.batch.list_rules import ROOT
+from autobatch.batch.read_only_call import call_read_only
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of, is_array
 from autobatch.errors import InvalidArgument, InvalidBatch
 from autobatch.records import Padding
 
-__all__ = ["LengthOf", "Lengths", "find_padding", "padded_length", "read_lengths", "sized_parts"]
+__all__ = [
+    "LengthOf",
+    "Lengths",
+    "ask_lengths",
+    "find_padding",
+    "padded_length",
+    "read_answers",
+    "read_lengths",
+    "sized_parts",
+]
 
 LengthOf = Callable[[Any], Any]
 """``lengths(batch)``: one whole number for each sample, in order: a tensor, an array or a list."""
@@ -53,20 +63,54 @@ class Lengths:
 
     @classmethod
     def read(cls, lengths: Any) -> Lengths:
-        """What was given as ``lengths=``; raises InvalidArgument for what cannot be called."""
-        if isinstance(lengths, Lengths):
-            if lengths.padding not in (None, "right", "left"):
-                raise InvalidArgument(f"padding={show_value(lengths.padding)}: pass 'right', 'left' or None")
-            return lengths
-        if not callable(lengths):
+        """What was given as ``lengths=``; raises InvalidArgument for what cannot be called, or is of a wrong type."""
+        if not isinstance(lengths, Lengths):
             shown = show_value(lengths) if isinstance(lengths, str | int | float) else name_type(lengths)
-            raise InvalidArgument(f"lengths={shown} cannot be called: pass lengths(batch) -> one length a sample")
-        return cls(lengths)
+            _check_callable(lengths, shown)
+            return cls(lengths)
+        given = lengths.of
+        _check_callable(given, f"Lengths({name_type(given) if isinstance(given, Lengths) else show_value(given)})")
+        if lengths.padding not in (None, "right", "left"):
+            raise InvalidArgument(f"padding={show_value(lengths.padding)}: pass 'right', 'left' or None")
+        if not isinstance(lengths.dims, Mapping | None):
+            raise InvalidArgument(
+                f"dims={show_value(lengths.dims)}: pass dimensions by path, such as {{'batch[\"inputs\"]': 1}}, or None"
+            )
+        return lengths
+
+
+def _check_callable(value: Any, shown: str) -> None:
+    if not callable(value):
+        raise InvalidArgument(f"lengths={shown} cannot be called: pass lengths(batch) -> one length a sample")
 
 
 def read_lengths(lengths: Lengths, batch: Any, count: int) -> list[int]:
     """The length of each sample; raises InvalidBatch where the function gave something else."""
-    given = lengths.of(batch)
+    return _read_answer(ask_lengths(lengths, batch), count)
+
+
+def ask_lengths(lengths: Lengths, batch: Any) -> Any:
+    """What the function returns for a batch, as it is; raises InvalidBatch where it wrote into the batch."""
+    return call_read_only("lengths", lengths.of, batch)
+
+
+def read_answers(answers: Sequence[Any], counts: Sequence[int]) -> list[int]:
+    """The lengths of the samples of several batches, one after the other; raises InvalidBatch as ``read_lengths``.
+
+    Args:
+        answers: What the function returned for each.
+        counts: How many samples each has.
+    """
+    if all(map(_is_row, answers, counts)) and len({(answer.device, answer.dtype) for answer in answers}) == 1:
+        return _read_answer(torch.cat([*answers]), sum(counts))  # one wait for a device, not one for each batch
+    return [value for answer, count in zip(answers, counts, strict=True) for value in _read_answer(answer, count)]
+
+
+def _is_row(answer: Any, count: int) -> bool:
+    return type(answer) is torch.Tensor and answer.shape == (count,)
+
+
+def _read_answer(given: Any, count: int) -> list[int]:
     listed = given.tolist() if isinstance(given, torch.Tensor) or is_array(given) else given
     if not isinstance(listed, list | tuple):
         raise InvalidBatch(f"lengths() gave {name_type(given)}: return one whole number a sample, {_EXAMPLE}")
@@ -74,11 +118,18 @@ def read_lengths(lengths: Lengths, batch: Any, count: int) -> list[int]:
         raise InvalidBatch(
             f"lengths() gave {len(listed)} lengths for {count} samples: return one whole number a sample, {_EXAMPLE}"
         )
-    wrong = next((value for value in listed if type(value) is not int or value < 0), None)
+    values = [value if type(value) is int else _as_number(value) for value in listed]
+    wrong = next((n for n, value in enumerate(values) if type(value) is not int or value < 0), None)
     if wrong is not None:
-        shown = show_value(wrong) if isinstance(wrong, int | float | bool) else name_type(wrong)
+        value = values[wrong]
+        shown = show_value(value) if isinstance(value, int | float) else name_type(value)
         raise InvalidBatch(f"lengths() gave {shown} as a sample's length: return whole numbers from 0 on, {_EXAMPLE}")
-    return [*listed]
+    return values
+
+
+def _as_number(value: Any) -> Any:
+    """Python's own number, for one of NumPy's or of a tensor without dimensions; all else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 def sized_parts(layout: Layout) -> Iterator[tuple[str, Any]]:
@@ -139,16 +190,18 @@ def find_padding(layout: Layout, lengths: Lengths, values: Sequence[int]) -> Pad
             f"all samples of the example batch are {length} long, so that it does not show what padding is: pass a "
             f"batch with shorter samples, or {_spell(dims, lengths.padding or 'right')}"
         )
-    sides: dict[Side, str] = {side: _find_unpadded(parts, dims, values, length, side) for side in _SIDES}
-    fitting = [side for side, path in sides.items() if not path and lengths.padding in (None, side)]
+    against = {side: _find_unpadded(parts, dims, values, length, side) for side in _SIDES}
+    fitting = [side for side, paths in against.items() if not paths and lengths.padding in (None, side)]
     if len(fitting) != 1:
-        path = sides[lengths.padding or "right"]
+        fewest: Side = min(_SIDES, key=lambda side: len(against[side]))
+        likely = lengths.padding or fewest
+        path = next(iter(against[likely]), None)
         what = (
             f"{path} has other values than padding beyond its samples' lengths in dimensions {[*dims[path]]}"
-            if path
+            if path is not None
             else "the values do not show on which side padding is"
         )
-        raise InvalidBatch(f"{what}: pass {_spell(dims, lengths.padding or 'right')}, with what is true of your batch")
+        raise InvalidBatch(f"{what}: pass {_spell(dims, likely)}, with what is true of your batch")
     return Padding(dims=dims, side=fitting[0])
 
 
@@ -181,13 +234,13 @@ def _find_dims(layout: Layout, parts: Mapping[str, Any], values: Sequence[int]) 
 
 def _check_dims(given: Mapping[str, int | Sequence[int]], parts: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     dims: dict[str, tuple[int, ...]] = {}
-    for path, numbers in given.items():
+    for path, named in given.items():
         if path not in parts:
             raise InvalidArgument(f"dims has {show_value(path)}, and the batch has {', '.join(parts) or 'no tensors'}")
-        found = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+        found = tuple(named) if isinstance(named, Sequence) and not isinstance(named, str) else (named,)
         if not found or any(type(dim) is not int or not 0 < dim < parts[path].ndim for dim in found):
             raise InvalidArgument(
-                f"dims[{path!r}]={show_value(numbers)}, and {path} has dimensions 1 to {parts[path].ndim - 1} after "
+                f"dims[{path!r}]={show_value(named)}, and {path} has dimensions 1 to {parts[path].ndim - 1} after "
                 f"that of its samples"
             )
         dims[path] = found
@@ -196,8 +249,9 @@ def _check_dims(given: Mapping[str, int | Sequence[int]], parts: Mapping[str, An
 
 def _find_unpadded(
     parts: Mapping[str, Any], dims: Mapping[str, Sequence[int]], values: Sequence[int], length: int, side: Side
-) -> str:
-    """The first tensor that has more than padding where a sample's padding would be; empty where none has."""
+) -> list[str]:
+    """The tensors that have more than padding where a sample's padding would be."""
+    unpadded = list[str]()
     for path, found in dims.items():
         rows = torch.as_tensor(parts[path]).detach()
         if bool((rows == rows[:1]).all()):  # positions, the same in each sample, are right on either side
@@ -206,8 +260,8 @@ def _find_unpadded(
         # In a square mask, what a position of padding looks at may be anything: one of its dimensions shows padding.
         is_mask = len(found) == 2 and rows.dtype == torch.bool
         if not (any(tried) if is_mask else all(tried)):
-            return path
-    return ""
+            unpadded.append(path)
+    return unpadded
 
 
 def _is_padded(rows: torch.Tensor, dim: int, values: Sequence[int], length: int, side: Side) -> bool:

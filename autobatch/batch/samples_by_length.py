@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import Lengths, find_padding, padded_length, read_lengths
 from autobatch.batch.trimming import SortedLayout, TrimmedLayout, gather
-from autobatch.errors import InvalidBatch
 from autobatch.records import Padding
 
 __all__ = ["SamplesByLength"]
@@ -47,18 +46,11 @@ class SamplesByLength:
         return samples
 
     def _check_trimmed(self, lengths: Lengths) -> None:
-        """Refuse padding on the wrong side, and lengths that count positions of padding too."""
-        ordered = SortedLayout.of(self.example, self.values, self.padding, ())
+        """Refuse an example of which the longest, a middle or the shortest sample does not survive trimming."""
+        ordered = SortedLayout.of(self.example, self.values, self.padding, (), lengths=lengths)
         last = ordered.count - 1
-        for start, stop in ((0, 1), (last // 2, last // 2 + 1), (last, last + 1)):
-            before = max(ordered.values[start], 1)
-            [after] = read_lengths(lengths, ordered.take(start, stop), 1)
-            if max(after, 1) != before:
-                raise InvalidBatch(
-                    f"lengths() gives {after} for a sample that it gave {before} for before its padding was trimmed on "
-                    f"the {self.padding.side}: count what is no padding, or pass autobatch.Lengths(length_of, "
-                    f"padding='left') where padding comes first"
-                )
+        alone = [(row, row + 1) for row in (0, last // 2, last)]
+        ordered.check_trimmed({bounds: ordered.ask(ordered.take(*bounds)) for bounds in alone})
 
     def at(self, length: int) -> tuple[Layout, int]:
         """Samples that fill this length, cut to it, and how long they are: in lists as long as the batch has them."""
@@ -71,11 +63,9 @@ class SamplesByLength:
         batch = gather(self.example, rows, self.padding, length)
         return Layout(batch, len(rows), self.example.lists), max(length, 1)
 
-    def spread(self) -> Layout:
-        """All samples, from the longest to the shortest, padded as they were: any few of them are of all lengths."""
-        ordered = SortedLayout.of(self.example, self.values, self.padding, ())
-        batch = gather(self.example, ordered.order, self.padding, self.longest)
-        return Layout(batch, self.example.count, self.example.lists)
+    def in_order(self) -> SortedLayout:
+        """All samples, from the longest to the shortest, as steps take them: any few of them are of all lengths."""
+        return SortedLayout.of(self.example, self.values, self.padding, ())
 
     def trim_parts(self, layout: Layout, lengths: Lengths) -> TrimmedLayout:
         """Samples of this example, of which each part is trimmed."""

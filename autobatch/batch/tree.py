@@ -207,11 +207,14 @@ def _rebuild(node: Any, values: Sequence[Any]) -> Any:
 
 
 def with_items(node: Any, items: Sequence[Any]) -> Any:
-    """A list or tuple of the same type with these items, as many as there are."""
-    if type(node) is list:
-        return list(items)
-    if isinstance(node, tuple):
+    """A list or tuple of the same type with these items, as many as there are, and the attributes of the original."""
+    if type(node) in (list, tuple):
         return type(node)(items)
+    if isinstance(node, tuple):
+        made = type(node)(items)
+        if hasattr(node, "__dict__"):
+            vars(made).update(vars(node))
+        return made
     changed = copy.copy(node)
     changed[:] = items
     return changed

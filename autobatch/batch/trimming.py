@@ -8,17 +8,18 @@ Samples that lie apart are gathered, one micro-batch at a time: a copy of what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from autobatch.batch.layout import Layout
-from autobatch.batch.lengths import padded_length
+from autobatch.batch.lengths import Lengths, ask_lengths, padded_length, read_answers
 from autobatch.batch.list_rules import ROOT
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of, is_array, with_fields, with_items
+from autobatch.errors import InvalidBatch
 from autobatch.records import Padding, SizeAtLength
 
 __all__ = ["SortedLayout", "TrimmedLayout", "gather"]
@@ -54,6 +55,7 @@ class SortedLayout(Layout):
         padded: The length to which the batch is padded.
         sizes: How many samples may run together, by length.
         trims_to_edges: Whether parts are trimmed to lengths that were tried, so that there are few shapes to compile.
+        lengths: Asked again of parts that are trimmed, where they are checked.
     """
 
     order: Sequence[int] = ()
@@ -62,6 +64,7 @@ class SortedLayout(Layout):
     padded: int = 0
     sizes: tuple[SizeAtLength, ...] = ()
     trims_to_edges: bool = False
+    lengths: Lengths | None = None
 
     @classmethod
     def of(
@@ -72,6 +75,7 @@ class SortedLayout(Layout):
         sizes: tuple[SizeAtLength, ...],
         *,
         trims_to_edges: bool = False,
+        lengths: Lengths | None = None,
     ) -> SortedLayout:
         """Sort a batch, equal lengths in the order they came in; raises InvalidBatch as ``padded_length`` does."""
         if "unclear" in layout.lists.values() and layout.count > 1:
@@ -87,14 +91,51 @@ class SortedLayout(Layout):
             padded=padded_length(layout, padding, values),
             sizes=sizes,
             trims_to_edges=trims_to_edges,
+            lengths=lengths,
         )
 
     def take(self, start: int, stop: int) -> Any:
         """Samples ``start`` to ``stop`` of the order, trimmed, as new tensors."""
+        return gather(self, self.order[start:stop], self.padding, self._length_from(start))
+
+    def spread(self, n: int) -> Layout:
+        """``n`` samples, evenly from the longest to the shortest, as new tensors, padded as they were."""
+        rows = [self.order[index * self.count // n] for index in range(n)]
+        return Layout(gather(self, rows, self.padding, self.padded), n, self.lists)
+
+    def is_trimmed(self, start: int) -> bool:
+        """Whether a part that begins at this sample loses anything, which might be no padding."""
+        return bool(self.padding.dims) and self._length_from(start) < self.padded
+
+    def ask(self, part: Any) -> Any:
+        """What the user's function answers for a trimmed part, for ``check_trimmed``."""
+        return None if self.lengths is None else ask_lengths(self.lengths, part)
+
+    def check_trimmed(self, answers: Mapping[tuple[int, int], Any]) -> None:
+        """Refuse padding on the wrong side, and lengths that count positions of padding too.
+
+        Args:
+            answers: Of ``ask``, by where its part begins and ends; all are read at once, as each may wait for a device.
+
+        Raises:
+            InvalidBatch: A sample is of another length once it is trimmed.
+        """
+        before = [max(self.values[row], 1) for bounds in answers for row in range(*bounds)]
+        counts = [stop - start for start, stop in answers]
+        for one, other in zip(before, read_answers([*answers.values()], counts), strict=True):
+            if max(other, 1) != one:
+                raise InvalidBatch(
+                    f"lengths() gives {other} for a sample that it gave {one} for before its padding was trimmed on "
+                    f"the {self.padding.side}: count what is no padding, or pass autobatch.Lengths(length_of, "
+                    f"padding='left') where padding comes first"
+                )
+
+    def _length_from(self, start: int) -> int:
+        """What a part that begins at this sample, its longest, is trimmed to."""
         length = self.values[start]
         if self.trims_to_edges:
             length = min((size.length for size in self.sizes if size.length >= length), default=length)
-        return gather(self, self.order[start:stop], self.padding, min(length, self.padded))
+        return min(length, self.padded)
 
 
 def gather(layout: Layout, rows: Sequence[int], padding: Padding, length: int) -> Any:

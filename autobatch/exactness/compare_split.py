@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autobatch._formatting import plural
 from autobatch.batch.layout import Layout, map_tensors
 from autobatch.batch.tree import is_array, leaves_of
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.exactness.determinism import deterministic, widen
-from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, fixed_statistics
+from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, judge_batch_norm
 from autobatch.exactness.gradients import TOLERANCE
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Sizes, partitions_of
@@ -34,7 +35,6 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint
-from autobatch.step.batch_norm import blame_batch_norms
 from autobatch.step.workload import Workload
 
 __all__ = ["SplitComparison"]
@@ -58,6 +58,8 @@ class SplitComparison:
         after_trials: Whether the step is known to run, so that an error comes from being made deterministic or split,
             and the result is "unchecked". And where BatchNorm explains the first partition, no cause is looked for.
         exact_at: The number of samples for which a smaller comparison has found the split exact; 0 where none has.
+        is_reordered: Whether the smaller comparison took samples in another order: then it may also be which of them
+            are together, not only how many, that makes a difference.
         trim: Makes a batch one whose parts are trimmed; the whole of it is not.
     """
 
@@ -67,6 +69,7 @@ class SplitComparison:
     most: int
     after_trials: bool = False
     exact_at: int = 0
+    is_reordered: bool = False
     trim: Callable[[Layout], Layout] | None = None
 
     def run(self) -> Verdict:
@@ -108,12 +111,27 @@ class SplitComparison:
             return _unchecked(f"more of them raise {kind}; its text is in the log"), ""
         if is_ours:
             return _unchecked(reason), ""
+        said = "the step cannot be made deterministic"
         if self.after_trials:
             _log.info("autobatch: the step cannot be made deterministic: %s", reason)
             reason = f"{reason.partition(':')[0]}; its text is in the log"
-        else:  # raises the step's error, where it is raised without our changes as well
-            self._make_measurement(self.layout.spread(samples), SampleNumbers()).whole()
-        return _unchecked(f"the step cannot be made deterministic ({reason})"), ""
+        elif (few := self._find_refused(samples, kind)) is not None:
+            said = f"the step raised an error at {plural(few, 'sample')}"
+        return _unchecked(f"{said} ({reason})"), ""
+
+    def _find_refused(self, samples: int, kind: str) -> int | None:
+        """The first of half as many samples, a quarter and so on at which the step raises it without our changes too.
+
+        Raises what the step raises at all of them.
+        """
+        plain = self._make_measurement(self.layout.spread(samples), SampleNumbers())
+        plain.whole()
+        while (samples := samples // 2) > 0:
+            try:
+                plain.alone(0, samples)
+            except Exception as error:  # noqa: BLE001 - of the user's step, and said in the verdict
+                return samples if type(error).__name__ == kind else None
+        return None
 
     def _compare(self, samples: int, partitions: Sequence[Sizes]) -> Verdict:
         if not partitions and not _differ(self.layout.spread(samples)):
@@ -139,7 +157,7 @@ class SplitComparison:
         if not partitions:
             few = f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
             return _unchecked(few)
-        if self.after_trials and (blamed := _blame_batch_norm(measured, partitions[0])) is not None:
+        if self.after_trials and (blamed := judge_batch_norm(measured, partitions[0])) is not None:
             return blamed
         error = _find_error(measured, partitions)
         if error > TOLERANCE and (uncontrolled := find_uncontrolled_generators(measured)) is not None:
@@ -172,7 +190,7 @@ class SplitComparison:
         """The causes. Where looking for them fails, the verdict stands."""
         handled = sys.exc_info()[1]
         try:
-            return find_causes(measured, partitions, self.exact_at)
+            return find_causes(measured, partitions, 0 if self.is_reordered else self.exact_at)
         except Exception as error:
             if is_oom(error, handled=handled) or isinstance(error, DoesNotFit):
                 raise
@@ -213,25 +231,6 @@ def _find_partitions(measured: Measurement) -> list[Sizes]:
             raise
         return partitions_of(measured.layout.count, 2)
     return partitions
-
-
-def _blame_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
-    """An inexact verdict, where BatchNorm in train mode alone explains this partition; ``None`` where not."""
-    error = measured.error([sizes])
-    if error <= TOLERANCE:
-        return None
-    with fixed_statistics(measured) as (names, fixed):
-        if not names or fixed.error([sizes]) > TOLERANCE:
-            return None
-    modules = measured.find_modules([sizes])
-    return Verdict(
-        exact=False,
-        relative_error=modules[0].relative_error if modules else error,
-        causes=(blame_batch_norms(names),),
-        samples=measured.layout.count,
-        partitions=(sizes,),
-        modules=modules,
-    )
 
 
 def _find_error(measured: Measurement, partitions: Sequence[Sizes], before: Sequence[float] = ()) -> float:

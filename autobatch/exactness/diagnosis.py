@@ -1,8 +1,9 @@
 """Names why a split is not exact: each cause is tried on the measured gradients, and named where it explains them.
 
-Covers BatchNorm, state that changes with every forward pass, random numbers that mix samples, sums read as means, terms
-counted once a micro-batch, means over something else than is counted, and generators that cannot be controlled. Does
-not distinguish the other ways in which samples of one micro-batch can depend on each other.
+Covers BatchNorm, state that changes with every forward pass, random numbers that mix samples, sums read as means,
+samples that belong together in pairs, terms counted once a micro-batch, means over something else than is counted, and
+generators that cannot be controlled. Does not distinguish the other ways in which samples of one micro-batch can depend
+on each other, nor find BatchNorm's layers (``step.batch_norm``).
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from autobatch.exactness.loss_weights import EXPLAINS, NO_MEAN, error_of, explai
 from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Sizes, ranges_of
 from autobatch.exactness.sample_numbers import Order
+from autobatch.records import Verdict
 from autobatch.state.random_state import HostRandomState
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
 
-__all__ = ["find_causes", "find_uncontrolled_generators", "fixed_statistics"]
+__all__ = ["find_causes", "find_uncontrolled_generators", "judge_batch_norm"]
 
 _ORDERS: tuple[Order, ...] = ("alike", "rising", "falling")
 
@@ -34,11 +36,16 @@ _SHUFFLED = (
 )
 _SUMMED = (
     "the loss is a sum and is read as a mean: return autobatch.Sum(loss, count), with the number of samples or "
-    "tokens that it sums over"
+    "tokens that it sums over; or, where it is divided by the count of the whole step already, autobatch.Part(loss)"
 )
 _ONCE_A_MICRO_BATCH = (
     "a term that does not depend on the samples, such as a regulariser, counts once a micro-batch instead of once "
     "a step: return it as autobatch.PerStep"
+)
+_PAIRED = (
+    "two samples in a row belong together (two views, a chosen and a rejected answer in rows 2i and 2i + 1): cut after "
+    "an even number of samples the loss is exact, else it is not, and a last batch or a retry may cut anywhere: make "
+    "each pair one sample, of shape (2, ...)"
 )
 _COUPLED = (
     "the loss is not a mean over samples: the loss of a sample depends on the others in its micro-batch (in-batch "
@@ -48,12 +55,31 @@ _COUPLED = (
 )
 
 
+def judge_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:
+    """An inexact verdict, where BatchNorm in train mode alone explains this partition; ``None`` where not."""
+    error = measured.error([sizes])
+    if error <= TOLERANCE:
+        return None
+    with _fixed_statistics(measured) as (names, fixed):
+        if not names or fixed.error([sizes]) > TOLERANCE:
+            return None
+    modules = measured.find_modules([sizes])
+    return Verdict(
+        exact=False,
+        relative_error=modules[0].relative_error if modules else error,
+        causes=(blame_batch_norms(names),),
+        samples=measured.layout.count,
+        partitions=(sizes,),
+        modules=modules,
+    )
+
+
 def find_causes(measured: Measurement, partitions: Sequence[Sizes], exact_at: int = 0) -> tuple[str, ...]:
     """Every cause that was found, in the order in which they were taken out of the way; at least one.
 
     Some partition is inexact; ``exact_at`` fewer samples of the same batch split exactly (0 where that is not known).
     """
-    with fixed_statistics(measured) as (names, fixed):
+    with _fixed_statistics(measured) as (names, fixed):
         causes: tuple[str, ...] = (blame_batch_norms(names),) if names else ()
         if not names or fixed.error(partitions) > TOLERANCE:
             causes += _find_further_causes(fixed, partitions)
@@ -98,7 +124,14 @@ def _find_last_cause(measured: Measurement, partitions: Sequence[Sizes]) -> str:
     extra = [(measured.values(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
     if len(extra) >= 2 and all(is_near(one, extra[0]) for one in extra[1:]):
         return _ONCE_A_MICRO_BATCH
-    return explain_weighing(measured, partitions) or _COUPLED
+    if causes_by_weight := explain_weighing(measured, partitions):
+        return causes_by_weight
+    return _PAIRED if _is_exact_in_pairs(measured) else _COUPLED
+
+
+def _is_exact_in_pairs(measured: Measurement) -> bool:
+    samples = measured.layout.count
+    return samples >= 4 and samples % 2 == 0 and measured.error([(2, samples - 2), (samples - 2, 2)]) <= TOLERANCE
 
 
 def find_uncontrolled_generators(measured: Measurement) -> str | None:
@@ -116,7 +149,7 @@ def find_uncontrolled_generators(measured: Measurement) -> str | None:
 
 
 @contextmanager
-def fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measurement]]:
+def _fixed_statistics(measured: Measurement) -> Iterator[tuple[list[str], Measurement]]:
     """Names of the BatchNorm layers in train mode, and a measurement with their statistics fixed for the block.
 
     Without such layers it is the measurement itself; else that one is released, so that memory is not taken twice.

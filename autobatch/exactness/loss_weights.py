@@ -29,6 +29,12 @@ NO_MEAN = (
     "or choose the target so that a micro-batch is the unit you want"
 )
 
+_MOVES_OUTSIDE = (
+    "each micro-batch by itself is exact, and one after another they are not: something outside the model moves with "
+    "every forward pass (such as an average of the weights, a teacher or a queue that the step updates), so once a "
+    "micro-batch and not once a step: update it after runner.step()"
+)
+
 EXPLAINS = 1e-3
 """A cause explains a gradient where what it predicts is this near."""
 
@@ -129,11 +135,16 @@ def _at(batch: Any, path: str) -> Any:
 
 
 def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
-    """One sentence where the loss is a mean over something else than is counted, with what to pass or return."""
+    """One sentence where the loss is a mean over something else than is counted, with what to pass or return.
+
+    Or where each part by itself, from the state at the beginning, is exact: then it is the state that makes it inexact.
+    """
     whole = measured.whole_values()
     passed = max(_relative(measured.values(sizes), whole) for sizes in partitions)
     most = min(EXPLAINS, passed / _BETTER)
     if error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
+        if measured.workload.weigh is None and not measured.states_counts:  # samples are what is counted
+            return _MOVES_OUTSIDE
         return (
             "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
             "or state the number of samples as its count"

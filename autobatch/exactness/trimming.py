@@ -45,7 +45,7 @@ def check_trimming(
     """
     if not samples.padding.dims:
         return verdict
-    started, layout = time.perf_counter(), samples.spread()
+    started, layout = time.perf_counter(), samples.in_order()
     comparison = SplitComparison(
         workload, layout, device, 0, after_trials=True, trim=lambda few: samples.trim_parts(few, lengths)
     )

@@ -62,7 +62,8 @@ def verify(
         batch: An example batch of at least 2 samples that differ, or a Dataset or DataLoader; as for ``fit``.
         step: ``step(model, micro_batch)``; as for ``fit``.
         weigh: What the mean is over; as for ``fit``.
-        lengths: How long samples are, as for ``fit``: then it is compared too whether trimming padding is exact.
+        lengths: How long samples are, as for ``fit``: then all of the batch is run in order of length, and it is
+            compared too whether trimming padding is exact.
         device: Where the model is; default: where its parameters are.
 
     Returns:
@@ -91,7 +92,8 @@ def verify(
         if verdict.exact and at_once > verdict.samples:
             memory.watch(workload.resident_tensors())
             with memory.limit(find_allowance(memory, None, None).limit_bytes):
-                verdict = compare_many(comparison, verdict, target=layout.count, size=at_once, most=at_once)
+                options = {"target": layout.count, "size": at_once, "most": at_once}
+                verdict = compare_many(comparison, verdict, samples=samples, **options)
         if verdict.exact and samples is not None and given is not None:
             verdict = check_trimming(verdict, workload, samples, given, memory)
     memory.reclaim()
@@ -99,7 +101,15 @@ def verify(
 
 
 def check_split(
-    workload: Workload, layout: Layout, device: Device, *, target: int, size: int, most: int, smallest: int
+    workload: Workload,
+    layout: Layout,
+    device: Device,
+    samples: SamplesByLength | None = None,
+    *,
+    target: int,
+    size: int,
+    most: int,
+    smallest: int,
 ) -> Verdict:
     """``verify`` for ``fit``, which holds a ``TrainingState`` and restores it: the model is changed here.
 
@@ -110,17 +120,26 @@ def check_split(
         workload: What is run, in the mode in which its model is.
         layout: Samples of which some are taken.
         device: Where, inside the limit that holds for the comparison.
+        samples: The same samples by length, where steps take them in that order: then many are compared in it too.
         target: Samples of the step.
         size: Samples of its micro-batches, which are known to fit.
         most: Samples that should fit at once; fewer are compared where they do not.
         smallest: The fewest samples that the model can run.
     """
     comparison = SplitComparison(workload, layout, device, min(max(2, size), _MOST_SAMPLES), after_trials=True)
-    return compare_many(comparison, comparison.run(), target=target, size=size, most=most, smallest=smallest)
+    options = {"target": target, "size": size, "most": most, "smallest": smallest}
+    return compare_many(comparison, comparison.run(), samples=samples, **options)
 
 
 def compare_many(
-    comparison: SplitComparison, few: Verdict, *, target: int, size: int, most: int, smallest: int = 1
+    comparison: SplitComparison,
+    few: Verdict,
+    *,
+    target: int,
+    size: int,
+    most: int,
+    smallest: int = 1,
+    samples: SamplesByLength | None = None,
 ) -> Verdict:
     """The verdict of a few samples together with that of many, or as it is where it was not exact.
 
@@ -130,7 +149,8 @@ def compare_many(
     if not few.exact:
         return few
     started = time.perf_counter()
-    larger = replace(comparison, exact_at=few.samples)
+    layout = comparison.layout if samples is None else samples.in_order()
+    larger = replace(comparison, layout=layout, exact_at=few.samples, is_reordered=samples is not None)
     reason, verdict, compared = "no more fit in memory", few, few.samples
     for whole in wholes_of(target, size, most, few.samples):
         sizes = divide_at_full_size(target, size, whole, smallest)

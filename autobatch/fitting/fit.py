@@ -34,7 +34,7 @@ from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.rank_plan import RankPlan
-from autobatch.planning.reuse import Wanted
+from autobatch.planning.remembered_plan import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Padding, Verdict
 from autobatch.state.process_lock import one_at_a_time
@@ -255,7 +255,7 @@ def _compare(found: SizeSearch) -> Verdict:
     target, memory = found.wanted.target_batch, found.memory
     sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
     with memory.limit(found.wanted.limit_bytes):
-        verdict = check_split(found.workload, found.example, memory, **sizes)
+        verdict = check_split(found.workload, found.example, memory, found.samples, **sizes)
         if found.samples is None or found.lengths is None or not verdict.exact:
             return verdict
         return check_trimming(verdict, found.workload, found.samples, found.lengths, memory)

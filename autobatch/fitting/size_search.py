@@ -30,7 +30,7 @@ from autobatch.planning.evidence import Question
 from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, least_size, useful_sizes
-from autobatch.planning.reuse import Wanted, find_remembered, why_not_confirmed
+from autobatch.planning.remembered_plan import Wanted, choose_remembered, why_not_confirmed
 from autobatch.prediction.prior import Expectation, FirstStep, expect_largest
 from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
@@ -217,7 +217,7 @@ class SizeSearch:
         """Confirm an earlier plan by a trial of its size, if the ledger has one."""
         least = least_size(self.wanted.target_batch, self.smallest)
         plans = [plan for plan in self.recall(self.fingerprint) if plan.micro_batch_size >= least]
-        plan, reason, refused = find_remembered(plans, self.wanted)
+        plan, reason, refused = choose_remembered(plans, self.wanted)
         if plan is not None:
             emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size, **self._of), self.hooks)
             self._add(self._probe.run(plan.micro_batch_size))

@@ -296,8 +296,13 @@ def test_spread_takes_evenly_from_first_to_last(samples: int, wanted: int) -> No
     assert rows == sorted(rows)
     repeats = [rows.count(row) for row in {*rows}]
     assert max(repeats) - min(repeats) <= (wanted > samples)
+    pairs = rows[::2] if 4 <= wanted < samples else []
+    if pairs:
+        assert [row % 2 for row in pairs] == [0] * len(pairs)
+        assert rows[1::2] == [row + 1 for row in pairs[: wanted // 2]]
+    widest = 2 * samples // wanted + 2 if pairs else samples // wanted + 1
     steps = [after - before for before, after in zip([-1, *rows], [*rows, samples], strict=True)]
-    assert max(steps) <= samples // wanted + 1
+    assert max(steps) <= widest
     part.batch["x"].zero_()
     assert batch["x"].tolist() == list(range(samples))
 

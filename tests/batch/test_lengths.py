@@ -157,6 +157,11 @@ REFUSED = {
         length_of,
         r'batch\["classes"\] has other values than padding',
     ),
+    "as many classes as positions, padding on the left": (
+        {**make_texts(left=True), "classes": torch.rand(N, L)},
+        length_of,
+        r'batch\["classes"\] has other values than padding .* padding=\'left\'\)',
+    ),
     "no shorter sample": (make_texts([6, 6]), length_of, "all samples of the example batch are 6 long"),
     "no such dimension": (
         {"tokens": torch.ones(3, 4)},
@@ -197,6 +202,19 @@ def test_what_the_example_leaves_open_is_refused(name):
     ("lengths", "match"),
     [
         (3, "lengths=3 cannot be called"),
+        (Lengths([1, 2]), r"lengths=Lengths\(\[1, 2\]\) cannot be called: pass lengths\(batch\)"),
+        (Lengths(None), r"lengths=Lengths\(None\) cannot be called"),
+        (Lengths(Lengths(length_of)), r"lengths=Lengths\(a Lengths\) cannot be called"),
+        (Lengths(length_of, dims=[1]), r"dims=\[1\]: pass dimensions by path, such as \{'batch\[\"inputs\"\]': 1\}"),
+        (Lengths(length_of, dims="x"), "dims='x': pass dimensions by path"),
+        (Lengths(length_of, dims=5), "dims=5: pass dimensions by path"),
+        (
+            Lengths(length_of, dims={'batch["tokens"]': 1.5}),
+            r"dims\['batch\[\"tokens\"\]'\]=1.5, and .* has dimensions 1 to 1",
+        ),
+        (Lengths(length_of, dims={'batch["tokens"]': None}), "=None, and .* has dimensions 1 to 1"),
+        (Lengths(length_of, dims={'batch["tokens"]': True}), "=True, and .* has dimensions 1 to 1"),
+        (Lengths(length_of, dims={'batch["tokens"]': "1"}), "='1', and .* has dimensions 1 to 1"),
         (Lengths(length_of, padding="both"), "padding='both': pass 'right', 'left' or None"),
         (Lengths(length_of, dims={"tokens": 1}), "dims has 'tokens', and the batch has"),
         (Lengths(length_of, dims={'batch["tokens"]': 0}), "has dimensions 1 to 1 after that of its samples"),
@@ -207,6 +225,41 @@ def test_what_is_no_lengths_argument_is_refused(lengths, match):
     """Before anything is run."""
     with pytest.raises(InvalidArgument, match=match):
         padding_of(make_texts(), lengths)
+
+
+WHOLE = {
+    "a list of NumPy's ints": lambda batch: [*batch["mask"].sum(1).numpy()],
+    "a list of tensors": lambda batch: [*batch["mask"].sum(1)],
+    "a tuple of NumPy's arrays without dimensions": lambda batch: tuple(map(np.array, batch["mask"].sum(1).tolist())),
+    "a tensor of bytes": lambda batch: batch["mask"].sum(1).to(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_numbers_of_any_library_are_lengths(name):
+    """As ``map`` takes them; what is read is Python's own."""
+    values = read_lengths(Lengths(WHOLE[name]), make_texts(), N)
+    assert values == [*LENGTHS]
+    assert {type(value) for value in values} == {int}
+
+
+@pytest.mark.parametrize(
+    ("length", "shown"),
+    [
+        (True, "True"),
+        (np.bool_(True), "True"),
+        (torch.tensor(True), "True"),
+        (np.float32(2.0), "2.0"),
+        (torch.tensor(2.5), "2.5"),
+        (torch.tensor(-1), "-1"),
+        (torch.tensor([3]), "a Tensor"),
+        (None, "a NoneType"),
+    ],
+)
+def test_what_is_no_whole_number_is_no_length(length, shown):
+    """A truth value counts nothing, and a fraction is no position, even a whole one."""
+    with pytest.raises(InvalidBatch, match=rf"lengths\(\) gave {shown} as a sample's length"):
+        read_lengths(Lengths(lambda _: [length] * N), make_texts(), N)
 
 
 def test_lengths_that_change_when_padding_goes_are_refused():

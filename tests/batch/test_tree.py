@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from autobatch.batch.tree import count_bytes, count_elements, fields_of, map_tensors, tensors_of
+from autobatch.batch.tree import (
+    count_bytes,
+    count_elements,
+    fields_of,
+    map_tensors,
+    tensors_of,
+    with_fresh_containers,
+)
 from autobatch.errors import InvalidBatch
 
 pytestmark = pytest.mark.quick
@@ -148,3 +155,20 @@ def test_elements_and_bytes() -> None:
     tree = {"x": torch.zeros(4, 3), "y": [np.zeros((2, 5), np.int16), torch.tensor(1, dtype=torch.int8)], "s": "text"}
     assert count_elements(tree) == 12 + 10 + 1
     assert count_bytes(tree) == 48 + 20 + 1
+
+
+class Ordered(tuple):  # noqa: SLOT001 - with attributes
+    """A tuple that says in which order its samples are."""
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["outside", "inside"])
+def test_containers_of_its_own_have_the_attributes_of_the_users(nested: bool) -> None:
+    """What ``cut`` and ``weigh`` are called with is the batch, with all that it carries."""
+    batch = Ordered((torch.arange(3), [torch.arange(3)]))
+    batch.order = [[2], [0, 1]]
+    fresh = with_fresh_containers([batch] if nested else batch)
+    found = fresh[0] if nested else fresh
+    assert type(found) is Ordered
+    assert found is not batch
+    assert found.order is batch.order
+    assert found[1] is not batch[1]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from splits import RIGHT, small, token_mean, tokens
+from texts import Reader, count_tokens, length_of, make_texts, read_step
 from torch import nn
 from torch.nn import functional as F
 from workloads import (
@@ -247,6 +248,44 @@ def test_a_step_that_refuses_many_samples_is_planned_all_the_same():
     plan = autobatch.fit(small(), 64, batch=make_batch(64), step=step, max_micro_batch=20)
     assert plan.verdict.exact
     assert "ValueError" in plan.verdict.not_compared
+
+
+def make_pairs(pairs=32):
+    """Texts, chosen and rejected in neighbouring rows, of unlike lengths."""
+    generator = torch.Generator().manual_seed(1)
+    batch = make_texts([24, *torch.randint(2, 25, (2 * pairs - 1,), generator=generator).tolist()])
+    return {**batch, "pair": torch.arange(2 * pairs) // 2, "chosen": torch.arange(2 * pairs) % 2 == 0}
+
+
+def prefer(model, batch):
+    """Chosen against rejected text of each pair that is there, and a mean over texts."""
+    mask = batch["mask"]
+    words = model(batch["tokens"], mask).log_softmax(-1).gather(2, batch["tokens"][..., None])[..., 0]
+    scores, chosen = (words * mask).sum(1), batch["chosen"]
+    pairs = (batch["pair"][:, None] == batch["pair"]) & chosen[:, None] & ~chosen
+    return -(F.logsigmoid(0.1 * (scores[:, None] - scores)) * pairs).sum() / len(scores) + scores.square().mean() / 100
+
+
+def test_pairs_that_lengths_tears_apart_are_found():
+    """Samples are compared in the order in which they would run: neighbours of the batch are none of its lengths."""
+    batch, given = make_pairs(), {"step": prefer, "lengths": length_of}
+    model = Reader()
+    before = bits_of(model)
+    verdict = verify(model, batch, **given)
+    assert not verdict.exact
+    assert verdict.relative_error > 1e-3
+    with pytest.raises(InexactSplit, match="two samples in a row belong together"):
+        autobatch.fit(model, 64, batch=batch, max_micro_batch=16, check="raise", reuse=False, **given)
+    assert differences(bits_of(model), before) == []
+
+
+@pytest.mark.parametrize("target", [64, 100])
+def test_a_right_step_on_samples_in_order_of_length_is_exact_at_full_size(target):
+    """Of the batch's own samples, and of those repeated."""
+    batch, given = make_pairs(), {"step": read_step, "weigh": count_tokens, "lengths": length_of}
+    assert verify(Reader(), batch, **given).larger_partition == (32, 16, 16)
+    plan = autobatch.fit(Reader(), target, batch=batch, max_micro_batch=16, check="raise", reuse=False, **given)
+    assert sum(plan.verdict.larger_partition) == target
 
 
 def rows_run(target, **options):

@@ -140,6 +140,53 @@ def test_a_module_that_the_step_makes_is_judged_in_float64_too(make_model, step,
     assert not hasattr(model, "head")
 
 
+def pulled_together(model, batch):
+    """Two rows with the same number are drawn to each other, as two views, or a chosen and a rejected answer."""
+    outputs = model(batch[0])
+    is_pair = (batch[2][:, None] == batch[2][None, :]).triu(1)
+    return F.cross_entropy(outputs, batch[1]) + (torch.cdist(outputs, outputs).square() * is_pair).sum() / len(outputs)
+
+
+@pytest.mark.parametrize("samples", [8, 16, 18, 50, 64, 100, 256])
+def test_neighbours_that_belong_together_are_named(samples):
+    """Of few samples and of many, where the compared ones are spread over the batch and every planned cut is even."""
+    batch = (*make_batch(samples), torch.arange(samples) // 2)
+    verdict = verify(small(), batch, pulled_together)
+    assert not verdict.exact, str(verdict)
+    assert ["in rows 2i and 2i + 1" in cause for cause in verdict.causes] == [True]
+
+
+@pytest.mark.parametrize("samples", [16, 64])
+def test_halves_that_belong_together_are_called_dependent(samples):
+    """Row i and row i + n/2: cut after two rows it is as wrong as after one."""
+    batch = (*make_batch(samples), torch.arange(samples) % (samples // 2))
+    verdict = verify(small(), batch, pulled_together)
+    assert ["depends on the others" in cause for cause in verdict.causes] == [True]
+
+
+def test_a_pair_as_one_sample_is_exact():
+    """As the message advises."""
+    inputs, labels = make_batch(64)
+    batch = inputs.reshape(32, 2, -1), labels.reshape(32, 2), torch.arange(64).reshape(32, 2) // 2
+    verdict = verify(small(), batch, lambda model, part: pulled_together(model, [one.flatten(0, 1) for one in part]))
+    assert verdict.exact, str(verdict)
+
+
+def test_a_teacher_outside_that_each_micro_batch_moves_is_named():
+    """Where nothing is weighed no advice on weighing is given."""
+    teacher = small(seed=1)
+
+    def step(model, batch):
+        with torch.no_grad():
+            wanted = teacher(batch[0])
+            for average, parameter in zip(teacher.parameters(), model.parameters(), strict=True):
+                average.mul_(0.9).add_(parameter, alpha=0.1)
+        return F.mse_loss(model(batch[0]), wanted)
+
+    [cause] = verify(small(), make_batch(14), step).causes
+    assert "something outside the model moves with every forward pass" in cause
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_an_exact_split_is_exact_to_rounding(name):
     """Steps that split exactly measure at least ten times less than what would be called inexact."""
@@ -230,6 +277,33 @@ def test_an_error_of_the_steps_own_comes_out():
 
     with pytest.raises(KeyError, match="no such column"):
         verify(small(), make_batch(16), step)
+
+
+def test_a_step_that_refuses_few_samples_is_named_for_it():
+    """Nothing is said of determinism, with which it has nothing to do."""
+
+    def step(model, batch):
+        if len(batch[0]) < 5:
+            raise ValueError("too small")
+        return mean_step(model, batch)
+
+    verdict = verify(small(), make_batch(16), step)
+    assert verdict.unchecked == "the step raised an error at 4 samples (ValueError: too small)"
+
+
+@pytest.mark.parametrize("refusal", [ValueError("too small"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+def test_another_error_at_few_samples_is_not_taken_for_the_one_that_came(refusal):
+    """As BatchNorm's at one sample, where the step refuses the dtype of the comparison."""
+
+    def step(model, batch):
+        if batch[0].dtype is not torch.bfloat16:
+            raise TypeError("this kernel runs in bfloat16 only")
+        if len(batch[0]) < 5:
+            raise refusal
+        return mean_step(model, batch)
+
+    verdict = verify(small().bfloat16(), make_batch(16, torch.bfloat16), step)
+    assert verdict.unchecked == "the step cannot be made deterministic (TypeError: this kernel runs in bfloat16 only)"
 
 
 @pytest.mark.parametrize("name", NOT_DETERMINISTIC)

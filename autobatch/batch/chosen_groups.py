@@ -15,6 +15,7 @@ import torch
 
 from autobatch._formatting import name_type, show_value
 from autobatch.batch.layout import Layout
+from autobatch.batch.read_only_call import call_read_only
 from autobatch.batch.tree import is_array
 from autobatch.errors import InvalidBatch
 
@@ -62,9 +63,9 @@ def cut_batch(cut: CutFunction, layout: Layout, largest: int, before: int = 0) -
         before: Samples of the batches before it.
 
     Raises:
-        InvalidBatch: It gave a sample twice, left one out, or returned something else.
+        InvalidBatch: It gave a sample twice, left one out, returned something else, or wrote into the batch.
     """
-    returned = cut(layout.batch, largest)
+    returned = call_read_only("cut", cut, layout.batch, largest)
     if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
         raise InvalidBatch(
             f"cut() returned {name_type(returned)}: return lists of sample indices, such as [[0, 2], [1, 3]]"
