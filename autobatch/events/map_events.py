@@ -36,7 +36,7 @@ class PieceFinished(Event):
 
 
 class PieceRetried(Event):
-    """A piece ran out of memory; its samples are run again in smaller ones.
+    """A piece ran out of memory; its samples are run again in smaller ones, a single one once more.
 
     Attributes:
         samples: In the piece that did not fit.
@@ -52,9 +52,10 @@ class PieceRetried(Event):
     level: ClassVar[int] = logging.WARNING  # a retry costs time
 
     def __str__(self) -> str:
+        again = "is run once more after the clean-up" if self.samples == 1 else "are run again in smaller pieces"
         return (
-            f"{self.source}: map ran out of memory at {plural(self.samples, 'sample')}, which are run again in smaller "
-            f"pieces; {format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} held after clean-up; "
+            f"{self.source}: map ran out of memory at {plural(self.samples, 'sample')}, which {again}; "
+            f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} held after clean-up; "
             f"{self.reason}"
         )
 

@@ -21,7 +21,13 @@ Lengths = Callable[[Any], Any] | Sequence[int]
 
 def measure_length(lengths: Lengths, index: int, sample: Any) -> int:
     """The length of a single sample; raises InvalidArgument where there is none."""
-    return _check_length(lengths(sample) if callable(lengths) else _look_up(lengths, index), index)
+    try:
+        length = lengths(sample) if callable(lengths) else _look_up(lengths, index)
+    except StopIteration as error:  # next() of an empty iterator; a generator would end with it
+        raise InvalidArgument(
+            f"lengths= raised StopIteration for sample {index}: return an int of at least 0"
+        ) from error
+    return _check_length(length, index)
 
 
 def check_lengths(lengths: Any, samples: int | None) -> None:

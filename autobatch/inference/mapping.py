@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from autobatch._arguments import check_count, check_switch
 from autobatch._formatting import format_bytes, name_type, show_value
+from autobatch.batch.example import refuse_meta
 from autobatch.batch.layout import count_bytes, describe
 from autobatch.distributed.ranks import world_size
 from autobatch.distributed.sharding import is_sharded
@@ -36,11 +38,11 @@ from autobatch.inference.samples import (
     iterate,
 )
 from autobatch.memory.device import Device
-from autobatch.memory.devices import device_for, find_allowance, is_here, open_device
+from autobatch.memory.devices import device_for, find_allowance, is_here, open_device, refuse_meta_model
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.planning.piece_size import PieceSizes
 from autobatch.step.default_step import call_model
-from autobatch.step.reachable import find_modules
+from autobatch.step.reachable import MOST_OBJECTS, find_modules
 
 __all__ = ["map"]
 
@@ -106,12 +108,13 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     """
     check_switch("progress", progress)
     _check(fn, batch, collate, on_result)
-    modules = find_modules(fn)
+    modules = find_modules(fn, _warn_of_more_objects)
     _refuse_sharded(modules)
+    _refuse_empty(fn)
     first = None if are_samples(batch) else describe(batch)
     check_lengths(lengths, count_samples(batch) if first is None else first.count)
     memory = _find_device(device, modules, [] if first is None else first.tensors())
-    memory.watch(tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    memory.watch(tensor for module in modules for tensor in _tensors_of(module))
     memory.watch([] if first is None else first.tensors())
     allowance = find_allowance(memory, budget, headroom)
     for warning in allowance.warnings:
@@ -136,8 +139,19 @@ def _check(fn: Any, batch: Any, collate: Any, on_result: Any) -> None:
     for name, value in (("fn", fn), ("collate", collate), ("on_result", on_result)):
         if not callable(value) and (value is not None or name == "fn"):
             raise InvalidArgument(f"{name}={show_value(value)} must be a function")
+    if isinstance(fn, type) and issubclass(fn, nn.Module):
+        raise InvalidArgument(f"fn={name_type(fn)} has no weights yet: pass an instance of it")
     if collate is not None and (isinstance(batch, DataLoader) or not are_samples(batch)):
         raise InvalidArgument(f"collate= is for samples, and {name_type(batch)} has batches: leave it out")
+
+
+@cache  # once: a loop may map thousands of batches
+def _warn_of_more_objects() -> None:
+    logger.warning(
+        "autobatch: map: fn reaches more than %s objects, and the rest was not searched for modules: any there keeps "
+        "its mode, also train mode; pass the module itself as fn, hold fewer objects beside it, or call .eval() on it",
+        f"{MOST_OBJECTS:,}",
+    )
 
 
 def _refuse_sharded(modules: Iterable[nn.Module]) -> None:
@@ -151,12 +165,34 @@ def _refuse_sharded(modules: Iterable[nn.Module]) -> None:
 
 
 def _find_device(device: Any, modules: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> Device:
+    samples = [*tensors]
+    for tensor in samples:
+        refuse_meta(tensor)
     if device is not None:
         return open_device(device)
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            return device_for(tensor.device)
-    return device_for(next((tensor.device for tensor in tensors), torch.device("cpu")))
+    own = [(tensor.device, module) for module in modules for tensor in _tensors_of(module)]
+    homes = [home for home, _ in own if home.type != "meta"]
+    if own and not homes:
+        raise InvalidArgument(
+            f"device= is needed: {type(own[0][1]).__name__} is on the meta device, which does not say where its passes "
+            f"run; pass the device that its weights are brought to"
+        )
+    homes += [tensor.device for tensor in samples]
+    return device_for(homes[0] if homes else torch.device("cpu"))
+
+
+def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _refuse_empty(fn: Any) -> None:
+    """Refuse a model without values, unless hooks may bring them in for each pass, as those of accelerate do."""
+    if not isinstance(fn, nn.Module):  # a function may call its model with weights from elsewhere
+        return
+    tensors = _tensors_of(fn)
+    has_hooks = any(one._forward_pre_hooks or "forward" in vars(one) for one in fn.modules())  # noqa: SLF001
+    if tensors and all(tensor.is_meta for tensor in tensors) and not has_hooks:
+        refuse_meta_model(type(fn).__name__)
 
 
 def _read_target(to: Any) -> torch.device | None:
@@ -166,6 +202,8 @@ def _read_target(to: Any) -> torch.device | None:
         device = torch.device(to)
     except (RuntimeError, TypeError):
         raise InvalidArgument(f"to={show_value(to)} is no device: pass one such as 'cpu', or leave it out") from None
+    if device.type == "meta":
+        raise InvalidArgument(f"to={show_value(to)} would drop all values: pass a device with memory, such as 'cpu'")
     if not is_here(device):
         raise InvalidArgument(f"to={show_value(to)} is not here: torch has no memory of it in this process")
     return device
@@ -212,16 +250,18 @@ def _store(runner: PieceRunner, joined: Joined, done: Done) -> None:
         runner.device.reclaim()
         if is_last:
             whole = count_bytes(done.result) * joined.samples // len(done.indices)
+            advice = ", or to='cpu'" if runner.may_send_results else ""
             raise DoesNotFit(
                 f"the results of all {joined.samples} samples, about {format_bytes(whole)}, do not fit a budget of "
-                f"{format_bytes(runner.allowance.budget_bytes)}; {reason}: pass to='cpu', on_result=, or a larger "
-                f"budget="
+                f"{format_bytes(runner.allowance.budget_bytes)}; {reason}: pass on_result=, or a larger budget="
+                f"{advice}"
             )
 
 
 def _yield_rows(runner: PieceRunner, several: Iterator[Waiting]) -> Iterator[Any]:
     """The result of each sample, as soon as all before it are there."""
     following, early = 0, dict[int, Any]()
+    ends_python = sys.is_finalizing  # an iterator left unfinished is closed last of all, when modules are empty
     try:
         for waiting in several:
             while (done := runner.run_next(waiting)) is not None:
@@ -234,7 +274,8 @@ def _yield_rows(runner: PieceRunner, several: Iterator[Waiting]) -> Iterator[Any
         _attach(error, [*early], [*early.values()])
         raise
     finally:
-        runner.report()
+        if not ends_python():
+            runner.report()
 
 
 def _hand_over(runner: PieceRunner, several: Iterable[Waiting], on_result: OnResult) -> None:

@@ -22,6 +22,7 @@ from autobatch._formatting import format_bytes
 from autobatch.batch.layout import map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
+from autobatch.inference.array_writes import WatchedArrays
 from autobatch.inference.error_notes import add_note, set_attributes
 from autobatch.inference.eval_mode import eval_mode
 from autobatch.inference.results import Indices, check_result
@@ -80,25 +81,28 @@ class PieceRunner:
     _before_error: deque[Done] = field(default_factory=deque)
     _error: Exception | None = None
     _last: int = 0  # samples in the last piece
+    _once_more: bool = False  # whether the next sample ran out of memory by itself
 
     def run_next(self, waiting: Waiting) -> Done | None:
         """Run the next piece, after as many shortages as it takes; ``None`` where no sample is left.
 
         Raises:
-            DoesNotFit: One sample alone runs out of memory.
+            DoesNotFit: One sample alone runs out of memory, twice.
             Exception: The user's own, once all samples that ran before it were handed over.
         """
         while not self._before_error and self._error is None:
             length = waiting.head(self._last)
             if length is None:
                 return None
-            indices = waiting.ready(self.sizes.next_samples(length, self._room(), waiting.left()))
+            samples = 1 if self._once_more else self.sizes.next_samples(length, self._room(), waiting.left())
+            indices = waiting.ready(samples)
             try:
                 done, reason = self._attempt(waiting, indices, length)
             except Exception as raised:  # noqa: BLE001 - the user's own, which is raised below
                 self._error = raised
             else:
                 if done is not None:
+                    self._once_more = False
                     return done
                 self._shrink(indices, length, reason)
                 continue
@@ -111,6 +115,11 @@ class PieceRunner:
             raise error
         finally:
             del error  # its traceback has this frame
+
+    @property
+    def may_send_results(self) -> bool:
+        """Whether ``to="cpu"`` would leave more memory on the device."""
+        return self.device.torch_device.type != "cpu" and (self.to is None or self.to.type != "cpu")
 
     def report(self) -> None:
         """Say what was done, in one line."""
@@ -130,20 +139,23 @@ class PieceRunner:
     def _attempt(self, waiting: Waiting, indices: Indices, length: int) -> tuple[Done | None, str]:
         """Run these samples; where memory ended, returns why, and leaves generators as before."""
         tensors = [tensor for tensor in waiting.tensors(len(indices)) if not tensor.is_inference()]
-        versions = [tensor._version for tensor in tensors]
+        versions, arrays, wrote = [tensor._version for tensor in tensors], WatchedArrays(waiting.arrays(indices)), False
         self.device.watch(tensors)
         random, before = None, self.device.usage()
         self.device.reset_peak()
         started, handled, reason = time.perf_counter(), sys.exc_info()[1], ""
         try:
             random = RandomState(self.device.torch_device)
-            result = self._run(waiting, indices)
+            try:
+                result = self._run(waiting, indices)
+            finally:
+                wrote = arrays.put_back()  # also after an error, whose sample is looked for in what was given
         except Exception as error:
             if not is_oom(error, handled=handled):
                 raise
             reason = describe_error(error, handled=handled)
         self.seconds += time.perf_counter() - started
-        if any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
+        if wrote or any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
             raise InvalidStep(
                 "fn wrote into its batch in place, so a piece that is run again would see it changed; work on a copy"
             )
@@ -193,15 +205,19 @@ class PieceRunner:
     def _shrink(self, indices: Indices, length: int, reason: str) -> None:
         self.shortages += 1
         used, budget = self.device.usage().allocated, self.allowance.budget_bytes
-        if len(indices) == 1:
+        if len(indices) == 1 and self._once_more:
+            advice = ", or send results to the host with to='cpu'" if self.may_send_results else ""
             error = DoesNotFit(
                 f"sample {indices[0]} alone does not fit: {format_bytes(used)} of a budget of {format_bytes(budget)} "
-                f"were held before it; {reason}: free memory, pass a larger budget=, or send results to the host with "
-                f"to='cpu'"
+                f"were held before it; {reason}: free memory, or pass a larger budget="
+                f"{advice}"
             )
             error.sample_index = indices[0]
             raise error
-        self.sizes = self.sizes.after_shortage(len(indices), length)
+        if len(indices) == 1:
+            self._once_more = True  # another process may have taken the memory for a moment
+        else:
+            self.sizes = self.sizes.after_shortage(len(indices), length)
         emit(PieceRetried(samples=len(indices), used_bytes=used, budget_bytes=budget, reason=reason), self.hooks)
 
     def _room(self) -> int:

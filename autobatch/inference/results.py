@@ -8,15 +8,16 @@ known. Does not cover how a piece is run (``piece``), nor types registered as ba
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autobatch._formatting import name_type, plural
-from autobatch.batch.tree import fields_of, is_array, with_fields
+from autobatch.batch.tree import fields_of, is_array, is_sequence, with_fields
 from autobatch.errors import InvalidResult
+from autobatch.memory.oom import is_oom
 
 __all__ = ["Joined", "check_result", "rows_of"]
 
@@ -38,16 +39,32 @@ def check_result(result: Any, samples: int, path: str = "the result") -> None:
         )
 
 
-def rows_of(result: Any, samples: int) -> list[Any]:
-    """The result of each sample: of tensors rows, which are views."""
+def rows_of(result: Any, samples: int, path: str = "the result") -> list[Any]:
+    """The result of each sample: of tensors rows, which are views where torch has one.
+
+    Raises:
+        InvalidResult: With the path of a tensor that torch cannot take apart.
+    """
     if result is None:
         return [None] * samples
     if isinstance(result, torch.Tensor):
-        return list(result.unbind(0))
+        return _unbind(result, path)
     if isinstance(result, list) or is_array(result):
         return list(result)
-    columns = [rows_of(child, samples) for _, child in fields_of(result) or ()]
+    columns = [rows_of(child, samples, path + suffix) for suffix, child in fields_of(result) or ()]
     return [with_fields(result, [column[row] for column in columns]) for row in range(samples)]
+
+
+def _unbind(tensor: torch.Tensor, path: str) -> list[torch.Tensor]:
+    try:
+        return list(tensor.unbind(0))
+    except RuntimeError as error:
+        if is_oom(error) or not _form_without_rows(tensor):
+            raise
+    raise InvalidResult(
+        f"fn returned a {_form_without_rows(tensor)} {type(tensor).__name__} as {path}, whose rows cannot be taken "
+        f"apart: return a dense one, or a list with one tensor a sample"
+    )
 
 
 @dataclass
@@ -61,26 +78,27 @@ class Joined:
     samples: int
     done: list[int] = field(default_factory=list)
     _columns: list[Any] | None = None
+    _kinds: list[str] = field(default_factory=list)  # of the first piece's results
     _first: Any = None
 
     def add(self, indices: Indices, result: Any) -> None:
         """Put the results of a piece into their places; the same may be done again after an error.
 
         Raises:
-            InvalidResult: It does not fit together with the pieces before it.
+            InvalidResult: It cannot be put together, or not with the pieces before it.
         """
-        leaves = [*_leaves(result, "the result")]
+        _refuse_forms(result)
         if self._columns is None:
-            if len(indices) == self.samples and isinstance(indices, range):
-                columns = [leaf for _, leaf in leaves]
-            else:
-                columns = [self._make_column(leaf) for _, leaf in leaves]
+            leaves = [leaf for _, leaf in _leaves(result, "the result")]
+            is_whole = len(indices) == self.samples and isinstance(indices, range)
+            columns = leaves if is_whole else [self._make_column(leaf) for leaf in leaves]
             self._columns, self._first = columns, _without_leaves(result)
-            if len(indices) == self.samples and isinstance(indices, range):
+            self._kinds = [_kind(leaf) for leaf in leaves]
+            if is_whole:
                 self.done.extend(indices)
                 return
-        self._check_alike(leaves, result)
-        for column, (_, leaf) in zip(self._columns, leaves, strict=True):
+        found = [*_leaves_like(self._first, iter(self._kinds), result, "the result")]
+        for column, leaf in zip(self._columns, found, strict=True):
             _write(column, indices, leaf)
         self.done.extend(indices)
 
@@ -100,23 +118,10 @@ class Joined:
         if isinstance(leaf, torch.Tensor):
             return torch.empty((self.samples, *leaf.shape[1:]), dtype=leaf.dtype, device=leaf.device)
         if is_array(leaf):
-            return sys.modules["numpy"].empty((self.samples, *leaf.shape[1:]), dtype=leaf.dtype)
+            numpy, shape = sys.modules["numpy"], (self.samples, *leaf.shape[1:])
+            is_masked = isinstance(leaf, numpy.ma.MaskedArray)  # a plain array would lose the mask
+            return (numpy.ma.masked_all if is_masked else numpy.empty)(shape, dtype=leaf.dtype)
         return [None] * self.samples
-
-    def _check_alike(self, leaves: Sequence[tuple[str, Any]], result: Any) -> None:
-        columns = self._columns or []
-        known = [_kind(column) for column in columns]
-        for (path, leaf), kind in zip(leaves, known, strict=False):
-            if _kind(leaf) != kind:
-                raise InvalidResult(
-                    f"fn returned {_describe(leaf)} as {path}, and {kind} for the pieces before it, so that they are "
-                    f"no one result: pass samples instead of a batch (a list or a Dataset), whose results stay apart"
-                )
-        if len(leaves) != len(columns):
-            raise InvalidResult(
-                f"fn returned {name_type(result)} of {len(leaves)} results, and {len(columns)} for the pieces before "
-                f"it, so that they are no one result: return the same ones for all samples"
-            )
 
 
 def _leaves(result: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -127,6 +132,46 @@ def _leaves(result: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for suffix, child in children:
         yield from _leaves(child, path + suffix)
+
+
+def _leaves_like(containers: Any, kinds: Iterator[str], result: Any, path: str) -> Iterator[Any]:
+    """What has one entry a sample, in the order of the first piece: a dict may name its keys in another one.
+
+    Args:
+        containers: Of the first piece.
+        kinds: Of what they held, in order.
+        result: Of another piece.
+        path: Of that result.
+
+    Raises:
+        InvalidResult: It is another container, or of another kind.
+    """
+    known, found = _named_children(containers), _named_children(result)
+    if known is None or found is None or known.keys() != found.keys():
+        before = next(kinds) if known is None else _kind(containers)
+        if known is not None or found is not None:
+            raise InvalidResult(
+                f"fn returned {_kind(result)} as {path}, and {before} for the pieces before it, so that they are no "
+                f"one result: return the same ones for all samples"
+            )
+        if _kind(result) != before:
+            raise InvalidResult(
+                f"fn returned {_kind(result)} as {path}, and {before} for the pieces before it, so that they are no "
+                f"one result: pass samples instead of a batch (a list or a Dataset), whose results stay apart"
+            )
+        yield result
+        return
+    for name, (suffix, child) in known.items():
+        yield from _leaves_like(child, kinds, found[name][1], path + suffix)
+
+
+def _named_children(node: Any) -> dict[Any, tuple[str, Any]] | None:
+    """What a container holds by key, by position or by the name of a field; ``None`` for a leaf."""
+    children = None if isinstance(node, list) else fields_of(node)
+    if children is None:
+        return None
+    names = [("key", key) for key in node] if isinstance(node, Mapping) else [suffix for suffix, _ in children]
+    return dict(zip(names, children, strict=True))
 
 
 def _without_leaves(result: Any) -> Any:
@@ -142,23 +187,53 @@ def _with_leaves(containers: Any, leaves: Iterator[Any]) -> Any:
     return with_fields(containers, [_with_leaves(child, leaves) for _, child in children])
 
 
+def _refuse_forms(result: Any) -> None:
+    """Refuse tensors of which no larger one can be filled; of one piece alone too: its size must not decide."""
+    for path, leaf in _leaves(result, "the result"):
+        form = _form_without_rows(leaf)
+        if form:
+            raise InvalidResult(
+                f"fn returned a {form} {type(leaf).__name__} as {path}, whose rows cannot be put together: pass "
+                f"on_result=, or return a dense one, or a list with one tensor a sample"
+            )
+
+
+def _form_without_rows(leaf: Any) -> str:
+    """What a tensor is, of which torch cannot give or fill rows in all cases; ``""`` of all else."""
+    if not isinstance(leaf, torch.Tensor):
+        return ""
+    if leaf.is_nested:
+        return "nested"
+    if leaf.layout is not torch.strided:
+        return f"sparse ({leaf.layout})" if "sparse" in str(leaf.layout) else str(leaf.layout)
+    return "quantized" if leaf.is_quantized else ""
+
+
 def _count(leaf: Any) -> int | None:
-    if isinstance(leaf, torch.Tensor) or is_array(leaf):
+    if isinstance(leaf, torch.Tensor):
+        return int(leaf.size(0)) if leaf.ndim else None  # not ``shape``: a nested tensor may have none
+    if is_array(leaf):
         return int(leaf.shape[0]) if leaf.ndim else None
     return len(leaf) if isinstance(leaf, list) else None
 
 
 def _describe(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return f"a nested {type(leaf).__name__} of {plural(leaf.size(0), 'row')}"
     if isinstance(leaf, torch.Tensor) or is_array(leaf):
         return f"{name_type(leaf)} of shape {tuple(leaf.shape)}"
     return f"a list of {len(leaf)}" if isinstance(leaf, list) else name_type(leaf)
 
 
 def _kind(leaf: Any) -> str:
-    """What has to be the same in all pieces."""
+    """What has to be the same in all pieces; of a container what it holds."""
     if isinstance(leaf, torch.Tensor) or is_array(leaf):
         return f"{name_type(leaf)} of {leaf.dtype} with rows of shape {tuple(leaf.shape[1:])}"
-    return "a list" if isinstance(leaf, list) else name_type(leaf)
+    suffixes = [suffix for suffix, _ in fields_of(leaf) or ()]
+    if isinstance(leaf, list) or not suffixes:
+        return name_type(leaf)
+    held = plural(len(suffixes), "result") if is_sequence(leaf) else ", ".join(suffixes)
+    return f"{name_type(leaf)} {'of' if is_sequence(leaf) else 'with'} {held}"
 
 
 def _write(column: Any, indices: Indices, leaf: Any) -> None:

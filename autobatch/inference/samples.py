@@ -17,14 +17,14 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autobatch._formatting import name_type
 from autobatch.batch.largest import is_source
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.list_rules import Fields
 from autobatch.batch.registry import find_type
-from autobatch.batch.tree import field_names, is_array, with_fresh_containers
+from autobatch.batch.tree import field_names, is_array, leaves_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
 from autobatch.inference.error_notes import add_note, set_attributes
 from autobatch.inference.given_lengths import Lengths, measure_all, measure_length
@@ -35,6 +35,7 @@ __all__ = ["BatchSamples", "Collate", "SingleSamples", "Waiting", "are_samples",
 Collate = Callable[[list[Any]], Any]
 
 _WINDOW = 256  # samples of a stream that are sorted by length at once, at least
+_END = object()  # of the samples; StopIteration of the user's lengths= is an error
 _PIECES_IN_WINDOW = 16  # and as many as this many pieces have: each is then of like lengths
 
 
@@ -69,6 +70,10 @@ class Waiting(Protocol):
         """The user's own tensors with the next samples, of which a piece may be views."""
         ...
 
+    def arrays(self, indices: range | list[int]) -> Iterable[Any]:
+        """The user's own NumPy arrays, as far as a piece of these samples may be views of them."""
+        ...
+
 
 class BatchSamples(Waiting):
     """The samples of one batch, the longest first where lengths are known."""
@@ -82,6 +87,7 @@ class BatchSamples(Waiting):
             first: The index of its first sample among all.
         """
         self.layout, self._position, self._first = layout, 0, first
+        self._has_arrays = any(map(is_array, leaves_of(layout.batch)))
         self._lengths: list[int] | None = None
         self._order: list[int] | None = None
         if lengths is not None:
@@ -121,6 +127,16 @@ class BatchSamples(Waiting):
     def tensors(self, samples: int) -> Iterable[torch.Tensor]:
         """Those of the whole batch."""
         return self.layout.tensors()
+
+    def arrays(self, indices: range | list[int]) -> Iterable[Any]:
+        """The rows of these samples."""
+        if not self._has_arrays:
+            return
+        starts = [indices.start] if isinstance(indices, range) else indices
+        rows = len(indices) if isinstance(indices, range) else 1
+        for start in starts:
+            taken = self.layout.take(start - self._first, start - self._first + rows)
+            yield from filter(is_array, leaves_of(taken))
 
 
 class _Sample(NamedTuple):
@@ -174,15 +190,22 @@ class SingleSamples(Waiting):
         """Those of the samples, before they are collated."""
         return (tensor for sample in islice(self._buffer, samples) for tensor in tensors_of(sample.value))
 
+    def arrays(self, indices: range | list[int]) -> Iterable[Any]:
+        """Those of the samples, where they are not collated into new tensors."""
+        if self._collate is default_collate:
+            return ()
+        samples = islice(self._buffer, len(indices))
+        return (leaf for sample in samples for leaf in leaves_of(sample.value) if is_array(leaf))
+
     def _fill(self, samples: int) -> None:
         """Read until so many wait. An error of the iterable waits too, until those before it have run."""
         while len(self._buffer) < samples and self._error is None:
             index = self._read
             try:
-                value = next(self._samples)
+                value = next(self._samples, _END)
+                if value is _END:
+                    return
                 length = 1 if self._lengths is None else measure_length(self._lengths, index, value)
-            except StopIteration:
-                return
             except Exception as error:  # noqa: BLE001 - whatever it is, it is the user's, and raised in its turn
                 add_note(error, f"autobatch.map: raised where sample {index} is read")
                 set_attributes(error, sample_index=index)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import subprocess
+import sys
 import weakref
 from collections import Counter
 
@@ -18,7 +20,8 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidResult, InvalidStep
+from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, InvalidResult, InvalidStep
+from autobatch.inference.piece import PieceRunner
 from autobatch.testing import FakeDevice, oom_at
 
 SAMPLES = 40
@@ -141,6 +144,36 @@ def test_one_sample_that_does_not_fit_is_named():
     assert caught.value.sample_index == 23
     assert caught.value.done == list(range(23))
     assert torch.equal(caught.value.results, INPUTS[:23])
+
+
+@pytest.mark.parametrize("most", [1, None])
+def test_memory_that_is_short_for_a_moment_ends_no_map(most):
+    """Another process may have taken it: each sample is run once more by itself, and results are complete."""
+    short, calls = {3, 4, 20}, Counter()
+
+    def need(piece):
+        rows = {int(row) for row in piece}
+        calls.update(rows)
+        if len(rows) == 1 and rows & short:
+            short.difference_update(rows)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return piece
+
+    inputs = torch.arange(30)
+    assert torch.equal(autobatch.map(need, inputs, max_piece=most), inputs)
+    assert set(calls) == set(range(30))
+    assert most is None or (short == set() and sum(calls.values()) == 33)
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "is_advised"), [("cpu", None, False), ("xpu", None, True), ("xpu", "cpu", False)]
+)
+def test_the_host_is_advised_where_results_are_not_there(kind, to, is_advised):
+    """On the CPU, or where they go there already, ``to="cpu"`` frees nothing."""
+    device = FakeDevice(lambda n: 10 + 100 * n, total_bytes=100)
+    runner = PieceRunner(torch.neg, [], device, None, None, None if to is None else torch.device(to))
+    device.torch_device = torch.device(kind)
+    assert runner.may_send_results == is_advised
 
 
 class Unreadable(Exception):
@@ -292,6 +325,65 @@ def test_a_function_may_not_change_the_user_s_samples(batch):
             autobatch.map(write, given)
 
 
+ARRAYS = {
+    "batch": (lambda rows: rows, {}),
+    "in a dict": (lambda rows: {"x": rows, "y": [*rows]}, {}),
+    "in lists by length": (lambda rows: {"x": autobatch.batches.Samples([*rows])}, {"lengths": [*range(SAMPLES)]}),
+    "samples": (list, {"collate": list}),
+    "samples by length": (list, {"collate": list, "lengths": lambda row: 1 + abs(int(row[0] * 10))}),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("is_short", [False, True], ids=["memory is there", "memory ends"])
+def test_a_function_may_not_change_the_user_s_arrays(kind, is_short):
+    """They count no writes, so they are compared: a retry would find its samples written already."""
+    arrange, options = ARRAYS[kind]
+    rows, calls = INPUTS.numpy().copy(), []
+
+    def scale(piece):
+        calls.append(1)
+        parts = piece["x"] if isinstance(piece, dict) else piece
+        for row in parts:
+            np.multiply(row, 2, out=row)
+        if is_short and len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return [row.copy() for row in parts]
+
+    with pytest.raises(InvalidStep, match="in place"):
+        list(autobatch.map(scale, arrange(rows), **options))
+    assert np.array_equal(rows, INPUTS.numpy())
+
+
+def test_an_array_that_an_error_left_written_is_put_back():
+    """The sample that raises is looked for in what was given; nan and objects are no write."""
+
+    def check(piece):
+        piece["x"] += 1
+        if (piece["x"] == 8).any():
+            raise ValueError("eight")
+        piece["x"] -= 1
+        return piece["x"].copy()
+
+    numbers, objects = np.arange(20.0), np.array([{"a": float("nan")} for _ in range(20)], dtype=object)
+    numbers[3] = np.nan
+    with pytest.raises(ValueError, match="eight") as caught:
+        autobatch.map(check, {"x": numbers, "y": objects})
+    assert caught.value.sample_index == 7
+    assert np.array_equal(numbers, [*range(3), np.nan, *range(4, 20)], equal_nan=True)
+
+
+def test_a_copy_of_an_array_may_be_written():
+    """Rows that lengths= sorts are copies, and read-only arrays need no watch."""
+    numbers = np.arange(20.0)
+    doubled = autobatch.map(lambda piece: np.multiply(piece, 2, out=piece), numbers, lengths=[1] * 20)
+    assert np.array_equal(doubled, 2 * np.arange(20))
+    numbers.flags.writeable = False
+    assert np.array_equal(autobatch.map(lambda piece: piece * 2, numbers), doubled)
+    assert np.array_equal(numbers, np.arange(20))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of tensors of such kinds
 @pytest.mark.parametrize(
     ("fn", "shown"),
     [
@@ -300,6 +392,7 @@ def test_a_function_may_not_change_the_user_s_samples(batch):
         (lambda x: {"a": x, "b": [1]}, r'a list of 1 as the result\["b"\]'),
         (lambda x: (x, "text"), r"a str as the result\[1\]"),
         (lambda x: 3, "an int as the result"),
+        (lambda x: torch.nested.nested_tensor([*x[1:]]), "a nested Tensor of 1 row as the result for 2 samples"),
     ],
 )
 def test_results_without_one_entry_a_sample_are_refused(fn, shown):
@@ -308,6 +401,79 @@ def test_results_without_one_entry_a_sample_are_refused(fn, shown):
         autobatch.map(fn, INPUTS)
     with pytest.raises(InvalidResult, match=shown):
         next(autobatch.map(fn, list(INPUTS)))
+    with pytest.raises(InvalidResult, match=shown):
+        autobatch.map(fn, INPUTS, on_result=lambda indices, result: None)
+
+
+def as_nested(x):
+    """Of torch's first kind of them, which has no shape."""
+    return torch.nested.nested_tensor([*x])
+
+
+def as_jagged(x):
+    """Of torch's second kind."""
+    return torch.nested.nested_tensor([*x], layout=torch.jagged)
+
+
+def as_quantized(x):
+    """One scale for all rows."""
+    return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of tensors of such kinds
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (torch.Tensor.to_sparse, r"a sparse \(torch.sparse_coo\) Tensor"),
+        (torch.Tensor.to_sparse_csr, r"a sparse \(torch.sparse_csr\) Tensor"),
+        (as_nested, "a nested Tensor"),
+        (as_jagged, "a nested NestedTensor"),
+        (as_quantized, "a quantized Tensor"),
+        (torch.Tensor.to_mkldnn, r"a torch\._mkldnn Tensor"),
+    ],
+)
+def test_tensors_that_torch_cannot_fill_are_refused_where_results_are_put_together_alone(make, shown):
+    """Of one batch, however small; given to on_result= they are whole."""
+    for inputs in (INPUTS, INPUTS[:2]):
+        with pytest.raises(InvalidResult, match=shown + r" as the result\[1\], whose rows cannot be put together"):
+            autobatch.map(lambda x: (x, make(x)), inputs)
+    given = {}
+    autobatch.map(make, INPUTS, on_result=lambda indices, result: given.update({tuple(indices): result}))
+    assert [index for indices in given for index in indices] == [*range(SAMPLES)]
+    assert all(type(result) is type(make(INPUTS)) for result in given.values())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # torch's, of tensors of such kinds
+@pytest.mark.parametrize(
+    ("make", "to_dense"),
+    [
+        (torch.Tensor.to_sparse, torch.Tensor.to_dense),
+        (as_nested, torch.Tensor.clone),
+        (as_jagged, torch.Tensor.clone),
+        (as_quantized, torch.Tensor.dequantize),
+    ],
+)
+def test_rows_of_any_form_that_torch_has_are_yielded(make, to_dense):
+    """Nothing is put together there."""
+    rows = [to_dense(row["x"]) for row in autobatch.map(lambda x: {"x": make(x)}, list(INPUTS))]
+    assert torch.allclose(torch.stack(rows), INPUTS, atol=0.06)  # half a step of the quantized ones
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_form_without_rows_is_refused_where_rows_are_yielded():
+    """With its path."""
+    with pytest.raises(InvalidResult, match=r'^fn returned a torch\._mkldnn Tensor as the result\["x"\], whose rows'):
+        next(autobatch.map(lambda x: {"x": x.to_mkldnn()}, list(INPUTS)))
+
+
+def test_an_iterator_that_is_left_at_the_end_of_the_program_ends_in_silence():
+    """Python closes it when its modules are empty already."""
+    program = (
+        "import itertools, autobatch; it = autobatch.map(lambda piece: piece * 2, itertools.count()); "
+        "print(int(next(it)))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, timeout=200, capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("0\n", "")
 
 
 @pytest.mark.parametrize("samples", [INPUTS, list(INPUTS)], ids=["batch", "samples"])
@@ -320,6 +486,19 @@ def test_lengths_that_are_not_one_a_sample_are_refused_before_anything_is_run(le
     """When ``map`` is called, and not as an error of a sample."""
     with pytest.raises(InvalidArgument, match=r"^lengths=.* (must be a function|entries for 40 samples)"):
         autobatch.map(lambda piece: pytest.fail("called"), samples, lengths=lengths)
+
+
+def test_lengths_that_end_early_lose_no_sample():
+    """``next()`` of nothing raises what also ends an iterator: it is an error of that sample."""
+    texts = ["a>", "b>", "c", "d>"]
+
+    def find(text):
+        return next(position for position, letter in enumerate(text) if letter == ">")
+
+    for options in ({}, {"on_result": lambda indices, result: None}):
+        with pytest.raises(InvalidArgument, match="for sample 2") as caught:
+            list(autobatch.map(list, texts, lengths=find, **options))
+        assert caught.value.sample_index == 2
 
 
 def test_a_length_of_several_numbers_is_refused():
@@ -338,5 +517,133 @@ def test_pieces_that_are_no_one_result_are_refused():
     with pytest.raises(InvalidResult, match=r"rows of shape \(2,\) for the pieces before it.*pass samples"):
         autobatch.map(grow, INPUTS)
     assert len(list(autobatch.map(grow, iter(INPUTS)))) == SAMPLES
-    with pytest.raises(InvalidResult, match="of 2 results, and 1 for the pieces before it"):
+    with pytest.raises(InvalidResult, match="of 2 results as the result, and a tuple of 1 result for the"):
         autobatch.map(lambda piece: (piece,) if len(piece) == 2 else (piece, +piece), INPUTS)
+
+
+def test_what_differs_between_pieces_is_said():
+    """Kind, dtype and shape of rows of both."""
+    cases = [
+        (lambda rows: rows.int() if len(rows) == 2 else rows, "of torch.float32 .* and a Tensor of torch.int32"),
+        (lambda rows: np.array(["ab" if len(rows) == 2 else "abc"] * len(rows)), "of <U3 .* ndarray of <U2 with"),
+        (lambda rows: rows if len(rows) == 2 else rows.numpy(), "ndarray of float32 .* a Tensor of torch.float32"),
+        (lambda rows: rows if len(rows) == 2 else rows.tolist(), "a list as the result, and a Tensor of torch"),
+        (lambda rows: rows if len(rows) == 2 else None, "None.* as the result, and a Tensor of torch"),
+    ]
+    for fn, shown in cases:
+        with pytest.raises(InvalidResult, match=shown):
+            autobatch.map(fn, INPUTS)
+
+
+def test_masked_arrays_keep_their_masks():
+    """Of several pieces as of one."""
+    given = np.ma.array(np.arange(20.0), mask=[row % 3 == 0 for row in range(20)])
+    doubled = autobatch.map(lambda piece: piece * 2, given)
+    assert isinstance(doubled, np.ma.MaskedArray)
+    assert doubled.tolist() == (given * 2).tolist()
+    assert autobatch.map(lambda piece: piece * 2, given, lengths=[*range(20)]).tolist() == (given * 2).tolist()
+
+
+SEVERAL = {
+    "other keys": (
+        {"a": 1, "b": 2},
+        {"a": 1, "c": 2},
+        r'a dict with \["a"\], \["c"\] as the result, .*\["a"\], \["b"\]',
+    ),
+    "fewer keys": ({"a": 1, "b": 2}, {"a": 1}, r'a dict with \["a"\] as the result'),
+    "a tuple and a dict": ((1, 2), {0: 1, 1: 2}, r"a dict with \[0\], \[1\] as the result, and a tuple of 2 results"),
+    "a dict and a tensor": ({"a": 1}, 1, r'a Tensor of .* as the result, and a dict with \["a"\] for'),
+    "a tensor and a dict": (
+        (1, 1),
+        (1, {"a": 1}),
+        r'a dict with \["a"\] as the result\[1\], and a Tensor of torch.float32',
+    ),
+    "inside": ({"x": {"a": 1}}, {"x": {"b": 1}}, r'\["b"\] as the result\["x"\]'),
+}
+
+
+def fill(tree, piece):
+    """The same containers with a multiple of the piece for each number."""
+    if isinstance(tree, dict):
+        return {key: fill(value, piece) for key, value in tree.items()}
+    return tuple(fill(value, piece) for value in tree) if isinstance(tree, tuple) else tree * piece
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_pieces_with_other_keys_are_refused(kind):
+    """Joined by position, one key's results would be another's."""
+    first, later, shown = SEVERAL[kind]
+    with pytest.raises(InvalidResult, match=shown):
+        autobatch.map(lambda piece: fill(first if len(piece) == 2 else later, piece), INPUTS)
+
+
+def test_the_order_of_keys_is_that_of_the_first_piece():
+    """Each key's results are its own, wherever later pieces name it."""
+
+    def detect(piece):
+        found = [("scores", piece), ("boxes", {"x": 2 * piece, "y": [3 * row for row in piece.tolist()]})]
+        if len(piece) != 2:
+            found = [("boxes", dict(reversed(found[1][1].items()))), found[0]]
+        return dict(found)
+
+    inputs = torch.arange(float(SAMPLES))
+    result = autobatch.map(detect, inputs)
+    assert [*result] == ["scores", "boxes"]
+    assert torch.equal(result["scores"], inputs)
+    assert torch.equal(result["boxes"]["x"], 2 * inputs)
+    assert result["boxes"]["y"] == (3 * inputs).tolist()
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_what_is_on_the_meta_device_is_refused(device):
+    """A model, and a batch: as ``fit`` says it."""
+    with pytest.raises(InvalidArgument, match=r"^Linear is on the meta device, which has no memory to run in"):
+        autobatch.map(nn.Linear(4, 2, device="meta"), torch.zeros(3, 4), device=device)
+    with pytest.raises(InvalidBatch, match=r"^a tensor of shape \(3, 4\) in the batch is on the meta device"):
+        autobatch.map(torch.neg, torch.zeros(3, 4, device="meta"), device=device)
+
+
+def test_weights_that_hooks_bring_in_for_each_pass_are_mapped():
+    """As accelerate offloads a model: between passes its parameters are on the meta device."""
+    accelerate = pytest.importorskip("accelerate")
+    net = make_net().eval()
+    expected = net(INPUTS).detach()
+    accelerate.cpu_offload(net, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in net.parameters())
+    assert torch.allclose(autobatch.map(net, INPUTS, device="cpu"), expected)
+    assert torch.allclose(autobatch.map(net.__call__, INPUTS, device="cpu"), expected)
+    with pytest.raises(InvalidArgument, match=r"^device= is needed: Sequential is on the meta device, which"):
+        autobatch.map(net, INPUTS)
+
+
+def test_a_model_that_is_offloaded_in_part_runs_where_the_rest_is():
+    """Its first layer is on the meta device, and the second says where passes run."""
+    accelerate = pytest.importorskip("accelerate")
+    net = make_net().eval()
+    expected = net(INPUTS).detach()
+    accelerate.cpu_offload(net[0], execution_device=torch.device("cpu"))
+    assert torch.allclose(autobatch.map(net, INPUTS), expected)
+
+
+def test_a_model_that_is_called_with_weights_from_elsewhere_is_mapped():
+    """As ``functional_call`` does, whose model may stay on the meta device; also inside another module."""
+
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.empty = make_net().to("meta").eval()
+            self.weights = nn.ParameterList(make_net().parameters())
+
+        def forward(self, piece):
+            names = [name for name, _ in self.empty.named_parameters()]
+            return torch.func.functional_call(self.empty, dict(zip(names, self.weights, strict=True)), (piece,))
+
+    expected = make_net().eval()(INPUTS).detach()
+    given = Given()
+    assert torch.allclose(autobatch.map(given, INPUTS), expected)
+    empty, weights = given.empty, dict(make_net().named_parameters())
+
+    def call(piece):
+        return torch.func.functional_call(empty, weights, (piece,))
+
+    assert torch.allclose(autobatch.map(call, INPUTS, device="cpu"), expected)

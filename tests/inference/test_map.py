@@ -10,6 +10,7 @@ import itertools
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autobatch
+from autobatch.inference import mapping
 from autobatch.testing import FakeDevice
 
 pytestmark = pytest.mark.quick
@@ -298,6 +300,106 @@ def test_modules_are_in_eval_mode_meanwhile(wrap):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
+class Holder:
+    """Something of the user's, which holds a model beside much else."""
+
+    shared: nn.Module
+    __slots__ = ("__dict__", "slot")
+
+    def __init__(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def in_dict(self, piece):
+        """By a dict."""
+        return self.models["net"](piece)
+
+    def in_slot(self, piece):
+        """By a slot."""
+        return self.slot(piece)
+
+    def of_class(self, piece):
+        """By an attribute of the class."""
+        return self.shared(piece)
+
+    def in_part(self, piece):
+        """By a part of it."""
+        return self.part.models["net"](piece)
+
+
+class Slotted:
+    """An object that has slots alone."""
+
+    __slots__ = ("models", "unused")
+
+    def __init__(self, net):
+        self.models = {"net": net}
+
+
+MUCH = {
+    "texts": lambda: [f"document {number}" for number in range(30_000)],
+    "numbers": lambda: {number: float(number) for number in range(30_000)},
+    "rows": lambda: [{"text": str(number), "tokens": [number]} for number in range(9000)],
+    "mixed": lambda: [str(number) if number % 2 else (number, None) for number in range(30_000)],
+    "objects": lambda: [object() for _ in range(5000)],
+    "tensors": lambda: [*torch.zeros(30_000)],
+}
+
+
+@pytest.mark.parametrize("much", MUCH)
+def test_a_model_is_found_beside_much_else(much, caplog):
+    """The documents of a search do not use up what is looked at, wherever they are held."""
+    for build in (
+        lambda net, held: Holder(documents=held, models={"net": net}).in_dict,
+        lambda net, held: partial(lambda held, models, piece: models[0](piece), held, [net]),
+        lambda net, held: Holder(documents=held, part=Holder(documents=held, models={"net": net})).in_part,
+    ):
+        model = Moody()
+        autobatch.map(build(model, MUCH[much]()), INPUTS)
+        assert set(model.calls) == {(False, False, False)}
+    assert "objects" not in caplog.text
+
+
+def test_a_model_is_found_in_slots_classes_and_modules(monkeypatch):
+    """Where Python looks a name up, the model is found too."""
+    library = ModuleType("library")
+    library.inner = ModuleType("library.inner")
+    monkeypatch.setitem(globals(), "imported", library)
+    for place in ("slot", "slots alone", "class", "class by name", "module", "module by name", "module of a module"):
+        model = Moody()
+        library.net, library.inner.net = Moody(), Moody()
+        monkeypatch.setattr(Holder, "shared", model if place.startswith("class") else Moody(), raising=False)
+        if place.startswith("module"):
+            monkeypatch.setattr(library.inner if place == "module of a module" else library, "net", model)
+        fn = {
+            "slot": Holder(slot=model).in_slot,
+            "slots alone": Holder(part=Slotted(model)).in_part,
+            "class": Holder().of_class,
+            "class by name": lambda piece: Holder.shared(piece) + 0,
+            "module": lambda piece: library.net(piece) + 0,
+            "module by name": lambda piece: imported.net(piece) + 0,  # noqa: F821
+            "module of a module": lambda piece: library.inner.net(piece) + 0,
+        }[place]
+        autobatch.map(fn, INPUTS)
+        assert set(model.calls) == {(False, False, False)}, place
+
+
+def test_what_is_not_searched_is_named_once(caplog):
+    """Beyond a limit modules are not found: the log says so, once."""
+    mapping._warn_of_more_objects.cache_clear()
+    model = Moody()
+    holder = Holder(rows=[[object()] for _ in range(12_000)], part=model)
+    for _ in range(2):
+        autobatch.map(lambda piece: holder.rows[:0] or holder.part(piece), INPUTS)
+    assert set(model.calls) == {(False, False, False)}  # it is nearer
+    [text] = [record.getMessage() for record in caplog.records if "objects" in record.getMessage()]
+    assert text == (
+        "autobatch: map: fn reaches more than 10,000 objects, and the rest was not searched for modules: any there "
+        "keeps its mode, also train mode; pass the module itself as fn, hold fewer objects beside it, or call .eval() "
+        "on it"
+    )
+
+
 def test_an_interrupt_at_any_line_leaves_no_layer_in_eval_mode():
     """Of the lines that change modes and put them back; the first has changed nothing."""
     position, where = 0, "the first line"
@@ -381,8 +483,9 @@ def test_a_callback_gets_each_result_once(batch):
     assert torch.equal(torch.stack([got[index] for index in range(SAMPLES)]), 2 * INPUTS)
 
 
-def test_results_go_where_they_are_asked_to():
+def test_results_go_where_they_are_asked_to(monkeypatch):
     """``to=`` takes a device; what is no tensor stays."""
+    monkeypatch.setattr(mapping, "_read_target", torch.device)  # "meta" is refused, and no other device is everywhere
     result = run(lambda x: (x, ["a"] * len(x)), INPUTS, to="meta")
     assert result[0].device.type == "meta"
     assert result[1] == ["a"] * SAMPLES
