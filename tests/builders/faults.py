@@ -436,14 +436,14 @@ class _Places(TorchDispatchMode):
             self.places += [place] * (self.counted.operations - before)
 
 
-def places_of(case: Case, **options: Any) -> list[str]:
-    """For each operation of one step: "weigh", "forward", "backward", "clip" or "optimizer".
+def places_of(case: Case, kind: type[Training] = Training, **options: Any) -> list[str]:
+    """For each operation of one step of a training of this kind: "weigh", "forward", "backward", "clip" or "optimizer".
 
     What is neither the user's step nor autograd nor the optimizer counts as forward before the last backward pass (the
     loss's share, copies of buffers), as backward in the rest of the last micro-batch (the sum of the losses), as clip
     before the optimizer's step (its state, unscaling, clipping), and as optimizer from there on.
     """
-    training = Training(case, **options)
+    training = kind(case, **options)
     with oom_at(10**9) as counted, _Places(training, counted) as written:
         training.runner.step(training.batch)
     places = written.places

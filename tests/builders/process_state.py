@@ -32,6 +32,8 @@ def read_process_state():
         "function modes": _get_current_function_mode_stack(),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "default dtype": torch.get_default_dtype(),
+        # `set_default_device(None)` is not as before: with torch 2.8, `get_default_device` fails after it
+        "default device": getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", "never set"),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
         "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],

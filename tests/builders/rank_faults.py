@@ -7,6 +7,7 @@ the ranks: every function here is collective.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from faults import CASES, OUTCOMES, Case, Judge, Training, _comparable, _seed, cut_into
+from faults import CASES, OUTCOMES, PLACES, Case, Judge, Training, _comparable, _seed, cut_into, places_of
 from plans import SMALL, make_rank_plans
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -25,7 +26,15 @@ import autobatch
 from autobatch.errors import RankLost
 from autobatch.testing import oom_at
 
-__all__ = ["RANK_CASES", "SHARDED_CASES", "describe", "needs_sharding", "prove_on_ranks", "shard"]
+__all__ = [
+    "RANK_CASES",
+    "SHARDED_CASES",
+    "choose_positions",
+    "describe",
+    "needs_sharding",
+    "prove_on_ranks",
+    "shard",
+]
 
 needs_sharding = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot clear a pass of fully_shard that broke off"
@@ -108,20 +117,27 @@ class ShardedTraining(RankTraining):
 
 
 def prove_on_ranks(
-    name: str, stride: int = 1, *, sharded: bool = False, earlier_steps: int = 0
+    name: str, stride: int = 0, *, count: int = 1, every: int = 1, sharded: bool = False, earlier_steps: int = 0
 ) -> tuple[Counter[str], list[str]]:
-    """What came of an error out of memory at each operation on each rank, and what was wrong.
+    """What came of an error out of memory at operations on each rank, and what was wrong.
 
     A position at which a rank did not answer within the group's timeout counts as hung, and is the last of its case.
+
+    Args:
+        name: Of the case.
+        stride: From one operation to the next; 0: so many in each place of the step, be it short or long.
+        count: How many, where there is no stride.
+        every: In each so-manieth place only, beginning with another one on each rank and in each case.
+        sharded: Whether parameters are.
+        earlier_steps: After which memory ends.
     """
     case = next(case for case in CASES if case.name == name)
     kind, options = ShardedTraining if sharded else RankTraining, {"earlier_steps": earlier_steps}
     judge, tally, wrong = RankJudge(case, kind, **options), Counter[str](), list[str]()
-    training = kind(case, **options)
-    with oom_at(10**9) as counted:
-        training.runner.step(training.batch)
-    for failing, operations in enumerate(_gather(counted.operations)):
-        for position in range(1, operations + 1, stride):
+    for failing, places in enumerate(_gather(places_of(case, kind, **options))):
+        turn = CASES.index(case) + failing + earlier_steps
+        chosen = range(1, len(places) + 1, stride) if stride else choose_positions(places, count, every, turn)
+        for position in chosen:
             outcome = judge.outcome(oom_at(position) if dist.get_rank() == failing else nullcontext())
             outcomes = _gather(outcome)
             has_hung = any(one.startswith(RankLost.__name__) for one in outcomes)
@@ -131,6 +147,16 @@ def prove_on_ranks(
             if has_hung:
                 return tally, wrong
     return tally, wrong
+
+
+def choose_positions(places: Sequence[str], count: int, every: int = 1, turn: int = 0) -> list[int]:
+    """Operations, counted from 1, that are spread evenly over each place, or over some of the places by turns."""
+    chosen: set[int] = set()
+    for index, place in enumerate(name for name in PLACES if name in places):
+        found = [position for position, name in enumerate(places, 1) if name == place]
+        if (index + turn) % every == 0:
+            chosen.update(found[(2 * part + 1) * len(found) // (2 * count)] for part in range(count))
+    return sorted(chosen)
 
 
 def describe(tally: Counter[str]) -> str:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Answer", "run_ranks", "values_of"]
+__all__ = ["Answer", "make_context", "run_ranks", "values_of"]
 
 _IMPORTED = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "autobatch.fitting.fit", "autobatch.runner"]
 """By the process that forks the ranks, once: in each of them it would take two seconds."""
@@ -62,8 +62,7 @@ def run_ranks(
         options: More arguments of each rank.
         has_own_store: Whether the store in which the ranks meet is in the first of them, not in this process.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context = make_context()
     import torch.distributed
 
     with tempfile.TemporaryDirectory() as folder:
@@ -83,6 +82,13 @@ def run_ranks(
         while time.monotonic() < end and not all(map(_has_come_to_an_end, processes)):
             time.sleep(0.05)
         return [_answer(process, Path(folder) / str(rank)) for rank, process in enumerate(processes)]
+
+
+def make_context() -> multiprocessing.context.ForkServerContext:
+    """Whose processes are forked from one that has torch imported, and has run nothing."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 def values_of(answers: Sequence[Answer]) -> list[Any]:

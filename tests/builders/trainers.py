@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import autobatch
+from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers import TrainingStep, attach
 from autobatch.testing import FakeDevice, oom_at
 
@@ -329,7 +330,11 @@ class OwnLoss(Trainer):
 
 
 class Interrupted:
-    """Memory that ends at these operations of these calls of ``training_step``; the plan is made before."""
+    """Memory that ends at these operations of the Runner in these calls of ``training_step``; the plan is made before.
+
+    Not in what is compared before: where memory ends in that, the step runs without it. In the first call, which makes
+    the Runner, they are operations of all of it.
+    """
 
     def __init__(self, operations):
         self.operations = operations
@@ -340,8 +345,15 @@ class Interrupted:
         def step(model, inputs, num_items_in_batch=None):
             calls.append(1)
             positions = self.operations.get(len(calls))
-            with oom_at(*positions) if positions else contextlib.nullcontext():
+            if not positions or inner.runner is None:
+                with oom_at(*positions) if positions else contextlib.nullcontext():
+                    return inner(model, inputs, num_items_in_batch)
+            with replaced(inner.runner, "accumulate", partial(fail, positions, inner.runner.accumulate)):
                 return inner(model, inputs, num_items_in_batch)
+
+        def fail(positions, accumulate, batch):
+            with oom_at(*positions):
+                return accumulate(batch)
 
         trainer.training_step = step
 

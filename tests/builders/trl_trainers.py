@@ -5,6 +5,7 @@ Covers what these libraries add to ``trainers``: their Trainers' data and a toke
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,19 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from trainers import arguments, lines
 
-__all__ = ["dpo", "embedder", "generating", "llama", "reward", "sft", "texts", "tokenizer"]
+__all__ = [
+    "dpo",
+    "embedder",
+    "embedder_of_two",
+    "generating",
+    "kto",
+    "llama",
+    "preferences",
+    "reward",
+    "sft",
+    "texts",
+    "tokenizer",
+]
 
 
 @cache
@@ -85,6 +98,41 @@ def dpo(folder: Path, **options: Any) -> Any:
     )
 
 
+def preferences(folder: Path, kind: str, **options: Any) -> Any:
+    """Preferences without a reference model: CPO or ORPO."""
+    settings = {"max_length": 48, "bf16": False, "activation_checkpointing": False, **options}
+    module = importlib.import_module(f"trl.experimental.{kind.lower()}")
+    lines_ = texts(384)
+    data = {"prompt": ["def "] * 192, "chosen": lines_[:192], "rejected": lines_[192:]}
+    return getattr(module, f"{kind}Trainer")(
+        model=llama(),
+        args=arguments(folder, getattr(module, f"{kind}Config"), **settings),
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer(),
+    )
+
+
+def kto(folder: Path, **options: Any) -> Any:
+    """Single texts, of which one in five is desirable."""
+    from trl import KTOConfig, KTOTrainer
+
+    settings = {
+        "max_length": 48,
+        "bf16": False,
+        "activation_checkpointing": False,
+        "loss_type": "apo_zero_unpaired",
+        **options,
+    }
+    data = {"prompt": ["def "] * 192, "completion": texts(), "label": [number % 5 == 0 for number in range(192)]}
+    return KTOTrainer(
+        model=llama(),
+        ref_model=llama(),
+        args=arguments(folder, KTOConfig, **settings),
+        train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=tokenizer(),
+    )
+
+
 def reward(folder: Path, **options: Any) -> Any:
     """A model that tells the better of two texts."""
     from trl import RewardConfig, RewardTrainer
@@ -118,10 +166,46 @@ def generating(folder: Path, kind: str) -> Any:
 
 def embedder(folder: Path, loss: str, *, labels: bool = False, **options: Any) -> Any:
     """Sentence embeddings with one of the library's losses."""
-    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+    from sentence_transformers import SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer import losses
+
+    model = _encoder(folder)
+    lines_ = texts(384)
+    data: dict[str, Any] = {"one": lines_[:192], "other": lines_[192:]}
+    if labels:
+        data["label"] = [float(len(line) % 2) for line in lines_[:192]]
+    return SentenceTransformerTrainer(
+        model=model,
+        args=arguments(folder, Arguments, **options),
+        train_dataset=datasets.Dataset.from_dict(data),
+        loss=getattr(losses, loss)(model),
+    )
+
+
+def embedder_of_two(folder: Path, names: dict[str, str], first: str, **options: Any) -> Any:
+    """Sentence embeddings of two datasets with a loss each; batches come from both in turn, from ``first`` first."""
+    from sentence_transformers import SentenceTransformerTrainer
+    from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+    from sentence_transformers.sentence_transformer import losses
+
+    model, lines_ = _encoder(folder), texts(384)
+    pairs = {"one": lines_[:96], "other": lines_[96:192], "label": [float(len(line) % 2) for line in lines_[:96]]}
+    triplets = {"a": lines_[:96], "b": lines_[96:192], "c": lines_[192:288]}
+    data = {name: triplets if loss == "TripletLoss" else pairs for name, loss in names.items()}
+    order = [first, *(name for name in data if name != first)]
+    return SentenceTransformerTrainer(
+        model=model,
+        args=arguments(folder, Arguments, multi_dataset_batch_sampler="round_robin", **options),
+        train_dataset=datasets.DatasetDict({name: datasets.Dataset.from_dict(data[name]) for name in order}),
+        loss={name: getattr(losses, names[name])(model) for name in order},
+    )
+
+
+def _encoder(folder: Path) -> Any:
+    """Embeds texts, in float64."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sentence_transformer.modules import Pooling
 
     torch.manual_seed(0)
@@ -137,15 +221,4 @@ def embedder(folder: Path, loss: str, *, labels: bool = False, **options: Any) -
     saved = str(folder / "encoder")
     transformers.BertModel(config).save_pretrained(saved)
     tokenizer().save_pretrained(saved)
-    encoder = Transformer(saved, max_seq_length=48)
-    model = SentenceTransformer(modules=[encoder, Pooling(16)], device="cpu").double()
-    lines_ = texts(384)
-    data: dict[str, Any] = {"one": lines_[:192], "other": lines_[192:]}
-    if labels:
-        data["label"] = [float(len(line) % 2) for line in lines_[:192]]
-    return SentenceTransformerTrainer(
-        model=model,
-        args=arguments(folder, Arguments, **options),
-        train_dataset=datasets.Dataset.from_dict(data),
-        loss=getattr(losses, loss)(model),
-    )
+    return SentenceTransformer(modules=[Transformer(saved, max_seq_length=48), Pooling(16)], device="cpu").double()

@@ -71,6 +71,31 @@ def test_a_rank_that_was_killed_is_named_at_once(which):
         assert seconds < 30
 
 
+def outlive_one(which):
+    """After how long a rank hears that one was killed, where none that has heard of it ends before all have."""
+    channel = Channel(None, timedelta(seconds=60))
+    if dist.get_rank() == which:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankLost) as caught:
+        channel.exchange("here")
+    seconds = time.monotonic() - began
+    heard = dist.distributed_c10d._get_default_store()
+    heard.add("heard", 1)
+    while heard.add("heard", 0) < dist.get_world_size() - 1 and time.monotonic() < began + 30:
+        time.sleep(0.05)
+    return str(caught.value), seconds
+
+
+def test_a_rank_that_was_killed_is_noticed_by_all_at_once():
+    """Not by its neighbours in a ring only, whose own ends the others would have to wait for."""
+    answers = run_ranks(outlive_one, 2, size=4, limit_seconds=100)
+    assert answers.pop(2).end == "ended with -9"
+    for text, seconds in values_of(answers):
+        assert text.startswith("rank 2 of 4 is gone: its process ")
+        assert seconds < 15
+
+
 def test_a_rank_that_is_stopped_is_named_after_the_timeout():
     """It did not answer, and why is said where it can be seen."""
     answers = run_ranks(end_one, 1, signal.SIGSTOP, size=2, limit_seconds=100)

@@ -135,9 +135,8 @@ def run_all():
         group["lr"] *= 1 if rank else 0.1
     note("other rates", training)
     training = Training()
-    torch.set_default_device("meta")
-    found["a default device"] = attempt(training)
-    torch.set_default_device(None)
+    with torch.device("meta"):
+        found["a default device"] = attempt(training)
     training = Training()
     if rank == 0:
         training.model.module.head.weight.grad = torch.ones_like(training.model.module.head.weight)
@@ -320,7 +319,8 @@ def arrange(training, place, action):
     if place == "forward":
         training.model.module.register_forward_pre_hook(lambda *_: action())
     elif place == "backward":
-        training.model.module.head.weight.register_hook(lambda _: action())
+        head = training.model.module.head
+        head.register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(lambda _: action()) and None)
     elif place == "sum":
         reduce = dist.all_reduce
         dist.all_reduce = lambda *args, **options: action() or reduce(*args, **options)

@@ -266,3 +266,24 @@ def test_a_rank_that_stops_answering_ends_the_step_on_the_others():
     assert text.startswith("RankLost: rank 1 of 2 did not answer, and its process ")
     assert 3 < seconds < 20
     assert changed == []
+
+
+def train_a_foreign_one():
+    """In its third step the user's function begins to train what no retry could take back, and memory ends there."""
+    foreign, is_trained = nn.Parameter(torch.zeros((), dtype=torch.float64)), []
+
+    def step(model, batch):
+        return mean_step(model, batch) + (foreign.square() if is_trained else 0)
+
+    training = Training(step, earlier_steps=2)
+    is_trained.append(True)
+    if dist.get_rank() == 1:
+        arrange(training, "backward", FAILURES["a shortage"]())
+    return attempt(training)
+
+
+def test_what_a_retry_could_not_take_back_is_found_in_it():
+    """The graph is searched again, as in one process; nothing has happened on any rank."""
+    for answer, changed in values_of(run_ranks(train_a_foreign_one, size=2)):
+        assert "trains a parameter of shape () that is in neither the model nor the optimizer" in answer
+        assert changed == []

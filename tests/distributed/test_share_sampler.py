@@ -124,11 +124,8 @@ def test_an_order_neither_reads_nor_moves_what_the_process_has():
     (sampler,) = samplers((12,))
     before = list(sampler)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         again = list(sampler), list(samplers((12,), shuffle=False)[0])
-    finally:
-        torch.set_default_device(None)
     assert again == (before, [list(range(40))[begin : begin + 12] for begin in range(0, 40, 12)])
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())

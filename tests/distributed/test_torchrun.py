@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -10,7 +11,9 @@ from launches import ROOT, launch, launch_nodes, torchrun
 EXAMPLE = str(ROOT / "examples" / "several_gpus.py")
 RESTARTING = str(ROOT / "examples" / "restarting.py")
 LOSE_A_RANK = str(ROOT / "tests" / "builders" / "lose_a_rank.py")
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# The examples' own data take long to import; tests/engines runs one of them with these.
+DATA = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "builders" / "digits_at_once"), str(ROOT)])}
+OWN_STORE = {**DATA, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it a restart on gloo fails now and then, also of a script without autobatch."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
@@ -19,8 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
 @pytest.fixture(scope="module")
 def undisturbed():
     """What two ranks print."""
-    pytest.importorskip("sklearn")
-    (ran,) = launch(torchrun(EXAMPLE))
+    (ran,) = launch(torchrun(EXAMPLE), **DATA)
     return ran.line("loss ")
 
 
@@ -31,13 +33,13 @@ def weights_in(line):
 
 def test_the_number_of_ranks_does_not_change_the_weights(undisturbed):
     """Each target batch is that of one process, shared."""
-    one, three = launch(torchrun(EXAMPLE, ranks=1), torchrun(EXAMPLE, ranks=3))
+    one, three = launch(torchrun(EXAMPLE, ranks=1), torchrun(EXAMPLE, ranks=3), **DATA)
     assert one.line("loss ") == undisturbed == three.line("loss ")
 
 
 def test_two_nodes_train_as_one_machine_does(undisturbed):
     """Two torchruns that meet, each with one rank."""
-    ran = launch_nodes(["--nnodes=2", EXAMPLE])
+    ran = launch_nodes(["--nnodes=2", EXAMPLE], **DATA)
     assert [one.code for one in ran] == [0, 0], [one.errors for one in ran]
     assert sorted(one.output.strip() for one in ran) == ["", undisturbed]
 
@@ -56,10 +58,10 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(undisturbed, tmp_pat
 def test_fewer_ranks_go_on_from_a_checkpoint(undisturbed, tmp_path):
     """Three ranks lose one and end; two finish the epoch, on the same weights to rounding."""
     saved = str(tmp_path / "saved.pt")
-    (ended,) = launch(torchrun(LOSE_A_RANK, "rank", "12", RESTARTING, saved, ranks=3))
+    (ended,) = launch(torchrun(LOSE_A_RANK, "rank", "12", RESTARTING, saved, ranks=3), **DATA)
     assert ended.code > 0
     assert "weights" not in ended.output
-    (resumed,) = launch(torchrun(RESTARTING, saved))
+    (resumed,) = launch(torchrun(RESTARTING, saved), **DATA)
     assert resumed.line("rank 0") == "rank 0 of 2 goes on with batch 3 of epoch 1"
     assert weights_in(resumed.line("weights ")) == pytest.approx(weights_in(undisturbed), rel=1e-12)
 

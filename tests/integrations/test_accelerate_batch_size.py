@@ -6,8 +6,12 @@ Covers CPU budgets, a substitute for a device, and what is put back between call
 from __future__ import annotations
 
 import functools
+import random
+import warnings
+from collections import deque
 
 import accelerate
+import numpy as np
 import pytest
 import torch
 from accelerate.utils import find_executable_batch_size as accelerates_own
@@ -482,3 +486,154 @@ def test_two_optimizers():
     assert train() == counts[-1][0]
     assert counts[-1][1] == 8
     assert all(steps == 2 for _, steps in counts[:-1])
+
+
+DRAWS = {
+    "torch": (lambda: torch.Generator().manual_seed(3), lambda made, n: torch.randperm(SAMPLES, generator=made)[:n]),
+    "Python": (lambda: random.Random(3), lambda made, n: torch.tensor(made.sample(range(SAMPLES), n))),
+    "NumPy": (lambda: np.random.default_rng(3), lambda made, n: torch.from_numpy(made.permutation(SAMPLES)[:n])),
+    "NumPy, old": (lambda: np.random.RandomState(3), lambda made, n: torch.from_numpy(made.permutation(SAMPLES)[:n])),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("is_given", [True, False], ids=["given", "named"])
+def test_generators_are_put_back(kind, is_given):
+    """The order of the data is that of one run with the size, whether they are given or named."""
+    make, draw = DRAWS[kind]
+    ends = []
+    for decorator in (find_executable_batch_size, accelerates_own):
+        (model, sgd), made = make_all(torch.optim.SGD), make()
+
+        def train(batch_size, *given, model=model, sgd=sgd, named=None if is_given else made):
+            for _ in range(4):
+                rows = draw(given[0] if given else named, batch_size)
+                F.cross_entropy(model(INPUTS[rows]), TARGETS[rows]).backward()
+                sgd.step()
+                sgd.zero_grad()
+
+        torch.manual_seed(7)
+        decorator(train, 64)(*([made] if is_given else []))
+        ends.append(bits_of(model, sgd))
+    assert not differences(*ends)
+
+
+def test_a_loader_with_a_generator_has_the_same_order():
+    """Of a loader that is made in the function, with a generator from outside."""
+    orders = []
+    for decorator in (find_executable_batch_size, accelerates_own):
+        (model, sgd), generator, seen = make_all(torch.optim.SGD), torch.Generator().manual_seed(3), {}
+
+        @decorator(starting_batch_size=64)
+        def train(batch_size, model=model, sgd=sgd, generator=generator, seen=seen):
+            seen[batch_size] = order = []
+            for inputs, targets in DataLoader(
+                TensorDataset(INPUTS, TARGETS), batch_size, shuffle=True, generator=generator
+            ):
+                order.append(targets)
+                F.cross_entropy(model(inputs), targets).backward()
+                sgd.step()
+                sgd.zero_grad()
+            return batch_size
+
+        orders.append(torch.cat(seen[train()]))
+    assert torch.equal(*orders)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["written into", "replaced"])
+def test_tensors_in_containers_are_put_back(in_place):
+    """An average of the weights in a dict, and a tensor by itself, are those of one run, and the same objects."""
+    ends = []
+    for decorator in (find_executable_batch_size, accelerates_own):
+        model, sgd = make_all(torch.optim.SGD)
+        averages = {name: value.detach().clone() for name, value in model.named_parameters()}
+        before, count, recent = dict(averages), torch.zeros(()), deque([torch.zeros(())], maxlen=2)
+
+        @decorator(starting_batch_size=64)
+        def train(batch_size, *, model=model, sgd=sgd, averages=averages, count=count, recent=recent):
+            for inputs, targets in batches(batch_size, 4):
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()
+                sgd.step()
+                sgd.zero_grad()
+                count.data.add_(1)
+                recent.append(loss.detach())
+                for name, value in model.named_parameters():
+                    if in_place:
+                        averages[name].mul_(0.9).add_(value.detach(), alpha=0.1)
+                    else:
+                        averages[name] = 0.9 * averages[name] + 0.1 * value.detach()
+            return batch_size
+
+        torch.manual_seed(7)
+        train()
+        assert all((averages[name] is value) == in_place for name, value in before.items())
+        ends.append({"count": count, "recent": [*recent], "before": before, **averages})
+    assert not differences(*ends)
+
+
+def test_what_an_iterator_gave_is_gone():
+    """Documented: each call goes on where the last one ended, as with accelerate's own."""
+    given = []
+    stream = iter(range(1000))
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def train(batch_size, model, optimizer, stream):
+        for inputs, targets in batches(batch_size, 4):
+            given.append(next(stream))
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+
+    train(*make_all(), stream)
+    assert given == [*range(len(given))]
+
+
+def test_data_that_may_not_be_written_stays_as_it_is(tmp_path):
+    """Arrays and tensors over a file that is open for reading are not written into."""
+    path = tmp_path / "data"
+    INPUTS.numpy().tofile(path)
+    mapped = torch.from_file(str(path), shared=False, size=INPUTS.numel(), dtype=INPUTS.dtype).view_as(INPUTS)
+    frozen = np.memmap(path, mode="r", dtype=np.float64, shape=tuple(INPUTS.shape))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read_only = torch.from_numpy(frozen)
+
+    @find_executable_batch_size(starting_batch_size=64)
+    def train(batch_size, model, optimizer):
+        for _ in range(4):
+            F.cross_entropy(model(mapped[:batch_size] + read_only[:batch_size]), TARGETS[:batch_size]).backward()
+            optimizer.step()
+        return batch_size
+
+    assert train(*make_all()) == 64
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("budget", "is_named"), [("600KiB", True), ("700KiB", True), ("700KiB", False), ("900KiB", False)]
+)
+def test_no_jump_runs_out_where_data_is_resident(is_named, budget, optimizer):
+    """Gradients are the peak at a few samples and activations later; data takes as much as the model and more."""
+    named, sizes, shortages = INPUTS.clone(), [], []
+    torch.manual_seed(0)
+    hidden = nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()
+    model = nn.Sequential(*hidden, nn.Linear(64, 4)).double()
+    made = optimizer(model.parameters())
+
+    @find_executable_batch_size(starting_batch_size=SAMPLES, budget=budget)
+    def train(batch_size, *, model=model, made=made, named=named if is_named else None):
+        sizes.append(batch_size)
+        data = torch.zeros_like(INPUTS) if named is None else named
+        try:
+            for _ in range(4):
+                F.cross_entropy(model(data[:batch_size].clone()), TARGETS[:batch_size]).backward()
+                made.step()
+                made.zero_grad()
+        except torch.OutOfMemoryError:
+            shortages.append(batch_size)
+            raise
+        return batch_size
+
+    assert train() == sizes[-1]
+    assert shortages == []
+    assert len(sizes) <= (6 if is_named else 11)

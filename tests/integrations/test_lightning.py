@@ -33,6 +33,11 @@ from lightning_runs import (
 from torch import nn
 from torch.nn import functional as F
 
+from autobatch.integrations.lightning.log_rules import agreed_rules
+from autobatch.integrations.lightning.logs import Rule
+
+UNKNOWN = "and the few samples that were compared do not show how it is put together"
+
 
 def whole_only(self, batch, batch_idx):
     """Logs numbers that are no means over samples: a count, a constant, a largest value, a share of the batch."""
@@ -163,7 +168,8 @@ def test_a_running_value_is_that_of_the_whole_step(caplog):
     right = make().net(torch.stack([x for x, _ in data()])).argmax(1) == torch.stack([y for _, y in data()])
     order = torch.argsort(right.long(), stable=True)[[*range(5), *torch.randperm(8 * TARGET - 5) + 5]].tolist()
     whole = train(module=make(), order=order)
-    split = train(module=make(), order=order, attached={}, faults={1: [60], 3: [150]})
+    # Not in batch 1, which is begun once more: what "own" is could not be seen of zeros, in batch 0.
+    split = train(module=make(), order=order, attached={}, faults={2: [60], 3: [150]})
     assert split.retries == 2
     names = ("running", "number", "own")
     for log, its in zip(whole.logs, split.logs, strict=True):
@@ -190,6 +196,142 @@ def test_what_cannot_be_put_together_is_named(caplog):
     assert len(found) == 2
     assert "Net.mean (MeanMetric) does not add up over micro-batches: give it samples" in found[0]
     assert "Net logs 'spread', which is no mean, sum, largest or smallest value of its samples" in found[1]
+
+
+def log_later(self, batch, batch_idx):
+    """Logs nothing of these in the first batch."""
+    scores = self.net(batch[0])
+    if batch_idx > 0:
+        self.log("squares", (scores**2).sum())
+        self.log("spread", scores.std())
+    return F.cross_entropy(scores, batch[1])
+
+
+def test_what_a_later_batch_logs_first_is_put_together_too(caplog):
+    """A sum is found where it first appears, and what is neither is named once; the step leaves what it would have."""
+    made = Made(changes={"training_step": log_later})
+    whole, split = train(made=made), train(made=made, attached={})
+    assert apart(whole, split) < 1e-12
+    assert [log.get("squares") for log in split.logs] == pytest.approx([log.get("squares") for log in whole.logs])
+    assert split.module.calls == whole.module.calls
+    assert caplog.text.count("Net logs 'spread', which is no mean, sum") == 1
+    assert "squares" not in caplog.text
+
+
+def test_names_that_are_new_in_each_batch_are_no_search_each(caplog):
+    """After a few of them a warning says what becomes of the others."""
+
+    def step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.log(f"squares of {batch_idx}", (scores**2).sum())
+        return F.cross_entropy(scores, batch[1])
+
+    train(made=Made(changes={"training_step": step}), attached={})
+    assert caplog.text.count(UNKNOWN) == 1
+
+
+def log_at_random(self, batch, batch_idx):
+    """A value of which no two runs give the same."""
+    self.log("random", torch.rand(()))
+    return F.cross_entropy(self.net(batch[0]), batch[1])
+
+
+def test_what_is_random_is_no_search_each(caplog):
+    """The first batch has shown that no samples would tell more."""
+    train(made=Made(changes={"training_step": log_at_random}), attached={})
+    assert UNKNOWN not in caplog.text
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4])
+def test_names_of_a_small_batch_are_put_together(samples, caplog):
+    """Of fewer samples than are usually compared, in the first batch or in a later one."""
+
+    def step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.log("squares", (scores**2).sum())
+        if batch_idx > 0:
+            self.log("count", len(scores))
+        return F.cross_entropy(scores, batch[1])
+
+    made = Made(changes={"training_step": step})
+    options = {"batch_size": samples, "limit_train_batches": 2, "made": made}
+    whole, split = train(**options), train(**options, attached={"max_micro_batch": 1, "target_batch": samples})
+    for name in ("squares", "count"):
+        assert [log.get(name) for log in split.logs] == pytest.approx([log.get(name) for log in whole.logs])
+    assert UNKNOWN not in caplog.text
+
+
+def test_a_name_that_the_compared_samples_do_not_log_is_named(caplog):
+    """It is known to be no rule's: in that batch already."""
+
+    def step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        if batch[0][:, 0].max() > 0.5:
+            self.log("rare", (batch[0][:, 0] > 0.5).float().sum())
+        return F.cross_entropy(scores, batch[1])
+
+    inputs = data().tensors[0][:TARGET, 0]
+    assert (inputs > 0.5).sum() > 1
+    assert not (inputs[:5] > 0.5).any()
+    train(made=Made(changes={"training_step": step}), attached={"max_micro_batch": 8}, limit_train_batches=1)
+    assert caplog.text.count(f"Net logs 'rare', {UNKNOWN}") == 1
+
+
+def test_a_count_that_is_zero_at_first_is_a_sum_later(caplog):
+    """Zeros are a mean and a sum, so the rule is found where they are none; until then either is right."""
+
+    def step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.log("found", float(len(scores) * min(batch_idx, 1)))
+        return F.cross_entropy(scores, batch[1])
+
+    made = Made(changes={"training_step": step})
+    whole, split = train(made=made), train(made=made, attached={})
+    assert [log.get("found") for log in split.logs] == pytest.approx([log.get("found") for log in whole.logs])
+    assert UNKNOWN not in caplog.text
+
+
+def test_ranks_that_cannot_tell_leave_the_rule_to_the_others():
+    """Those that disagree leave none."""
+    told, other, is_open = ["a", 1, "sum", True, False], ["a", 1, "max", True, False], ["a", 1, "mean", True, True]
+    assert agreed_rules([[told]]) == agreed_rules([[told], []]) == {("a", 1): Rule("sum")}
+    assert agreed_rules([[told], [is_open]]) == agreed_rules([[is_open], [told]]) == {("a", 1): Rule("sum")}
+    assert agreed_rules([[is_open], [is_open]]) == {("a", 1): Rule("mean", is_open=True)}
+    assert agreed_rules([[told], [other]]) == {}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_metric_that_is_reset_in_some_batches_only_is_named(first, caplog):
+    """The first micro-batch's value is of earlier batches, too, and the others' are not."""
+
+    def step(self, batch, batch_idx):
+        scores = self.net(batch[0])
+        self.own.update(scores, batch[1])
+        if batch_idx % 2 == first:
+            self.log("own", self.own.compute())
+            self.own.reset()
+        return F.cross_entropy(scores, batch[1])
+
+    train(
+        module=with_metrics(step, own=torchmetrics.classification.MulticlassAccuracy(4, average="micro")), attached={}
+    )
+    assert caplog.text.count("autobatch: Net logs 'own' of a metric that it resets in training_step") == 1
+    assert "which is no mean" not in caplog.text
+
+
+def clear_in_place(self, epoch, batch_idx, optimizer):
+    """``optimizer_zero_grad`` of one's own."""
+    optimizer.zero_grad(set_to_none=False)
+
+
+def test_gradients_that_are_cleared_in_place_are_none_from_before(caplog):
+    """All are zero after Lightning's own ``zero_grad``; where it clears nothing, the log says so."""
+    made = Made(changes={"optimizer_zero_grad": clear_in_place})
+    whole, split = train(made=made), train(made=made, attached={})
+    assert apart(whole, split) < 1e-12
+    assert "gradients from before" not in caplog.text
+    train(made=Made(changes={"optimizer_zero_grad": lambda *_: None}), attached={})
+    assert "step 1 began with gradients from before" in caplog.text
 
 
 def test_bfloat16_is_lightnings():

@@ -6,14 +6,17 @@ memory that ends. TRL computes logarithms of probabilities in float32, whatever 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from trainers import Interrupted, apart, logs_apart, train
-from trl_trainers import dpo, generating, llama, reward, sft
+from trl_trainers import dpo, generating, kto, llama, preferences, reward, sft
 
 from autobatch.errors import InvalidArgument
 from autobatch.integrations.transformers import attach
+from autobatch.integrations.transformers.metrics import StepMetrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # TRL's
 
@@ -43,6 +46,47 @@ def test_trl_ends_where_its_whole_batches_end(name, tmp_path):
     assert split.step.rule.cut.name == cut
     assert split.recorder.calls == whole.recorder.calls
     assert all(len(sizes) > 1 for sizes in split.sizes)
+
+
+def test_means_over_desirable_samples(tmp_path):
+    """Of KTO, also where a micro-batch has none; TRL then adds no entry."""
+    make = partial(kto, tmp_path)
+    whole, split = train(make), train(make, attached={})
+    assert apart(whole, split) < 1e-6
+    assert logs_apart(whole, split) < 1e-4
+    assert {"rewards/margins", "logps/chosen", "entropy"} <= set(split.recorder.logs[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}), ("ORPO", {})], ids=["CPO", "ORPO"]
+)
+def test_metrics_that_experimental_trainers_store(kind, options, tmp_path, monkeypatch):
+    """Means over pairs and over tokens; those of logits are over padding too, which a part has less of."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    make = partial(preferences, tmp_path, kind, max_steps=1, **options)
+    whole, split = train(make), train(make, attached={"check": None})
+    names = {name for name in whole.recorder.logs[0] if name.startswith(("rewards", "logps", "log_odds", "nll"))}
+    assert len(split.sizes[0]) > 1
+    assert len(names) > 5
+    assert logs_apart(whole, split, names) < 1e-4
+
+
+@pytest.mark.parametrize("prefix", ["", "eval_"])
+def test_sums_and_counts_add_up(prefix):
+    """As older Trainers store them, whose logs divide one by the other."""
+    stored = defaultdict(lambda: defaultdict(list))
+    lists = stored["eval" if prefix else "train"]
+    names = [prefix + name for name in ("rewards/chosen_sum", "count/chosen", "kl")]
+    for name in names:
+        lists[name].append(100.0)
+    metrics = StepMetrics(SimpleNamespace(_stored_metrics=stored), "eval" if prefix else "train")
+    metrics.begin()
+    for values in ((6.0, 3, 1.0), (2.0, 1, 5.0)):
+        metrics.add({})
+        for name, value in zip(names, values, strict=True):
+            lists[name].append(value)
+    metrics.merge([3, 1])
+    assert [lists[name] for name in names] == [[100, 8], [100, 4], [100, 2]]
 
 
 def test_trl_counts_once_what_is_retried(tmp_path):

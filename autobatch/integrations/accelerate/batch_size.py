@@ -50,8 +50,9 @@ def find_executable_batch_size(
 
     The function is called with two samples, then with more, and each of these calls is ended after its second optimizer
     step, which is measured. The call whose size is the answer goes on to its end. What the function is given or names
-    is put back between calls: models, optimizers, schedulers, scalers, the ``Accelerator``, random generators. What it
-    does elsewhere before its second step, such as a line in a file, is done once a call, as with accelerate's own.
+    is put back between calls: models, optimizers, schedulers, scalers, the ``Accelerator``, random generators, tensors,
+    containers of tensors. What it does elsewhere before its second step, such as a line in a file or what it takes from
+    an iterator, is done once a call, as with accelerate's own.
 
     It does what accelerate's own does, calls beginning with ``starting_batch_size``, where steps cannot be measured: in
     a function that calls no ``step()`` or raises an error with few samples, with several processes, and on devices that
@@ -166,7 +167,7 @@ class _BatchSizes:
             return may_go_on and next_batch_size(question, seen) is None and Evidence(question, seen).lowest == size
 
         while (size := next_batch_size(question, trials)) is not None:
-            watch = StepWatch(size, calls.device, is_answer)
+            watch = StepWatch(size, calls.device, calls.outside, is_answer)
             call = self._try(calls, size, watch)
             if call is not None and watch.is_answer:
                 return self._end(call, size)

@@ -6,17 +6,13 @@ cover code of installed libraries, nor what is looked up by name at run time.
 
 from __future__ import annotations
 
-import sysconfig
 import types
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from autobatch.step.reachable import attributes_of, names_in, parts_of, walk
+from autobatch.step.reachable import attributes_of, is_installed, names_in, parts_of, walk
 
 __all__ = ["trains"]
-
-_LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
 def trains(function: Callable[..., Any], given: Sequence[Any]) -> bool:
@@ -31,7 +27,7 @@ def trains(function: Callable[..., Any], given: Sequence[Any]) -> bool:
     def lead(value: Any) -> Iterator[Any]:
         code = value.__func__ if isinstance(value, types.MethodType) else value
         if isinstance(code, types.FunctionType):
-            if _is_installed(code.__code__.co_filename) and _package_of(code) != package:
+            if is_installed(code.__code__.co_filename) and _package_of(code) != package:
                 return
             named.update(names_in(code.__code__))
         yield from parts_of(value, attributes_of)
@@ -53,17 +49,13 @@ def _methods_named(kind: type, named: set[str]) -> Iterator[types.FunctionType]:
     while waiting:
         method = methods[waiting.pop()]
         yield method
-        if not _is_installed(method.__code__.co_filename):
+        if not is_installed(method.__code__.co_filename):
             waiting += sorted(new := {*names_in(method.__code__)} & methods.keys() - seen)
             seen |= new
 
 
 def _is_builtin(kind: type) -> bool:
     return kind.__module__ == "builtins"
-
-
-def _is_installed(file: str) -> bool:
-    return any(folder in Path(file).parents for folder in _LIBRARIES)
 
 
 def _package_of(function: Any) -> str:

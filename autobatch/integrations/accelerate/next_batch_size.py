@@ -1,7 +1,9 @@
 """Chooses the next batch size to call a function with: fewer calls than ``fit`` has trials, and more careful ones.
 
 Covers the policy alone; it rests on that of ``planning.next_trial``. A call may take a minute before its first step, so
-the largest size is not looked for to the sample. There is no prediction, so a jump rests on what surely fits.
+the largest size is not looked for to the sample. There is no prediction, so a jump rests on what surely fits: on a line
+from what is resident at any size. It is not sure on a line through three sizes that hides little, nor where a size is
+doubled since a call holds much that is not known to be resident.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from autobatch.records import Trial
 __all__ = ["next_batch_size"]
 
 _NEAR = 10  # as accelerate's own goes down by a tenth
-_STRAIGHT = 1.25  # times the rise before; where gradients were the peak and activations become it, it is many times
+_HIDDEN = 4  # times as steep as what was measured; a jump that is long goes half of the way
+_STRAIGHT = 1.1  # times the rise before; where gradients were the peak and activations become it, it is more
 
 
 def next_batch_size(question: Question, trials: Sequence[Trial]) -> int | None:
@@ -37,7 +40,14 @@ def next_batch_size(question: Question, trials: Sequence[Trial]) -> int | None:
 
 
 def _is_straight(seen: Evidence) -> bool:
-    """Whether the last three sizes lie on a line, so that it leads further."""
+    """Whether the last three sizes lie on a line that leads further: what is not yet the peak cannot be much steeper.
+
+    What other parts of a step hold is hidden below a peak that hardly grows, as that of gradients. It is no less than
+    what is resident at any size, and at the largest size no more than the peak: so it is at most as steep as a line
+    between the two.
+    """
     points = sorted(seen.peaks.items())[-3:]
     rises = [(peak - before) / (size - smaller) for (smaller, before), (size, peak) in pairwise(points)]
-    return len(rises) == 2 and rises[1] <= _STRAIGHT * rises[0]
+    largest, peak = points[-1]
+    steepest = (peak - min(trial.resident_bytes for trial in seen.measured)) / largest
+    return len(rises) == 2 and rises[1] <= _STRAIGHT * rises[0] and steepest <= _HIDDEN * rises[1]

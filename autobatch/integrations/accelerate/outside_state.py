@@ -1,13 +1,16 @@
 """Records what a training function is given and names: models, optimizers, what accelerate keeps beside them.
 
 Covers its arguments, closure and globals, and attributes of those: modules, torch optimizers, schedulers, scalers, the
-``Accelerator`` and its state, and the random generators. Does not cover what a call changes elsewhere: files, trackers,
-the position of a dataset.
+``Accelerator`` and its state, the random generators of the process and those that are objects, arrays, tensors, and
+containers of tensors. Does not cover what a call changes elsewhere: files, trackers, the position of an iterator or a
+dataset, names that are bound anew, nor containers without tensors, in which a function notes what it does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,11 +21,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from autobatch._wrappers import SeveralOptimizers
+from autobatch.integrations.accelerate.outside_tensors import OutsideTensors
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
+from autobatch.state.containers import VALUES_OF, children_of, find_contents
 from autobatch.state.training_state import TrainingState
 from autobatch.state.user_objects import UserObjects
+from autobatch.state.value_copy import is_copied_by_value
 from autobatch.step.reachable import attributes_of, parts_of, walk
+from autobatch.torch_internals.storages import storages_of
 
 __all__ = ["OutsideState"]
 
@@ -44,24 +51,58 @@ class OutsideState:
         reached = [*walk((function, [*args], {**kwargs}, GradientState()), _lead)]
         modules = nn.ModuleList([value for value in reached if isinstance(value, nn.Module)])
         optimizers = [value for value in reached if isinstance(value, torch.optim.Optimizer)]
-        tensors = [value for value in reached if isinstance(value, torch.Tensor)]
-        device.watch([*tensors, *modules.parameters(), *modules.buffers()])
+        beside = [value for value in reached if _is_beside(value)]
+        tensors = find_contents(beside).tensors
+        self._known = [*tensors, *modules.parameters(), *modules.buffers()]
+        device.watch(self._known)
         self._objects = UserObjects([vars(value) for value in reached if isinstance(value, _RECORDED)])
         host_bytes = read_host_memory().available_bytes // 2
         optimizer = SeveralOptimizers(optimizers) if optimizers else None
-        self._state = TrainingState(modules, optimizer, device.torch_device, host_bytes=host_bytes)
+        self._state = TrainingState(
+            modules, optimizer, device.torch_device, host_bytes=host_bytes, outside=(*beside, *tensors)
+        )
+        of_model = [*modules.parameters(), *modules.buffers(), *_states_of(optimizers)]
+        taken = _storages_in(of_model)
+        values = [tensor for tensor in tensors if not taken.keys() & _storages_in([tensor]).keys()]
+        self._values = OutsideTensors(
+            values, model_bytes=sum(storage.nbytes() for storage in taken.values()), host_bytes=host_bytes // 2
+        )
         self._state.restore()  # the hooks of the optimizers, which recording has removed
+
+    def bytes_with(self, others: Iterable[torch.Tensor], kind: str) -> int:
+        """Bytes on a kind of device of all tensors that were found, and of some others; each memory counts once."""
+        storages = _storages_in(chain(self._known, others)).values()
+        return sum(storage.nbytes() for storage in storages if storage.device.type == kind)
 
     def restore(self) -> None:
         """Put all of it back. Can be done any number of times."""
         self._state.restore()
+        self._values.restore()
         self._objects.put_back()
 
     def drop(self) -> None:
         """Free the copies."""
         self._state.drop()
+        self._values.drop()
+        self._known = []
 
 
 def _lead(value: Any) -> Iterator[Any]:
     is_end = isinstance(value, nn.Module | torch.Tensor | torch.optim.Optimizer)
     return iter(()) if is_end else parts_of(value, attributes_of)
+
+
+def _is_beside(value: Any) -> bool:
+    """Whether it is a tensor, a container of tensors, a generator or an array."""
+    if isinstance(value, dict | list | deque | set):
+        return any(isinstance(entry, torch.Tensor) for entry in children_of(value))
+    return isinstance(value, torch.Tensor) or is_copied_by_value(type(value))
+
+
+def _states_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    entries = [entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)]
+    return [value for value in chain.from_iterable(map(VALUES_OF, entries)) if isinstance(value, torch.Tensor)]
+
+
+def _storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    return {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}

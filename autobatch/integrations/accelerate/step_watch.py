@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from autobatch.integrations.accelerate.outside_state import OutsideState
 from autobatch.memory.device import Device
 from autobatch.records import MemoryUsage, Trial
 from autobatch.state.containers import VALUES_OF
-from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["EnoughMeasured", "StepWatch"]
 
@@ -37,17 +37,18 @@ class StepWatch:
         is_stopped: Whether the call was ended.
     """
 
-    def __init__(self, size: int, device: Device, find_answer: Callable[[Trial], bool]) -> None:
+    def __init__(self, size: int, device: Device, outside: OutsideState, find_answer: Callable[[Trial], bool]) -> None:
         """Register nothing yet.
 
         Args:
             size: The batch size of this call.
             device: Whose memory is measured.
+            outside: What is there before the call, such as the data.
             find_answer: Whether a trial's size is the one that is looked for.
         """
         self.trial: Trial | None = None
         self.is_answer = self.is_stopped = False
-        self._size, self._device, self._find_answer = size, device, find_answer
+        self._size, self._device, self._outside, self._find_answer = size, device, outside, find_answer
         self._optimizer: Any = None
         self._steps, self._backward, self._retries = 0, MemoryUsage(), 0
 
@@ -108,9 +109,11 @@ class StepWatch:
         )
 
     def _resident_bytes(self) -> int:
-        """Bytes of parameters and state: no more than is there at any size, so that no size is overestimated."""
+        """Bytes of parameters, state and what was there before: no more than at any size, so none is overestimated.
+
+        Data that counted as growth would make each line to a larger size too steep, and the sizes too close.
+        """
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         entries = [entry for entry in self._optimizer.state.values() if isinstance(entry, dict)]
         held = [value for value in chain(parameters, *map(VALUES_OF, entries)) if isinstance(value, torch.Tensor)]
-        kind = self._device.torch_device.type
-        return sum(bytes_of(tensor) for tensor in held if tensor.device.type == kind)
+        return self._outside.bytes_with(held, self._device.torch_device.type)

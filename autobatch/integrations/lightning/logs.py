@@ -22,9 +22,11 @@ __all__ = [
     "Logged",
     "ResultsKeeper",
     "Rule",
+    "Weighed",
     "combine",
     "default_rule",
     "group_calls",
+    "is_running",
     "merge_calls",
     "read_call",
     "values_of",
@@ -68,10 +70,12 @@ class Rule:
     Attributes:
         way: To one value.
         adds_up: Whether ``batch_size=``, where it is given, is the micro-batch's own, and not the whole batch's.
+        is_open: Whether samples were compared whose values were zeros, of which any way makes the same.
     """
 
     way: Way
     adds_up: bool = True
+    is_open: bool = False
 
 
 Logged = tuple[float, Sequence[LogCall]]
@@ -125,7 +129,7 @@ def _merge(calls: Weighed, rule: Rule | None) -> LogCall:
     rule = rule or default_rule(last)
     if rule is None or len(calls) == 1:
         return last
-    if _is_running([call.updates for _, call in calls]):
+    if is_running(calls):
         rule = replace(rule, way="last")
     values, weights = values_of(calls, adds_up=rule.adds_up)
     options = dict(last.options)
@@ -134,10 +138,10 @@ def _merge(calls: Weighed, rule: Rule | None) -> LogCall:
     return LogCall(last.name, combine(rule.way, values, weights), options)
 
 
-def _is_running(updates: Sequence[int | None]) -> bool:
+def is_running(calls: Weighed) -> bool:
     """Whether each value is of all samples up to it: a metric that each micro-batch resets sees no more updates."""
-    counts = [count for count in updates if count is not None]
-    return len(counts) == len(updates) and all(one < other for one, other in pairwise(counts))
+    counts = [call.updates for _, call in calls if call.updates is not None]
+    return len(counts) == len(calls) and all(one < other for one, other in pairwise(counts))
 
 
 def values_of(calls: Weighed, *, adds_up: bool) -> tuple[list[Any], list[float]]:

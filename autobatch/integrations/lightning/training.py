@@ -22,7 +22,7 @@ from autobatch.events import Hook
 from autobatch.fitting.fit import fit
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.framework import closure_classes
-from autobatch.integrations.lightning.log_rules import find_rules
+from autobatch.integrations.lightning.log_rules import KnownNames, agreed_rules, find_rules
 from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
 from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
 from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
@@ -40,6 +40,10 @@ from autobatch.step.workload import Weigh
 __all__ = ["Optimization", "Options"]
 
 _log = logging.getLogger("autobatch")
+
+
+class _NewNames(Exception):
+    """The step has logged names whose rules are not known."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,10 @@ class Optimization:
         self._step = ModuleStep(trainer, module, self._loop, options.weigh)
         self._metrics = StepMetrics()
         self._rules: dict[Key, Rule] = {}
+        # Of several ranks one may log what the others do not: they cannot search together.
+        may_search = options.fit["check"] is not None and trainer.world_size == 1
+        self._names = KnownNames(type(module).__name__, may_search)
+        self._is_searched = False
         self._batch_index = 0
         self._closed: Any = None
         self._postponed: Sequence[LogCall] = ()
@@ -105,20 +113,25 @@ class Optimization:
         self._step.arguments, self._batch_index = arguments, batch_index
         runner = self.runner or self._begin(optimizer, arguments["batch"])
         self._loop._make_zero_grad_fn(batch_index, optimizer)()  # noqa: SLF001 - Lightning's own, with its hooks
+        runner.ignore_zero_gradients()
         self._closed, self._postponed = None, ()
         self.result = self._run_step(runner, arguments["batch"])
-        runner.update.put_gradients_back()
+        runner.update.leave_gradients()
         self._step.outputs.clear()
+        self._is_searched = False
         self._log_postponed()
         return {} if self._closed is None else self._closed.asdict()
 
     def _run_step(self, runner: LightningRunner, batch: Any) -> StepResult:
-        """One step; begun again where a metric was unknown, and once where memory ended before the update."""
+        """One step; begun again where a metric or a name was unknown, and once where memory ended before the update."""
         was_short = False
         while True:
             try:
                 return self._attempt(runner, batch)
             except UnknownMetric:
+                continue
+            except _NewNames:
+                self._note(find_rules(self._step, batch, self._kept(), self._names.new))
                 continue
             except Exception as error:
                 if was_short or not self._may_run_again(runner, error):
@@ -170,7 +183,10 @@ class Optimization:
         losses = [output.loss for output in outputs]
         beside = join_outputs([output.beside for output in outputs], [output.size for output in outputs], weights)
         self._closed = result_class(combine("mean", losses, weights) if losses else None, extra=beside)
-        calls = merge_calls([(output.weight, output.logged) for output in outputs], self._rules)
+        logged = [(output.weight, output.logged) for output in outputs]
+        if self._options.fit["check"] is not None and self._names.learn(logged, is_searched=self._is_searched):
+            raise _NewNames
+        calls = merge_calls(logged, self._rules)
         if self._metrics.learn(calls):
             raise UnknownMetric
         self._metrics.end()
@@ -205,20 +221,26 @@ class Optimization:
         refuse_target(target, samples, ranks, self._trainer.train_dataloader)
         saved = self._recall(target)
         plan = self._fit(optimizer, target, batch) if saved is None else Plan.model_validate_json(saved["plan"])
-        self._rules = self._find_rules(batch)
+        self._note(self._find_rules(batch))
         runner = self._bind(optimizer, plan)
         if saved is not None:
             runner.load_state_dict(saved["runner"])
         return runner
 
     def _find_rules(self, batch: Any) -> dict[Key, Rule]:
-        """How what is logged is put together. Of several ranks each finds the same, or the usual rules stay."""
+        """How what is logged is put together: of several ranks, where those that can tell agree."""
         if self._options.fit["check"] is None:
             return {}
         rules = find_rules(self._step, batch, self._kept())
         with self._all_or_none() as said:
-            said.append(sorted([*key, rule.way, rule.adds_up] for key, rule in rules.items()))
-        return rules if all(other == said[0] for other in said) else {}
+            said.append(sorted([*key, rule.way, rule.adds_up, rule.is_open] for key, rule in rules.items()))
+        return agreed_rules(said)
+
+    def _note(self, rules: Mapping[Key, Rule]) -> None:
+        """Keep what was found on the batch that is run."""
+        self._names.note(rules)
+        self._rules.update(rules)
+        self._is_searched = True
 
     def _all_or_none(self) -> AbstractContextManager[list[Any]]:
         """A block of all ranks, at whose end each knows what the others have said."""

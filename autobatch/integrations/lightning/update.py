@@ -55,7 +55,7 @@ class LightningUpdate(Update):
         def begin_once() -> None:
             nonlocal begun
             if not begun:
-                gradients.extend(self._gradients())
+                gradients.extend(self.gradients_now())
                 begin()
                 begun = True
 
@@ -80,13 +80,14 @@ class LightningUpdate(Update):
                 f"memory ended inside the optimizer's step ({reason}): parameters may have moved, {self.advise()}"
             )
 
-    def put_gradients_back(self) -> None:
+    def leave_gradients(self) -> None:
         """Let ``.grad`` hold the step's gradient until Lightning clears it, as its hooks expect."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
         self.gradients = []
 
-    def _gradients(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def gradients_now(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters of the optimizer that have a gradient, with it."""
         parameters = [parameter for group in self._inner.param_groups for parameter in group["params"]]
         return [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
 
@@ -102,6 +103,19 @@ class LightningRunner(Runner):
         """Bind a plan to a module; the other arguments are Runner's."""
         self._apply = apply
         super().__init__(*arguments, **named)
+        self._has_looked = False
+
+    def ignore_zero_gradients(self) -> None:
+        """Report no gradients from before where Lightning's ``zero_grad``, which has just run, has left zeros.
+
+        A module's ``optimizer_zero_grad`` may set them to zero in place of ``None``. They stay as they are: a parameter
+        without a gradient would be left out of the update. One that clears nothing has to be reported, so their values
+        are looked at, once: to read them the device has to finish its work.
+        """
+        gradients = [] if self._has_looked else [gradient for _, gradient in self.update.gradients_now()]
+        if gradients:
+            self._has_looked = True
+            self._has_reported_gradients = not any(bool(gradient.any()) for gradient in gradients)
 
     def _make_update(
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]

@@ -68,8 +68,8 @@ def attach(
         reuse: As in ``fit``.
         progress: As in ``fit``.
         hooks: Called with every event of the Runner.
-        keep: Objects that the step changes, as in ``Runner``; numbers and small containers in the Trainer's own
-            attributes, such as TRL's metrics, are kept already.
+        keep: Objects that a step or an evaluation changes, as in ``Runner``; numbers and small containers in the
+            Trainer's own attributes, such as TRL's metrics, are kept already.
         timeout: As in ``fit``.
 
     Returns:
@@ -84,7 +84,10 @@ def attach(
     if not isinstance(trainer, Trainer):
         raise InvalidArgument(f"trainer= is {name_type(trainer)}; pass a transformers.Trainer")
     if isinstance(vars(trainer).get("training_step"), TrainingStep):
-        raise InvalidArgument(f"attach() was called before with this {type(trainer).__name__}: call it once")
+        raise InvalidArgument(
+            f"attach() was called before with this {type(trainer).__name__}: call it once; for other arguments, as "
+            f"after an error that names one, make a new Trainer"
+        )
     refuse_unsupported(trainer)
     hooks, keep = check_hooks(hooks), check_objects(keep)
     passed_on = {
@@ -102,7 +105,7 @@ def attach(
     options = Options(fit=passed_on, check=check, device=device, hooks=hooks, keep=keep, timeout=timeout)
     collate = trainer.data_collator
     step = TrainingStep(trainer, collate, options)
-    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget)
+    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, keep)
     trainer.training_step = step
     trainer.data_collator = SampleKeeper(collate)
     trainer.add_callback(AutobatchState(step.state))

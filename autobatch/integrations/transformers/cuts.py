@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autobatch.batch.layout import describe
+from autobatch.batch.layout import describe, map_tensors
 from autobatch.errors import InvalidBatch
 from autobatch.integrations.transformers.samples import Collated, copy_samples
 
@@ -29,9 +29,11 @@ class Cut(ABC):
 
     Attributes:
         name: As logs and checkpoints have it.
+        place: In the order in which they are tried.
     """
 
     name: str
+    place: int
 
     @abstractmethod
     def can_divide(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
@@ -51,9 +53,15 @@ class Cut(ABC):
         """What the Trainer is given of a micro-batch."""
         return micro_batch
 
+    def is_tried_by(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a comparison of these rows with their parts shows that this way is exact for others."""
+        return True
+
     def pick(self, batch: Any, indices: Sequence[int]) -> Any:
         """These samples of what ``batch_of`` has returned."""
         rows, picked = describe(batch).count, torch.tensor(indices)
+        if not isinstance(batch, Mapping):
+            return map_tensors(batch, lambda value: value[picked.to(value.device)])
         are_rows = {
             name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,)
         }
@@ -63,7 +71,7 @@ class Cut(ABC):
 class Rows(Cut):
     """Rows of all tensors, where each sample has one."""
 
-    name = "rows"
+    name, place = "rows", 1
 
     def can_divide(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
         """Whether it has as many rows as samples."""
@@ -74,7 +82,7 @@ class Rows(Cut):
 class TrimmedRows(Rows):
     """Rows, the longest first, each micro-batch without the columns that are padding in all of its rows."""
 
-    name = "rows without padding"
+    name, place = "rows without padding", 0
 
     def can_divide(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
         """Whether, besides, masks show what is padding."""
@@ -89,6 +97,10 @@ class TrimmedRows(Rows):
         order = torch.stack(lengths).amax(0).argsort(descending=True, stable=True)
         return {name: value[order.to(value.device)] for name, value in inputs.items()}
 
+    def is_tried_by(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether some of its rows are shorter than others: without that nothing was cut off."""
+        return any(len(set(_last_used(group).tolist())) > 1 for group in _groups_of(inputs))
+
     def inputs_of(self, micro_batch: Any) -> Any:
         """The micro-batch, without columns that no row uses."""
         trimmed = dict(micro_batch)
@@ -101,7 +113,7 @@ class TrimmedRows(Rows):
 class CollatedSamples(Cut):
     """Samples that are collated anew, a micro-batch at a time."""
 
-    name = "samples collated anew"
+    name, place = "samples collated anew", 2
 
     def __init__(self, collate: Callable[[Sequence[Any]], Any]) -> None:
         self._collate = collate
@@ -136,6 +148,8 @@ def _groups_of(inputs: Mapping[str, Any]) -> list[dict[str, torch.Tensor]]:
 
     Left out where a tensor of floats has as many columns: whether they are positions cannot be seen.
     """
+    if not isinstance(inputs, Mapping):
+        return []
     masks = [name for name, value in inputs.items() if name.endswith(_MASK) and _is_table(value)]
     prefixes = [mask.removesuffix(_MASK) for mask in masks]
     groups = []

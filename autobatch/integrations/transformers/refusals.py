@@ -54,6 +54,11 @@ def _find_parallelism(trainer: Any) -> str:
             "FSDP gathers parameters inside the passes, where ranks that run different micro-batches would wait for "
             "each other; use DistributedDataParallel (torchrun), or plan.settings('huggingface')"
         )
+    if trainer.args.world_size > 1 and isinstance(getattr(trainer, "loss", None), dict):
+        return (
+            f"it has a loss for each dataset, and each of {trainer.args.world_size} ranks may be at another: train on "
+            f"one rank, or with one loss"
+        )
     if trainer.args.n_gpu > 1:
         return (
             f"nn.DataParallel over {trainer.args.n_gpu} GPUs divides the batch by itself; start with torchrun, or show "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import heapq
+import logging
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from autobatch import batches
 from autobatch.batch.layout import map_tensors
 
 __all__ = ["Collated", "SampleKeeper", "collate_largest", "take_samples"]
+
+_log = logging.getLogger("autobatch")
 
 _KEY = "autobatch_samples"
 _MOST_LOOKED_AT = 2048
@@ -108,15 +111,56 @@ batches.register(Collated, count=_count, take=_take, map=_map)
 def collate_largest(loader: Any) -> Any:
     """The largest of a loader's samples, the largest first, collated together as the loader does.
 
-    ``None`` where they cannot be chosen: a stream, or a loader that makes no batches of samples.
+    ``None`` where they cannot be chosen: a stream, a loader that makes no batches of samples, or samples that cannot be
+    read or collated in another order than the loader's own.
     """
+    try:
+        indices = _find_indices(loader)
+        if not indices:
+            return None
+        stride = max(1, len(indices) // _MOST_LOOKED_AT)
+        looked_at = (loader.dataset[indices[at]] for at in range(0, len(indices), stride))
+        return loader.collate_fn(_pick_largest(looked_at))
+    except Exception as error:  # noqa: BLE001 - of the user's own code, which need not be able to do this
+        reason = f"{type(error).__name__}: {error}"
+    _log.info("autobatch: the largest samples cannot be collated (%s): the size is found on the first batch", reason)
+    return None
+
+
+def _find_indices(loader: Any) -> Sequence[Any]:
+    """What the loader can ask its dataset for, as far as that is known without drawing; nothing of a stream."""
+    sampler = getattr(loader, "batch_sampler", None)
     dataset: Any = getattr(loader, "dataset", None)
-    has_batches = isinstance(loader, DataLoader) and loader.batch_sampler is not None
-    if not has_batches or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return None
-    stride = max(1, len(dataset) // _MOST_LOOKED_AT)
-    looked_at = (dataset[index] for index in range(0, len(dataset), stride))
-    return loader.collate_fn(heapq.nlargest(_MOST_COLLATED, looked_at, key=_size_of))
+    if not isinstance(loader, DataLoader) or sampler is None or isinstance(dataset, IterableDataset):
+        return ()
+    while getattr(sampler, "batch_sampler", None) is not None:  # accelerate's own, around the user's
+        sampler = sampler.batch_sampler
+    inner = getattr(sampler, "sampler", None)
+    for known in (inner, getattr(inner, "indices", None)):
+        if isinstance(known, Sequence):
+            return known
+        if isinstance(known, torch.Tensor):
+            listed: list[Any] = known.tolist()
+            return listed
+    return range(len(dataset)) if hasattr(dataset, "__len__") else ()
+
+
+def _pick_largest(samples: Iterable[Any]) -> list[Any]:
+    """The largest sample and the largest of its kind, in order: samples of different kinds are in no batch together."""
+    kinds: dict[Any, list[tuple[int, int, Any]]] = {}
+    for order, sample in enumerate(samples):
+        heap = kinds.setdefault(_kind_of(sample), [])
+        push = heapq.heappush if len(heap) < _MOST_COLLATED else heapq.heappushpop
+        push(heap, (_size_of(sample), -order, sample))
+    largest = max(kinds.values(), key=lambda heap: max(heap)[:2])
+    return [sample for _, _, sample in sorted(largest, reverse=True)]
+
+
+def _kind_of(sample: Any) -> Any:
+    """Its entries' names, and of which of several datasets it is."""
+    if isinstance(sample, Mapping):
+        return frozenset(sample), str(sample.get("dataset_name"))
+    return type(sample), len(sample) if isinstance(sample, tuple) else None
 
 
 def _size_of(sample: Any) -> int:

@@ -18,7 +18,7 @@ import torch
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers.cuts import IGNORED
 
-__all__ = ["TrainerLogs"]
+__all__ = ["TOLERANCES", "TrainerLogs", "is_near", "is_number"]
 
 _log = logging.getLogger("autobatch")
 
@@ -26,7 +26,7 @@ Way = Literal["mean over shifted labels", "mean over labels", "mean over samples
 _WAYS: tuple[Way, ...] = ("mean over shifted labels", "mean over labels", "mean over samples", "sum", "max", "min")
 """A number that is 0 in all parts is any of them; a sum is rarely 0."""
 _SHIFTED, _LABELS, _SAMPLES = _WAYS[:3]
-_TOLERANCES = 1e-6, 1e-4
+TOLERANCES = 1e-6, 1e-4
 """Relative: the first way within one, then within the other. Float32 sums of a few samples differ by less than the
 second, and means over labels from means over shifted labels by more than the first."""
 
@@ -126,14 +126,14 @@ class TrainerLogs:
                 if key not in whole or key not in again:
                     continue
                 value, repeated = (logged[key][0][1].values.get(name) for logged in (whole, again))
-                if _is_number(value) and _is_near(value, repeated):
+                if is_number(value) and is_near(value, repeated):
                     self._learn_way((key, name), value, calls)
 
     def _learn_way(self, name: tuple[Key, str], value: Any, calls: Sequence[_Weighed]) -> None:
         without_labels = {_SHIFTED, _LABELS} - set(calls[-1][0])
         possible = [way for way in _WAYS if way not in without_labels]
         combined = {way: _combine(way, *_values_of(way, name[1], calls)) for way in possible}
-        found = [way for near in _TOLERANCES for way in possible if _is_near(combined[way], value, near)]
+        found = [way for near in TOLERANCES for way in possible if is_near(combined[way], value, near)]
         self.ways[name] = found[0] if found else _SAMPLES
         if not found:
             _log.warning(
@@ -163,7 +163,7 @@ class TrainerLogs:
 
     def _merge(self, key: Key, name: str, calls: Sequence[_Weighed]) -> Any:
         last = calls[-1][1].values[name]
-        if len(calls) == 1 or not all(_is_number(call.values[name]) for _, call in calls):
+        if len(calls) == 1 or not all(is_number(call.values[name]) for _, call in calls):
             return last
         way = self.ways.get((key, name), _SAMPLES)
         return _combine(way, *_values_of(way, name, calls))
@@ -200,14 +200,16 @@ def _combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:
     return sum(value * (weight / total) for value, weight in zip(values, weights, strict=True))
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is one number, or a tensor of one."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_near(one: Any, other: Any, tolerance: float = _TOLERANCES[-1]) -> bool:
-    if not _is_number(one) or not _is_number(other):
+def is_near(one: Any, other: Any, tolerance: float = TOLERANCES[-1]) -> bool:
+    """Whether both are numbers, and the same up to this part of the larger one."""
+    if not is_number(one) or not is_number(other):
         return False
     a, b = float(one), float(other)
     return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b)) + 1e-9

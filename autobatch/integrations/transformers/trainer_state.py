@@ -1,20 +1,23 @@
 """Records what a step changes in the Trainer itself, and what a checkpoint needs to go on in the same micro-batches.
 
-Covers numbers and small containers in the Trainer's attributes, such as TRL's metrics, which a step that is undone must
-put back; and the callback that saves plan and size in ``trainer_state.json``. Does not cover objects of other classes
-in attributes, which are named with ``keep=``.
+Covers numbers and small containers in the Trainer's attributes, which a step that is undone must put back, and lists of
+TRL's metrics however long they are; and the callback that saves plan and size in ``trainer_state.json``. Does not cover
+objects of other classes in attributes, which are named with ``keep=``.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
+
+from autobatch.integrations.transformers.metrics import MetricLengths
+from autobatch.state.containers import Found, find_contents
 
 __all__ = ["AutobatchState", "TrainerAttributes"]
 
@@ -23,23 +26,52 @@ _MOST_ENTRIES = 1000
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 
 
+@dataclass(frozen=True)
+class Attributes:
+    """What the Trainer's attributes held at one moment.
+
+    Attributes:
+        data: The objects that are plain data, by name: they may be a callback's too, so they stay the same objects.
+        others: Names of all other attributes. Their objects are not held: they may hold the memory of a batch.
+        found: What each container in the data held.
+        values: Copies of the tensors in the data.
+        metrics: How long the lists of TRL's metrics were.
+    """
+
+    data: dict[str, Any]
+    others: frozenset[str]
+    found: Found
+    values: list[tuple[torch.Tensor, torch.Tensor]]
+    metrics: MetricLengths
+
+
 class TrainerAttributes:
     """The Trainer's attributes that hold plain data, as an object that a Runner keeps."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
-    def take(self) -> dict[str, Any]:
-        """Copies of all of them."""
+    def take(self) -> Attributes:
+        """What all of them hold."""
         attributes = vars(self._trainer)
-        return {name: _copy(value) for name, value in attributes.items() if _is_data(value)}
+        data = {name: value for name, value in attributes.items() if _is_data(value)}
+        found = find_contents(data.values())
+        values = [(tensor, tensor.detach().clone()) for tensor in found.tensors]
+        others = frozenset(attributes) - frozenset(data)
+        return Attributes(data, others, found, values, MetricLengths(self._trainer))
 
-    def put(self, taken: dict[str, Any]) -> None:
-        """Put them back; those that have come since are removed."""
+    @torch.no_grad()
+    def put(self, taken: Attributes) -> None:
+        """Put it back into the same objects; those that have come since are removed."""
         attributes = vars(self._trainer)
-        for name in [name for name, value in attributes.items() if name not in taken and _is_data(value)]:
+        known = taken.others | taken.data.keys()
+        for name in [name for name, value in attributes.items() if name not in known and _is_data(value)]:
             del attributes[name]
-        attributes.update({name: _copy(value) for name, value in taken.items()})
+        attributes.update(taken.data)
+        taken.found.put_back()
+        taken.metrics.shorten()
+        for tensor, value in taken.values:
+            _write(tensor, value)
 
 
 class AutobatchState(TrainerCallback, ExportableState):  # type: ignore[misc] # transformers is not typed
@@ -108,5 +140,10 @@ def _is_small_tensor(value: Any) -> bool:
     return type(value) is torch.Tensor and not value.requires_grad and value.numel() <= _MOST_ENTRIES
 
 
-def _copy(value: Any) -> Any:
-    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor its earlier value; one that has it is not touched, as an expanded one cannot be written into."""
+    if tensor.shape != value.shape:  # it was resized, or given other memory
+        tensor.data = value.clone()
+    elif not torch.equal(tensor, value):
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.copy_(value)

@@ -17,16 +17,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch.distributed.ranks import all_or_none, find_ranks
-from autobatch.errors import DoesNotFit
+from autobatch.errors import DoesNotFit, InexactSplit
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
+from autobatch.integrations.transformers.known_rules import KnownRules, entries_of
 from autobatch.integrations.transformers.loss_rule import (
-    READINGS,
+    OTHERWISE,
     LossRule,
     cuts_for,
     find_rule,
+    refutes,
 )
 from autobatch.integrations.transformers.samples import collate_largest, take_samples
+from autobatch.integrations.transformers.shared_rule import choose_likeliest
 from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.memory.device import Device
@@ -91,6 +94,7 @@ class TrainingStep:
         self._trainer, self._collate, self._options = trainer, collate, options
         self._step = TrainerStep(trainer, trainer.training_step, ranks=trainer.args.world_size)
         self._bound_to: tuple[Any, Any] = (None, None)
+        self._rules = KnownRules(type(trainer).__name__)
 
     def __call__(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Add the gradient of a whole batch to ``.grad``, as the Trainer's own does; returns the loss."""
@@ -107,45 +111,77 @@ class TrainingStep:
 
     def _find(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, Runner]:
         """The rule and the Runner for this batch: those of the batch before, if there was one."""
-        rule, runner = self.rule, self.runner
-        if rule is None or runner is None or self._bound_to != (model, self._trainer.optimizer):
+        if self.runner is None or self._bound_to != (model, self._trainer.optimizer):
             return self._begin(model, inputs, samples)
-        if not rule.open or not self._is_put_in_question(model, rule, inputs):
-            return rule, runner
-        with self._leaves_no_trace():
-            rule = self._learn(model, inputs, samples)
-        return rule, self._bind(model, rule, runner.plan)
+        runner, rule = self.runner, self._rules.find(self._entries_of_all(model, inputs))
+        if rule is None or self._is_put_in_question(model, rule, inputs, samples):
+            with self._leaves_no_trace():
+                rule = self._learn(model, inputs, samples, rule or self.rule)
+        if not rule.is_like(self.rule):
+            runner = self._bind_anew(model, rule, runner)
+        self.rule = rule
+        return rule, runner
 
     def _begin(self, model: nn.Module, inputs: Any, samples: Any) -> tuple[LossRule, Runner]:
         """Find the rule and the plan, or go on with those of the checkpoint that is resumed."""
+        self._rules.begin()
         recalled = self._recall()
-        if recalled is None:
-            with self._leaves_no_trace():
-                rule = self._learn(model, inputs, samples)
-                plan = self._fit(model, rule, inputs, samples)
-            return rule, self._bind(model, rule, plan)
-        rule, plan, state = recalled
+        rule = self._rules.find(self._entries_of_all(model, inputs))
         with self._leaves_no_trace():
-            self._learn_logs(model, rule, inputs, samples)
+            if rule is None or self._is_put_in_question(model, rule, inputs, samples):
+                rule = self._learn(model, inputs, samples, rule or (self.rule if recalled else None))
+            else:
+                self._learn_logs(model, rule, inputs, samples)
+            plan, state = recalled or (self._fit(model, rule, inputs, samples), None)
         runner = self._bind(model, rule, plan)
-        runner.load_state_dict(state)
+        if state is not None:
+            runner.load_state_dict(state)
         return rule, runner
 
-    def _learn(self, model: nn.Module, inputs: Any, samples: Any) -> LossRule:
-        """The rule of this batch; with several ranks the one that is exact on each of them."""
+    def _learn(self, model: nn.Module, inputs: Any, samples: Any, known: LossRule | None) -> LossRule:
+        """The rule of this batch; with several ranks one that is exact on each of them.
+
+        Args:
+            model: Of which gradients are compared.
+            inputs: The loader's batch.
+            samples: What it was made of.
+            known: The rule of the batches before.
+        """
         cuts, options = cuts_for(self._trainer, self._collate), self._options
+        name = type(self._trainer).__name__
         with self._all_or_none(model, "attach(), the loss") as said:
             device, check = options.device, options.check
-            found = find_rule(self._step, cuts, _unwrap(model), inputs, samples, device=device, check=check)
-            self._learn_logs(model, found, inputs, samples)
-            said.append((cuts.index(found.cut), READINGS.index(found.reading), found.open))
-        # A rule that is exact on one rank only was tried before the one that another rank has found.
-        cut, reading, _ = max(said)
-        refuted = {one for one in READINGS if any(one not in (READINGS[its], *others) for _, its, others in said)}
-        others = tuple(one for one in READINGS if one not in refuted and one != READINGS[reading])
-        rule = LossRule(cuts[cut], READINGS[reading], self._step, others)
-        _log.info("autobatch: %s: %s", type(self._trainer).__name__, rule)
+            own = find_rule(self._step, cuts, _unwrap(model), inputs, samples, device=device, check=check, known=known)
+            self._learn_logs(model, own, inputs, samples)
+            said.append((own.cut.name, own.reading, own.open, own.is_tried, own.is_exact, own.is_guess))
+        by_name = {cut.name: cut for cut in cuts}
+        found = [
+            LossRule(by_name[cut], reading, self._step, tuple(others), *flags) for cut, reading, others, *flags in said
+        ]
+        rule = self._rules.add(found)
+        if rule is None:
+            self._refuse_differences(name, found)
+            rule = self._rules.insist(choose_likeliest(found))
+        _log.info("autobatch: %s: %s", name, rule)
         return rule
+
+    def _refuse_differences(self, name: str, found: Sequence[LossRule]) -> None:
+        """Raise or warn where the batches of several ranks have to be divided each in its own way."""
+        ways = "; ".join(f"rank {rank}: {rule}" for rank, rule in enumerate(found))
+        refusal = InexactSplit(
+            f"{name}: no way was found to split this loss exactly: the ranks' batches have different losses ({ways}); "
+            f"check='warn' trains all the same"
+        )
+        if self._options.check == "raise":
+            raise refusal
+        if self._options.check == "warn":
+            _log.warning("autobatch: %s", f"{refusal}".removesuffix(OTHERWISE))
+
+    def _entries_of_all(self, model: nn.Module, inputs: Any) -> Sequence[Any]:
+        """What tells the kind of each rank's batch."""
+        with self._all_or_none(model, "attach(), the kind of the batch") as said:
+            said.append(entries_of(inputs))
+        return said
 
     def _learn_logs(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> None:
         if self._options.check is not None:
@@ -189,6 +225,13 @@ class TrainingStep:
         )
         return self.runner
 
+    def _bind_anew(self, model: nn.Module, rule: LossRule, runner: Runner) -> Runner:
+        """With another rule, and the size that this Runner has come to."""
+        state = runner.state_dict()
+        bound = self._bind(model, rule, runner.plan)
+        bound.load_state_dict(state)
+        return bound
+
     def budget(self) -> int | None:
         """Bytes that this process may have, where a plan says it."""
         return None if self.plan is None else self.plan.budget_bytes
@@ -197,11 +240,11 @@ class TrainingStep:
         """What a checkpoint has of it; ``None`` before the first step."""
         if self.rule is None or self.plan is None or self.runner is None:
             return None
-        saved = {"cut": self.rule.cut.name, "reading": self.rule.reading, "open": self.rule.open}
+        saved = self._rules.state(self.rule)
         return {**saved, "plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
 
-    def _recall(self) -> tuple[LossRule, Plan, Any] | None:
-        """Rule, plan and the Runner's state of a checkpoint that is resumed, where they serve here.
+    def _recall(self) -> tuple[Plan, Any] | None:
+        """Plan and Runner's state of a checkpoint, where they serve here; its rule is known from now on.
 
         With several ranks each has its own, and one rank's is saved.
         """
@@ -211,12 +254,11 @@ class TrainingStep:
         if saved is None or self._trainer.state.global_step == 0 or arguments.world_size > 1:
             return None
         plan = Plan.model_validate_json(saved["plan"])
-        cuts = {cut.name: cut for cut in cuts_for(self._trainer, self._collate)}
-        is_same = plan.target_batch == arguments.per_device_train_batch_size and saved["cut"] in cuts
-        if not is_same or plan.device != self.device().describe():
+        if plan.target_batch != arguments.per_device_train_batch_size or plan.device != self.device().describe():
             return None
-        rule = LossRule(cuts[saved["cut"]], saved["reading"], self._step, tuple(saved["open"]))
-        return rule, plan, saved["runner"]
+        cuts = cuts_for(self._trainer, self._collate)
+        self.rule = self._rules.load(saved, cuts, self._step)
+        return None if self.rule is None else (plan, saved["runner"])
 
     def _merge_metrics(self, model: nn.Module, samples: Sequence[int]) -> None:
         metrics = self._step.metrics
@@ -228,10 +270,24 @@ class TrainingStep:
 
         metrics.merge(samples, exchange if self._step.ranks > 1 else None)
 
-    def _is_put_in_question(self, model: nn.Module, rule: LossRule, inputs: Any) -> bool:
+    def _is_put_in_question(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> bool:
+        """Whether the rule has to be found again: by what this batch shows, or as batches 2, 4, 8, ... are compared."""
+        is_compared = self._rules.is_compared(rule)
+        if rule.is_certain and not is_compared:
+            return False
         with self._all_or_none(model, "attach(), the labels") as said:
-            said.append(self._try_twice(lambda: rule.is_put_in_question(inputs)))
+            is_open = not rule.is_certain and self._try_twice(lambda: rule.is_put_in_question(inputs, samples))
+            said.append(is_open or (is_compared and self._is_refuted(model, rule, inputs, samples)))
         return any(said)
+
+    def _is_refuted(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> bool:
+        try:
+            with self._leaves_no_trace():
+                return refutes(rule, _unwrap(model), inputs, samples, self._options.device)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            return False  # the step itself may fit: it is then asked of a later batch
 
     def _all_or_none(self, model: nn.Module, call: str) -> AbstractContextManager[list[Any]]:
         """A block of all ranks, at whose end each knows what the others have said; nothing is heard of one rank."""
@@ -244,11 +300,12 @@ class TrainingStep:
         """A block after which all that steps and collate functions may draw and count is as before."""
         attributes, random = TrainerAttributes(self._trainer), RandomState(self.device().torch_device)
         taken = attributes.take()
-        kept = StepState(nn.Module(), torch.device("cpu"), check_objects([*self._options.keep]), records=False).begin()
+        objects = check_objects([*self._options.keep])
+        before = StepState(nn.Module(), torch.device("cpu"), objects, records=False).begin()
         try:
             yield
         finally:
-            kept.restore()
+            before.restore()
             attributes.put(taken)
             random.restore()
 

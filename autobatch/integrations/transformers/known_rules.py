@@ -1,0 +1,150 @@
+"""Remembers the rule of each kind of batch, which batches are compared again, and what a checkpoint saves of it.
+
+Covers batches that may have losses of their own, such as those of several datasets, also where ranks are at different
+ones. Does not cover how a rule is found (``loss_rule``), nor which is exact for several (``shared_rule``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from autobatch.integrations.transformers.cuts import Cut
+from autobatch.integrations.transformers.loss_rule import LossRule
+from autobatch.integrations.transformers.shared_rule import agree, join
+from autobatch.integrations.transformers.trainer_step import TrainerStep
+
+__all__ = ["KnownRules", "entries_of"]
+
+_log = logging.getLogger("autobatch")
+
+_MOST_TEXTS = 8
+"""Values of an entry that is a text, after which it is taken for a file's name or the like; not the next:"""
+_LEFT_OUT = (
+    "autobatch: %s: the text %r of a batch has had %d values, and none has changed how the loss is divided: from now "
+    "on it is not looked at; where the loss depends on it, name it 'dataset_name'"
+)
+_DATASET = "dataset_name"
+"""Where sentence-transformers names the dataset of a batch, by which it takes the loss."""
+
+
+class KnownRules:
+    """The rules of one ``train()``, by kind of batch.
+
+    Args:
+        name: The Trainer's, for warnings.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rules: dict[str, LossRule] = {}
+        self._entries: dict[str, Mapping[str, str | int]] = {}
+        self._left_out: set[str] = set()
+        self._batches = 0
+        self._said: Sequence[Mapping[str, str | int]] = ()
+        self._kinds: list[str] = []
+
+    def begin(self) -> None:
+        """Forget the rules of an earlier ``train()``."""
+        self._rules, self._entries, self._left_out, self._batches = {}, {}, set(), 0
+
+    def find(self, said: Sequence[Mapping[str, str | int]]) -> LossRule | None:
+        """The rule for the next batch; ``None`` where none of its kind has come before.
+
+        Args:
+            said: The entries of each rank's batch. One rule serves for a step of batches of different kinds where it is
+                exact for each.
+        """
+        self._batches, self._said = self._batches + 1, said
+        self._kinds = [_name_kind(entries, self._left_out) for entries in said]
+        self._entries.update(zip(self._kinds, said, strict=True))
+        if self._together in self._rules:
+            return self._rules[self._together]
+        rules = [self._rules[kind] for kind in dict.fromkeys(self._kinds) if kind in self._rules]
+        return join(rules) if len(rules) == len(set(self._kinds)) else None
+
+    def add(self, found: Sequence[LossRule]) -> LossRule | None:
+        """The rule for the batches that ``find`` was asked for, of those that each rank has found.
+
+        ``None`` where none is exact for all.
+        """
+        rules = {}
+        for kind in dict.fromkeys(self._kinds):
+            its = [rule for own, rule in zip(self._kinds, found, strict=True) if own == kind]
+            if (rule := agree(its)) is None:
+                return None
+            rules[kind] = rule
+        if (joined := join([*rules.values()])) is not None:
+            self._rules.update(rules)
+            self._leave_out_texts()
+        return joined
+
+    def insist(self, rule: LossRule) -> LossRule:
+        """A rule for these batches that is not exact for all."""
+        self._rules[self._together] = rule
+        return rule
+
+    def is_compared(self, rule: LossRule) -> bool:
+        """Whether this batch, by its number, is compared again: 2, 4, 8, ...; not where the rule is no exact one."""
+        return rule.is_exact and self._batches > 1 and self._batches & (self._batches - 1) == 0
+
+    def state(self, rule: LossRule) -> dict[str, Any]:
+        """What a checkpoint has of the rule of the last batch."""
+        flags = {"is_tried": rule.is_tried, "is_exact": rule.is_exact, "is_guess": rule.is_guess}
+        kind = self._together
+        kinds = {"kind": kind, "left_out": sorted(self._left_out)}
+        return {**kinds, "cut": rule.cut.name, "reading": rule.reading, "open": rule.open, **flags}
+
+    def load(self, saved: Mapping[str, Any], cuts: Sequence[Cut], step: TrainerStep) -> LossRule | None:
+        """The rule of a checkpoint, known from now on; ``None`` where its cut is none of these."""
+        cut = next((cut for cut in cuts if cut.name == saved["cut"]), None)
+        if cut is None:
+            return None
+        flags = {name: saved.get(name, False) for name in ("is_tried", "is_exact", "is_guess")}
+        rule = LossRule(cut, saved["reading"], step, tuple(saved["open"]), **flags)
+        self._left_out = {*saved.get("left_out", ())}
+        self._rules[saved.get("kind", "")] = rule
+        return rule
+
+    @property
+    def _together(self) -> str:
+        """The kinds of all ranks' batches, in one text."""
+        return " and ".join(sorted(set(self._kinds)))
+
+    def _leave_out_texts(self) -> None:
+        """Leave texts out of kinds that differ in each batch and change nothing, such as names of files."""
+        texts = {name for entries in self._said for name, value in entries.items() if isinstance(value, str)}
+        for name in sorted(texts - self._left_out - {_DATASET}):
+            values = {entries[name] for entries in self._entries.values() if name in entries}
+            if len(values) >= _MOST_TEXTS and (rules := self._join_without(name)) is not None:
+                _log.warning(_LEFT_OUT, self._name, name, len(values))
+                self._left_out.add(name)
+                self._rules = rules
+                self._entries = {_name_kind(its, self._left_out): its for its in self._entries.values()}
+                self._kinds = [_name_kind(its, self._left_out) for its in self._said]
+
+    def _join_without(self, name: str) -> dict[str, LossRule] | None:
+        """The rules by kinds without this text; ``None`` where rules differ by it."""
+        groups: dict[str, list[LossRule]] = {}
+        for kind, entries in self._entries.items():
+            if kind in self._rules:
+                groups.setdefault(_name_kind(entries, {*self._left_out, name}), []).append(self._rules[kind])
+        joined = {kind: join(rules) for kind, rules in groups.items()}
+        known = {kind: rule for kind, rule in joined.items() if rule is not None}
+        return known if len(known) == len(groups) else None
+
+
+def entries_of(inputs: Any) -> dict[str, str | int]:
+    """The names of a batch's entries, with the dimensions of tensors and the value of texts; -1 for all others."""
+    entries = inputs.items() if isinstance(inputs, Mapping) else ()
+    return {str(name): v if isinstance(v, str) else getattr(v, "ndim", -1) for name, v in entries}
+
+
+def _kind_of(inputs: Any) -> str:
+    """Of one batch by itself, with all of its texts."""
+    return _name_kind(entries_of(inputs))
+
+
+def _name_kind(entries: Mapping[str, str | int], left_out: Collection[str] = ()) -> str:
+    return ", ".join(sorted(f"{name} {'' if name in left_out else value}" for name, value in entries.items()))

@@ -1,0 +1,138 @@
+"""Which of a loader's samples the size of a micro-batch is found on, and that none of them ends a training.
+
+Covers samplers that leave samples out, keys that are no numbers, several datasets in one, and samples that cannot be
+read.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SubsetRandomSampler
+from trainers import Classes, apart, bert, train, trainer_of
+from transformers import Trainer
+
+from autobatch.integrations.transformers.samples import collate_largest
+
+
+class Rows(Dataset):
+    """Sample ``n`` has n entries; some cannot be read."""
+
+    def __init__(self, broken=()):
+        self.broken = broken
+
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise OSError(f"sample {index} is corrupt")
+        return {"row": [0] * index}
+
+
+def lengths(samples):
+    """A batch that says which samples it is made of."""
+    return [len(sample["row"]) for sample in samples]
+
+
+SAMPLERS = {
+    "a list": [*range(50)],
+    "drawn from some": SubsetRandomSampler(range(50)),
+    "a tensor of indices": SubsetRandomSampler(torch.arange(50)),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_only_samples_that_the_sampler_gives(name):
+    """The others are not read; nothing is drawn."""
+    loader = DataLoader(Rows(range(50, 200)), 4, sampler=SAMPLERS[name], collate_fn=lengths)
+    before = torch.get_rng_state()
+    assert collate_largest(loader) == [*range(49, -1, -1)]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_batch_samplers_own_sampler():
+    """Also inside one that wraps it, as accelerate's do."""
+    wrapped = BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, drop_last=False)
+    wrapper = BatchSampler(range(200), 2, drop_last=False)
+    wrapper.batch_sampler = wrapped
+    assert collate_largest(DataLoader(Rows(), batch_sampler=wrapper, collate_fn=lengths)) == [9, 4, 3]
+
+
+def test_samples_that_cannot_be_read_or_collated():
+    """Then the first batch has to do, as with a stream; an end of memory is no error of the training either."""
+
+    def run_out(samples):
+        raise torch.OutOfMemoryError("out of memory")
+
+    assert collate_largest(DataLoader(Rows([7]), 4, collate_fn=lengths)) is None
+    assert collate_largest(DataLoader(Rows(), 4, collate_fn=run_out)) is None
+    assert collate_largest(DataLoader(Rows(), 4, sampler=[], collate_fn=lengths)) is None
+
+
+def test_samples_of_one_kind():
+    """With the same entries as the largest one, and of the same dataset."""
+    samples = [{"a": [0] * n} if n % 2 else {"b": [0] * n} for n in range(10)]
+    assert collate_largest(DataLoader(samples, 4, collate_fn=list)) == [{"a": [0] * n} for n in (9, 7, 5, 3, 1)]
+    named = [{"a": [0] * n, "dataset_name": "xy"[n % 2]} for n in range(10)]
+    assert {sample["dataset_name"] for sample in collate_largest(DataLoader(named, 4, collate_fn=list))} == {"y"}
+    pairs = [([0] * n,) * (2 if n % 2 else 1) for n in range(10)]
+    assert {len(sample) for sample in collate_largest(DataLoader(pairs, 4, collate_fn=list))} == {2}
+
+
+class Keyed(Classes):
+    """Samples are asked for by number and width."""
+
+    def __getitem__(self, index):
+        number, _ = index
+        return super().__getitem__(number)
+
+
+class Broken(Classes):
+    """The first samples cannot be read."""
+
+    def __getitem__(self, index):
+        if index < 32:
+            raise OSError(f"sample {index} is corrupt")
+        return super().__getitem__(index)
+
+
+class Chosen(Trainer):
+    """A loader with a sampler of its own."""
+
+    def get_train_dataloader(self):
+        keys = [(number, 24) for number in range(192)] if isinstance(self.train_dataset, Keyed) else range(32, 192)
+        size, collate = self.args.train_batch_size, self.data_collator
+        return self.accelerator.prepare(DataLoader(self.train_dataset, size, sampler=[*keys], collate_fn=collate))
+
+
+class Subset(Trainer):
+    """A sampler that gives some of the samples."""
+
+    def _get_train_sampler(self, *_, **__):
+        return SubsetRandomSampler(range(32, 192), torch.Generator().manual_seed(0))
+
+
+class Hidden(Trainer):
+    """A sampler of which nothing is known."""
+
+    def _get_train_sampler(self, *_, **__):
+        class Late(torch.utils.data.Sampler):
+            def __iter__(self):
+                return iter(range(32, 192))
+
+            def __len__(self):
+                return 160
+
+        return Late()
+
+
+@pytest.mark.parametrize(("kind", "data"), [(Chosen, Keyed), (Chosen, Broken), (Subset, Broken), (Hidden, Broken)])
+def test_a_training_that_reads_some_of_its_dataset(kind, data, tmp_path):
+    """It ends where the Trainer's own whole batches end."""
+    make = partial(trainer_of, tmp_path, bert, data(), kind=kind, max_steps=3)
+    whole, split = train(make), train(make, attached={})
+    assert apart(whole, split) < 1e-12
+    assert all(len(sizes) > 1 for sizes in split.sizes)
