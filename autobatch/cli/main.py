@@ -134,12 +134,17 @@ def _logging(*, verbose: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
+def _encodable(text: str, encoding: str | None) -> str:
+    r"""The text with ``\xe9`` for what the encoding has no letter for, as ASCII in a container without a locale."""
+    return text if encoding is None else text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def _write(answer: Answer, *, as_json: bool, to_stderr: bool = False) -> int:
     stream = sys.stderr if to_stderr else sys.stdout
     if stream is None:  # closed by whoever started this
         return USAGE
     try:
-        stream.write(f"{answer.show(as_json=as_json)}\n")
+        stream.write(f"{_encodable(answer.show(as_json=as_json), stream.encoding)}\n")
         stream.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python's own last flush must not raise

@@ -10,13 +10,17 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count, save_plan
+import torch
+
+from autobatch._formatting import show_value
+from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, read_count, refusals_of, save_plan
 from autobatch.errors import InvalidArgument
 from autobatch.exactness.verification import verify
 from autobatch.fitting.fit import fit
@@ -142,6 +146,10 @@ def _predict(options: argparse.Namespace) -> Answer:
     if options.save and len(cards) > 1:
         raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
     arguments = _load(source, predict) | _read_options(options, predict)
+    if cards == [None] and not torch.cuda.is_available():  # as predict() says it, with this command's options
+        raise InvalidArgument(
+            "no CUDA card here: name one as --gpu H100-80GB, or its memory as --gpu 24GiB, or ask for --all"
+        )
     predictions = [predict(**{**arguments, "gpu": card}) for card in cards]
     plans = [prediction.plan for prediction in predictions if prediction.plan is not None]
     if options.save:
@@ -224,21 +232,36 @@ def _call(source: str) -> Any:
 
 
 def _import(name: str, source: str) -> ModuleType:
-    here, path = str(Path.cwd()), Path(name)
-    if name.endswith(".py") and not path.is_file():
-        raise InvalidArgument(f"{source!r}: no file {path}")
-    for folder in (here, str(path.resolve().parent)) if name.endswith(".py") else (here,):
+    is_file = name.endswith(".py")
+    with refusals_of(show_value(source)):  # the file itself: what the user's own code cannot open is the user's to see
+        here, path = str(Path.cwd()), Path(name)
+        if is_file and find_kind(name, show_value(source)) != stat.S_IFREG:
+            raise InvalidArgument(f"{source!r}: no file {path}")
+        if is_file:
+            path.open("rb").close()
+        folders = (here, str(path.resolve().parent)) if is_file else (here,)
+    for folder in folders:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    if name.endswith(".py"):
-        return _import_file(path)
+    return _import_file(path) if is_file else _import_module(name, source, here)
+
+
+def _import_module(name: str, source: str, here: str) -> ModuleType:
+    no_module = InvalidArgument(f"{source!r}: no module {name} here ({here}) or installed")
+    if Path(name).name != name:  # a path, which those who look for modules need not expect
+        raise no_module
+    *packages, last = name.split(".")
+    file = Path(here, *packages, f"{last}.py")
+    if find_kind(str(file), show_value(source)) == stat.S_IFREG:
+        with refusals_of(show_value(source)):
+            file.open("rb").close()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         # What the user's own module misses is the user's to see.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise InvalidArgument(f"{source!r}: no module {name} here ({here}) or installed") from None
+        raise no_module from None
 
 
 def _import_file(path: Path) -> ModuleType:

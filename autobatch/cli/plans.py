@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 import math
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autobatch._formatting import format_bytes, plural
-from autobatch.cli.output import DONE, NO, Answer, check_folder, read_count
+from autobatch._formatting import format_bytes, plural, show_value
+from autobatch.cli.output import DONE, NO, Answer, check_folder, find_kind, read_count, refusals_of
 from autobatch.errors import InvalidArgument
 from autobatch.events.run_history import Run
 from autobatch.ledger.database import LedgerUnavailable, find_home, find_ledger, is_damaged, is_enabled, next_file
@@ -198,8 +199,10 @@ def _find_plan(name: str) -> tuple[Plan, list[Run]]:
         raise InvalidArgument(
             f"{name!r} names no plan: give the beginning of a plan's id, or a file that Plan.save wrote"
         )
-    if Path(name).is_file():
-        plan = Plan.load(name)
+    kind = find_kind(name)
+    if kind is not None and kind != stat.S_IFDIR:  # a pipe, such as /dev/stdin, is read as well
+        with refusals_of(show_value(name)):
+            plan = Plan.load(name)
         try:
             with open_store() as store:
                 return plan, store.runs_of(runs_id(plan))[::-1]
@@ -207,7 +210,7 @@ def _find_plan(name: str) -> tuple[Plan, list[Run]]:
             return plan, []
     if name.endswith(".json"):
         raise InvalidArgument(f"no file {name}")
-    if Path(name).is_dir():
+    if kind is not None:
         raise InvalidArgument(f"{name} is a folder: name a file that Plan.save wrote, or the beginning of a plan's id")
     with open_store() as store:
         plan = store.find_plan(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,6 +31,7 @@ __all__ = [
     "open_device",
     "parse_device",
     "parse_headroom",
+    "refuse_meta_model",
 ]
 
 DEFAULT_HEADROOM = 0.05  # of the budget, for longer batches and for fragmentation
@@ -65,7 +66,8 @@ def is_here(device: torch.device) -> bool:
         torch.empty(0, device=device)
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, AssertionError, NotImplementedError):  # each backend's own way to say that it is missing
+    # Each backend's own way to say that it is missing; the last is of those that come as a package, such as hpu.
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
         return False
     return True
 
@@ -96,10 +98,15 @@ def _find_home(parameters: Sequence[torch.Tensor], model_name: str) -> torch.dev
         )
     [home] = devices
     if home.type == "meta":
-        raise InvalidArgument(
-            f"{model_name} is on the meta device, which has no memory to run in; move it with to_empty() first"
-        )
+        refuse_meta_model(model_name)
     return home
+
+
+def refuse_meta_model(model_name: str) -> NoReturn:
+    """Raise InvalidArgument: only a trace can run such a model."""
+    raise InvalidArgument(
+        f"{model_name} is on the meta device, which has no memory to run in; move it with to_empty() first"
+    )
 
 
 def parse_device(device: Any) -> torch.device | Device:

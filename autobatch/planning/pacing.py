@@ -10,14 +10,15 @@ reading does not explain, one clean step later. Only a size that fails again as 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
-from autobatch.planning.retry_size import CLEAN_STEPS, Setback, shrink
+from autobatch.planning.retry_size import choose_retry_size
+from autobatch.planning.setback import CLEAN_STEPS, Setback
 
 __all__ = ["Pace", "Reason"]
 
@@ -99,8 +100,7 @@ class Pace:
         """Memory ended at a micro-batch: go on with less.
 
         Where a size failed that was only being tried, and the curve does not say why, what ran before is good enough.
-        Else as ``shrink`` says, down to a rung; at the second OOM of a step that it cannot explain the curve is not
-        asked again.
+        Else as ``retry_size`` chooses; at the second OOM of a step that it cannot explain the curve is not asked again.
 
         ``failed`` are the samples in the micro-batch that did not fit, and ``least`` the fewest into which the rest of
         the step can be divided; ``InvalidArgument`` where it cannot be made smaller.
@@ -111,10 +111,9 @@ class Pace:
             raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller: at least {least} samples can run")
         explains = self.curve is not None and limit_bytes is not None and self.curve.largest(limit_bytes) < failed
         is_blind = self.failure is not None and not (self.failure.is_explained or explains)
-        wanted = shrink(failed, None if is_blind else self.curve, limit_bytes)
-        if self.setbacks and self.setbacks[-1].is_tried and self.setbacks[-1].ran < failed and not explains:
-            wanted = self.setbacks[-1].ran
-        size = max(rungs[max(bisect_right(rungs, min(wanted, failed - 1)) - 1, 0)], least)
+        last = self.setbacks[-1] if self.setbacks else None
+        proven = last.ran if last and last.is_tried and last.ran < failed and not explains else None
+        size = max(choose_retry_size(failed, rungs, None if is_blind else self.curve, limit_bytes, proven), least)
         began = self.failure or _Failure(self.goal, self.size, is_explained=True)
         failed = min(rungs[bisect_left(rungs, failed)], began.failed)
         failure = _Failure(began.goal, failed, began.is_explained and explains)

@@ -1,29 +1,42 @@
-"""Chooses the next size after an out-of-memory error, and when a size that failed is tried again.
+"""Chooses the next size after an out-of-memory error in a training step.
 
-Covers the one number after an error, and how one failed size comes back. Does not cover which size a step begins with
-(``pacing``), nor what is restored and run again (``training``).
+Does not cover when a size that failed is tried again (``pacing``), what is restored and run again (``training``), nor
+the pieces of ``map`` (``piece_size``).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
 
-__all__ = ["CLEAN_STEPS", "LONGEST_WAIT", "Setback", "shrink"]
+__all__ = ["choose_retry_size", "shrink"]
 
-CLEAN_STEPS = 20  # before a size below a failed one is tried while that waits; and the first wait after thrash
-LONGEST_WAIT = 64 * CLEAN_STEPS  # before a failed size is tried again
+
+def choose_retry_size(
+    failed: int, sizes: Sequence[int], curve: MemoryCurve | None, limit_bytes: int | None, proven: int | None = None
+) -> int:
+    """The next size to run, always smaller than the one that failed.
+
+    Args:
+        failed: Samples in the micro-batch that did not fit.
+        sizes: To choose from, ascending; the first is smaller than ``failed``.
+        curve: What a size needs; ``None`` where it is not known, or was wrong twice in this step.
+        limit_bytes: What the step may hold now, with what is resident; ``None`` where that is not known.
+        proven: A size that ran before ``failed`` was tried, which is good enough.
+    """
+    wanted = shrink(failed, curve, limit_bytes) if proven is None else proven
+    return sizes[max(bisect_right(sizes, min(wanted, failed - 1)) - 1, 0)]
 
 
 def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> int:
-    """The next size to try: at least 1, always smaller than the one that failed.
+    """About how many samples to try next: at least 1, always fewer than failed.
 
     What the curve says fits is tried first. Where the curve says that the failed size fits, it is wrong today (longer
     sequences, another tenant, fragmentation), but it was right on an earlier day: so only a quarter is given up.
-    Without a curve or a limit, half. ``limit_bytes`` is what the step may hold now, with what is resident.
+    Without a curve or a limit, half.
     """
     if failed < 2:
         raise InvalidArgument(f"a micro-batch of {failed} cannot be made smaller")
@@ -31,55 +44,3 @@ def shrink(failed: int, curve: MemoryCurve | None, limit_bytes: int | None) -> i
         return failed // 2
     fitting = curve.largest(limit_bytes)
     return failed * 3 // 4 if fitting >= failed else max(fitting, 1)
-
-
-@dataclass(frozen=True)
-class Setback:
-    """A size that failed, and when it comes back."""
-
-    size: int  # to come back to
-    ran: int  # the largest size that has run instead
-    failed: int  # the smallest size that failed
-    wait: int  # how many clean steps it has to wait each time; halved by each step that goes well at `size`
-    left: int  # how many of them are still to come; 0: it is tried
-    trial: int | None = None  # a size between `ran` and `size` that is tried first
-
-    @property
-    def goal(self) -> int:
-        """The size for now."""
-        if self.trial is not None:
-            return self.trial
-        return self.ran if self.left else self.size
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether the size for now is one that has not yet run since the failure."""
-        return self.goal > self.ran
-
-    def count_step(self) -> Setback:
-        """A clean step. After a long wait the smallest size that failed is tried first: it is the likelier to run."""
-        left = max(self.left - 1, 0)
-        is_due = self.left > left == 0 and self.wait >= CLEAN_STEPS and self.failed < self.size
-        return replace(self, left=left, trial=self.failed if is_due else self.trial)
-
-    def try_between(self, rungs: Sequence[int]) -> Setback:
-        """Try a size halfway between the largest that ran and the smallest that failed, if one is left."""
-        between = [rung for rung in rungs if self.ran < rung < self.failed]
-        return replace(self, trial=between[len(between) // 2]) if between else self
-
-    def succeed(self) -> Setback | None:
-        """The size for now went well; ``None`` once nothing is left to wait for."""
-        if self.trial is not None:
-            return replace(self, ran=self.trial, failed=self.failed if self.left else self.size, trial=None)
-        wait = self.wait // 2
-        return replace(self, wait=wait) if wait else None
-
-    def fail(self, ran: int, failed: int, least_wait: int) -> Setback:
-        """The size for now failed, and ``ran`` ran instead: twice the wait, unless only a size in between was tried.
-
-        ``ran`` never falls: a smaller size that failed too, in the same step, was no lasting loss.
-        """
-        ran = max(ran, self.ran)
-        known = min((size for size in (failed, self.failed) if size > ran), default=self.size)
-        wait = self.wait if self.left else min(max(2 * self.wait, least_wait), LONGEST_WAIT)
-        return replace(self, ran=ran, failed=known, trial=None, wait=wait, left=self.left or wait)

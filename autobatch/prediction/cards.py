@@ -42,6 +42,7 @@ _LEAST_SHARE = 0.87
 """Of the memory on the box, that a driver reports."""
 _WITH_MEMORY = re.compile(r"(.+?)[^a-z0-9]+([1-9][0-9]{0,3})[ _-]?g(?:i?b)?$")
 _MEMORY = re.compile(r"[- ]\d+GB")
+_LIKE_SIZE = re.compile(r"\s*[-+]?[\d.,]*\d\s*([kmgtp]i?[a-z]{0,2})?\s*", re.IGNORECASE)
 _SOCKET = re.compile(r"-(PCIe|SXM|NVL)$")
 
 
@@ -80,7 +81,7 @@ def _make_sized(gpu: Any, simple: str, cuda: str | None) -> Gpu:
     size = None if isinstance(gpu, str) and not gpu.strip()[-1:].isalpha() else read_bytes(gpu)
     if size is None:
         if isinstance(gpu, str):
-            raise InvalidArgument(f"gpu={show_value(gpu)} {_suggest(simple)}")
+            raise InvalidArgument(f"gpu={show_value(gpu)} {_suggest(gpu, simple)}")
         raise InvalidArgument(
             f"gpu={show_value(gpu)} is no card: pass a name such as 'A100-80GB', or its memory, such as '24GiB'"
         )
@@ -134,11 +135,13 @@ _FAMILIES = _group()
 _COMMONEST = {_simplify(family): _BY_NAME[_simplify(name)] for family, name in COMMONEST.items()}
 
 
-def _suggest(simple: str) -> str:
+def _suggest(gpu: str, simple: str) -> str:
     alike = [gpu.name for gpu in GPUS if simple and _simplify(gpu.name).startswith(simple)]
     if len(alike) > 1:
         return f"could be {_join(alike[:_MOST_NAMES])}; pass one of them, or its memory, such as '24GiB'"
     close = [_BY_NAME[name].name for name in difflib.get_close_matches(simple, _BY_NAME)]
+    if not close and _LIKE_SIZE.fullmatch(gpu):
+        return "is no memory that a card could have: pass bytes as an int, or a text such as '24GiB'"
     question = f"did you mean {_join([*dict.fromkeys(close)])}? For" if close else "for"
     return f"is not known; {question} any other card pass its memory, such as '24GiB'"
 

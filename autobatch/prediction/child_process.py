@@ -40,6 +40,8 @@ _DEATH_SIGNAL = 1
 _WELL = "exit status 0"
 _STDOUT, _STDERR = 1, 2
 _LONGEST = 200
+_PARENTS_STREAMS: list[Any] = []
+"""Kept by a child: those that a user made of descriptors 1 and 2 close these as they are let go of."""
 _Result = TypeVar("_Result")
 
 
@@ -113,16 +115,25 @@ def _answer(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes]
     try:
         # A child that is killed for its time takes its own children with it (prctl(2), PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, int(signal.SIGKILL))
+        # Not the numbers of the standard streams, which files get where a process was started with those closed.
+        answers, prints, ended = (_above_standard(number) for number in (answered.fileno(), printed.fileno(), ended))
         for stream in (_STDOUT, _STDERR):  # as C++ knows them; Python's are others in notebooks
-            os.dup2(printed.fileno(), stream)
-        sys.stdout = sys.stderr = os.fdopen(os.dup(printed.fileno()), "w", buffering=1, errors="replace")
+            os.dup2(prints, stream)
+        _PARENTS_STREAMS.extend((sys.stdout, sys.stderr))
+        sys.stdout = sys.stderr = os.fdopen(prints, "w", buffering=1, errors="replace")
         torch.set_num_threads(1)  # the pool's threads are the parent's: whoever waits for them here waits forever
-        answered.write(_pack(function))
-        answered.flush()
+        with os.fdopen(answers, "wb") as file:
+            file.write(_pack(function))
         os.write(ended, b".")  # others may hold the pipe open, such as processes that were forked beside this one
         status = 0
     finally:
         os._exit(status)
+
+
+def _above_standard(descriptor: int) -> int:
+    import fcntl  # noqa: PLC0415 - Windows has none, and no child
+
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD, 1 + _STDERR)
 
 
 def _pack(function: Callable[[], Any]) -> bytes:

@@ -44,7 +44,7 @@ from autobatch.records import DeviceInfo, Trial
 from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
 from autobatch.step.default_step import default_step
 from autobatch.step.model_info import identify_model
-from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
+from autobatch.step.workload import Step, Weigh, Workload, check_model, warn_of_no_optimizer
 
 __all__ = ["MARGIN", "MARGIN_REASON", "predict"]
 
@@ -125,6 +125,7 @@ def predict(
     }
     for name, switch in switches.items():
         check_switch(name, switch)
+    check_model(model)  # what reads the ranks asks it for its parameters
     model, parallelism = read_parallelism(model, world_size, data_parallel)
     shares = share_target(target_batch, "equal", [1.0] * (parallelism.world_size if parallelism else 1))
     card = _find_local() if gpu is None else find_gpu(gpu, torch.version.cuda)
@@ -132,7 +133,7 @@ def predict(
     example = find_example(model, batch, shares[0])
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
     question = _Question(workload, example.layout, circumstances, card, shares[0], float(margin))
-    sizing, proof = question.find_sizing(expandable_segments=expandable_segments)
+    sizing, proof = question.find_sizing(expandable_segments=expandable_segments, all_cards=all_cards)
     explained = (run_apart(lambda: explain_loss(workload, example.layout)),) if workload.step is default_step else ()
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, example.layout, sizing, proof, warnings, all_cards=all_cards)
@@ -155,9 +156,16 @@ class _Question:
     share: int  # samples that the rank runs in an optimizer step
     margin: float
 
-    def find_sizing(self, *, expandable_segments: bool) -> tuple[Sizing, Proof]:
+    def find_sizing(self, *, expandable_segments: bool, all_cards: bool) -> tuple[Sizing, Proof]:
         """Trace the step, estimate it, and trace it once more at the size that fits."""
         workload, layout, circumstances, share = self.workload, self.layout, self.circumstances, self.share
+
+        def prove(sizing: Sizing) -> tuple[Sizing, Proof]:
+            """While it is traced, the tables are made for the first time: half a second that this process has."""
+            return prove_sizing(
+                sizing, workload, layout, circumstances, lambda now: (now.points(), now.cards(every=all_cards))
+            )
+
         model = workload.model
         # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
         is_doubtful = share > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
@@ -166,11 +174,11 @@ class _Question:
             smallest = ask_smallest() if ask_smallest else None
         estimate = Estimate(timeline, expandable_segments=expandable_segments, target=share).on_card(self.card)
         sizing = Sizing(estimate, self.card, share, self.margin, smallest or 1, torch.version.cuda)
-        sizing, proof = prove_sizing(sizing, workload, layout, circumstances)
+        sizing, proof = prove(sizing)
         # A division that ends in one sample needs a model that can run it.
         ends_in_one = sizing.largest > 0 and min(balance(share, sizing.largest)) == 1 < share
         if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
-            sizing, proof = prove_sizing(replace(sizing, smallest=2), workload, layout, circumstances)
+            sizing, proof = prove(replace(sizing, smallest=2))
         return sizing, proof
 
 

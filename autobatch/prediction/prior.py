@@ -96,9 +96,9 @@ def _expect(
     def judge(estimate: Estimate) -> int:
         return _TrialEstimate(estimate, limit_bytes, first).find_largest(sizes)
 
-    def check(timeline: Timeline, size: int) -> Timeline | None:
+    def check(estimate: Estimate, size: int) -> Timeline | None:
         left = deadline - time.monotonic()
-        return run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances), left)
+        return run_apart(lambda: check_timeline(estimate.timeline, workload, layout, size, circumstances), left)
 
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances), _MOST_SECONDS)
     estimate = Estimate(timeline, expandable_segments=uses_expandable_segments()).on_card(card)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
-from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline, TracedStep, combine
@@ -41,7 +41,7 @@ class Proof:
 def prove(
     estimate: Estimate,
     judge: Callable[[Estimate], int],
-    check: Callable[[Timeline, int], Timeline | None],
+    check: Callable[[Estimate, int], Timeline | None],
     settle: Callable[[Estimate], Estimate] = lambda estimate: estimate,
 ) -> Proof:
     """Trace the size that the estimate leads to; where the trace differs, judge again with it.
@@ -49,13 +49,13 @@ def prove(
     Args:
         estimate: Where to begin.
         judge: Returns the size that an estimate leads to.
-        check: Returns ``None`` where the timeline holds at a size, else one with a trace of it (``check_timeline``).
+        check: Returns ``None`` where its timeline holds at a size, else one with a trace of it (``check_timeline``).
         settle: Asks cuDNN what an estimate with this timeline has to know (``Estimate.settle``).
     """
     for tries in range(_ROUNDS + 1):
         estimate = settle(estimate)
-        size, timeline = judge(estimate), estimate.timeline
-        if size in ([step.samples for step in timeline.traced] or SIZES):
+        size = judge(estimate)
+        if size in ([step.samples for step in estimate.timeline.traced] or SIZES):
             return Proof(estimate, size)
         if tries == _ROUNDS:
             break
@@ -63,7 +63,7 @@ def prove(
             doubt = "one sample is another program than several, which skips some copies, so it is never traced"
             return Proof(estimate, doubt=doubt)
         try:
-            changed = check(timeline, size)
+            changed = check(estimate, size)
         except CannotPredict as error:
             return Proof(estimate, doubt=str(error))
         if changed is None:
@@ -73,13 +73,33 @@ def prove(
 
 
 def prove_sizing(
-    sizing: Sizing, workload: Workload, layout: Layout, circumstances: Circumstances
+    sizing: Sizing,
+    workload: Workload,
+    layout: Layout,
+    circumstances: Circumstances,
+    meanwhile: Callable[[Sizing], object] = lambda _: None,
 ) -> tuple[Sizing, Proof]:
-    """The same on an estimate that has been put to the test at the size that it leads to."""
+    """The same on an estimate that has been put to the test at the size that it leads to.
+
+    Args:
+        sizing: The estimate, the card and the target.
+        workload: What is traced.
+        layout: Of the example batch.
+        circumstances: Of the step.
+        meanwhile: Called while another process traces: what it asks is remembered, and mostly asked again afterwards.
+    """
+
+    def check(estimate: Estimate, size: int) -> Timeline | None:
+        with begin_apart(
+            lambda: check_timeline(estimate.timeline, workload, layout, size, circumstances)
+        ) as await_timeline:
+            meanwhile(replace(sizing, estimate=estimate))
+            return await_timeline()
+
     proof = prove(
         sizing.estimate,
         judge=lambda estimate: replace(sizing, estimate=estimate).largest,
-        check=lambda timeline, size: run_apart(lambda: check_timeline(timeline, workload, layout, size, circumstances)),
+        check=check,
         settle=lambda estimate: replace(sizing, estimate=estimate).settled().estimate,
     )
     return replace(sizing, estimate=proof.estimate), proof

@@ -6,17 +6,24 @@ import json
 import os
 import resource
 import shlex
+import shutil
 import sqlite3
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import cache, wraps
 from pathlib import Path
 
 import pytest
+import torch
 from ledgers import make_plan, make_run
+from torch import nn
 
+import autobatch
 from autobatch import Plan
-from autobatch.cli import plans
+from autobatch.cli import model_commands, plans
 from autobatch.cli.main import main
+from autobatch.prediction.cards import find_gpu
 
 SOURCE = '''
 import torch
@@ -88,6 +95,27 @@ def ask(capsys):
         return code, captured.out, captured.err
 
     return run
+
+
+@cache
+def predict_everything():
+    """A prediction with all that one may ask for, made once."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    return autobatch.predict(
+        model, torch.zeros(2, 8), lambda m, b: m(b).mean(), gpu="L4", target_batch=64, what_if=True, all_cards=True
+    )
+
+
+@pytest.fixture
+def predicted(monkeypatch):
+    """Where it counts how an answer is printed, it is that one: each of its own would be traced for a second or six."""
+
+    @wraps(autobatch.predict)
+    def predict(*, gpu, what_if=False, **_):
+        found = predict_everything()
+        return found.model_copy(update={"gpu": find_gpu(gpu, None), "changes": found.changes if what_if else ()})
+
+    monkeypatch.setattr(model_commands, "predict", predict)
 
 
 @pytest.mark.usefixtures("here")
@@ -173,21 +201,30 @@ def test_verify_says_which_step_is_exact(ask):
 
 @pytest.mark.predicts
 @pytest.mark.usefixtures("here")
-def test_predict_answers_for_one_card_several_or_all(ask):
-    """With no card here; a plan from it is marked."""
+def test_predict_answers_for_one_card_or_all(ask):
+    """With no card here; a plan from it is marked, and what would help comes where it was asked for."""
     code, text, _ = ask("predict", "train_it:make", "--target", "4096", "--gpu", "L4", "--save", "plan.json")
     assert code == 0
     assert text.startswith("autobatch: predicted on L4: 4096 = ")
+    assert "What would help" not in text
     assert Plan.load("plan.json").predicted
-    code, text, _ = ask("predict", "train_it:make", "--target", "4096", "--gpu", "T4", "24GiB", "--json")
-    assert [prediction["gpu"]["name"] for prediction in json.loads(text)] == ["T4", "24.0 GiB card"]
-    code, text, _ = ask("predict", "train_it:make", "--target", "4096", "--all")
+    code, text, _ = ask("predict", "train_it:without_optimizer", "--target", "4096", "--all", "--what-if")
     assert code == 0
-    assert {"T4", "B200", "RTX", "GB200", "MI355X"} <= {word for line in text.splitlines() for word in line.split()}
+    words = {word for line in text.splitlines() for word in line.split()}
+    assert {"T4", "B200", "RTX", "GB200", "MI355X", "help", "autocast"} <= words
 
 
 @pytest.mark.predicts
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "predicted")
+def test_predict_answers_for_several_cards(ask):
+    """In the order in which they were named."""
+    code, text, _ = ask("predict", "train_it:make", "--target", "64", "--gpu", "T4", "24GiB", "--json")
+    assert code == 0
+    assert [prediction["gpu"]["name"] for prediction in json.loads(text)] == ["T4", "24.0 GiB card"]
+
+
+@pytest.mark.predicts
+@pytest.mark.usefixtures("here", "predicted")
 @pytest.mark.parametrize(
     "options", [["--gpu", "L4"], ["--gpu", "L4", "T4"], ["--all"], ["--gpu", "L4", "--explain"]], ids=" ".join
 )
@@ -198,7 +235,7 @@ def test_what_would_help_is_printed_where_it_was_asked_for(ask, options):
     assert code == 0
     titles = [line for line in text.splitlines() if line.startswith("What would help")]
     assert len(titles) == (2 if "T4" in options else 1)
-    assert "SGD" in text
+    assert text.count("bfloat16 autocast") == len(titles)
     if "--explain" not in options:
         assert "What would help" not in ask(*asked)[1]
 
@@ -214,6 +251,9 @@ def test_which_of_several_cards_was_meant_is_printed(ask):
 
 WRONG = {
     "no module": (("fit", "nowhere:make", "--target", "8"), "no module nowhere here"),
+    "no module but a folder": (("fit", "/:make", "--target", "8"), "'/:make': no module / here"),
+    "no module but a dotted folder": (("fit", "train_it./:make", "--target", "8"), "no module train_it./ here"),
+    "no module but a dot": (("fit", "train_it.:make", "--target", "8"), "no module train_it. here"),
     "no file": (("fit", "nowhere.py:make", "--target", "8"), "no file nowhere.py"),
     "no function": (("fit", "train_it:mak", "--target", "8"), "'train_it:mak': train_it has no function mak"),
     "no callable": (("fit", "train_it:number", "--target", "8"), "train_it has no function number"),
@@ -225,13 +265,20 @@ WRONG = {
     "a target of 0": (("fit", "train_it:make", "--target", "0"), "argument --target: '0' is no whole number from 1 on"),
     "no batch": (("fit", "train_it:without_batch", "--target", "8"), "Conv2d"),
     "nothing to verify": (("verify", "train_it:without_batch"), "returned no 'batch'"),
-    "no card": (("predict", "train_it:make"), "no CUDA card here: name one"),
+    "no card": (
+        ("predict", "train_it:make"),
+        "no CUDA card here: name one as --gpu H100-80GB, or its memory as --gpu 24GiB, or ask for --all",
+    ),
     "unknown card": (("predict", "train_it:make", "--gpu", "L5"), "gpu='L5' is not known"),
     "two plans in a file": (("predict", "train_it:make", "--gpu", "L4", "T4", "--save", "x"), "2 cards were named"),
     "unknown plan": (("show", "0123"), "no plan has the id '0123'"),
     "no such file": (("show", "nothing.json"), "no file nothing.json"),
     "nothing to forget": (("forget",), "forget takes ids, --older-than DAYS or --all: one of them"),
     "two ways to forget": (("forget", "--all", "--older-than", "3"), "one of them"),
+    "more plans than any number": (
+        ("plans", "--limit", "9" * 20),
+        f"argument --limit: '{'9' * 20}' is larger than any count: it has more than 18 digits",
+    ),
     "no plans at all": (("plans", "--limit", "0"), "argument --limit: '0' is no whole number from 1 on"),
 }
 
@@ -324,6 +371,7 @@ def start(*arguments, **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        errors="replace",  # where a test asks for another encoding
         timeout=200,
         check=False,
     )
@@ -423,7 +471,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(ask, command):
 
 
 @pytest.mark.predicts
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "predicted")
 def test_the_function_may_follow_the_cards(ask):
     """As it does in the help; --all and --gpu exclude each other."""
     assert ask("predict", "--gpu", "L4", "T4", "train_it:make")[1].count("predicted on") == 2
@@ -567,21 +615,27 @@ def test_a_name_that_begins_with_a_dot_is_no_module(ask, source):
     assert "is no MODULE:FUNCTION" in error
 
 
-@pytest.mark.predicts
-def test_a_plan_that_cannot_be_written_is_reported_and_leaves_nothing(here, ask):
+@contextmanager
+def short_files(most_bytes):
+    """While this lasts, no file may be longer: as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_plan_that_cannot_be_written_is_reported_and_leaves_nothing(here, ask, monkeypatch):
     """With what it was, and without half a file beside it; a dash is no file's name."""
     assert "name a file" in ask("fit", "train_it:make", "--target", "8", "--save", "-")[2]
     (here / "old.json").write_text("{}")
-    program = (
-        "import resource\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))\n"
-        "from autobatch.cli.main import main\n"
-        "raise SystemExit(main(['fit', 'train_it:make', '--target', '8', '--save', 'old.json']))"
-    )
-    done = start("-c", program, AUTOBATCH_LEDGER="off")
-    assert done.returncode == 2
-    assert "--save old.json cannot be written" in done.stderr
-    assert "8 = 1 x 8 on CPU" in done.stderr
+    monkeypatch.setenv("AUTOBATCH_LEDGER", "off")
+    with short_files(512):
+        code, _, error = ask("fit", "train_it:make", "--target", "8", "--save", "old.json")
+    assert code == 2
+    assert "--save old.json cannot be written" in error
+    assert "8 = 1 x 8 on CPU" in error
     assert (here / "old.json").read_text() == "{}"
     assert not [*here.glob("*.draft")]
 
@@ -603,7 +657,7 @@ def test_an_answer_that_nobody_can_read_ends_with_2(here, command, stdout, said)
 
 
 @pytest.mark.predicts
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("here", "predicted")
 def test_what_a_prediction_warns_of_is_printed(ask):
     """As of a plan that was measured; and at the end of its whole story."""
     for options in ([], ["--explain"], ["--all"]):
@@ -645,3 +699,126 @@ def test_a_run_that_went_silent_is_shown_with_when(here, ask):
         store.add_run(make_run("r", plan.id, last_seen_at=1.5e9))
     line = ask("plans")[1].splitlines()[1]
     assert "last heard of 2017-07-1" in line
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("command", [["plans"], ["show", "a1"], ["report", "a1", "-o", "-"], ["diff", "a1", "b2"]])
+@pytest.mark.parametrize("encoding", ["ascii", "ascii:strict", "latin-1"])
+def test_a_stdout_that_cannot_hold_a_letter_shows_its_number(here, command, encoding):
+    """The rest is as it was, and so is the exit code: a container's locale is often C."""
+    with plans.open_store() as store:
+        store.add_plan(make_plan("a1", model="Caf\xe9\u65e5"))
+        store.add_plan(make_plan("b2", model="Caf\xe9\u65e5\u672c"))
+    done = start("-m", "autobatch", *command, PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (1 if command[0] == "diff" else 0)
+    assert "\\u65e5" in done.stdout
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_name_that_is_no_text_is_said_with_its_bytes(ask, options):
+    """A file's name may be any bytes; Python has those that are no UTF-8 as halves of letters."""
+    done = start("-m", "autobatch", "show", os.fsdecode(b"caf\xe9.json"), *options)
+    assert done.returncode == 2
+    assert "no file caf\\udce9.json" in (done.stdout if options else done.stderr)
+
+
+LONG = "a" * 5000
+"""No name on any file system, and no path on most."""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", LONG],
+        ["show", f"{LONG}.json"],
+        ["diff", LONG, "a1"],
+        ["report", LONG],
+        ["report", "a1", "-o", LONG],
+        ["report", "a1", "-o", f"{LONG}/page.html"],
+        ["fit", "train_it:make", "--target", "8", "--save", LONG],
+        ["predict", "train_it:make", "--gpu", "L4", "--save", LONG],
+        ["fit", f"{LONG}.py:make", "--target", "8"],
+        ["verify", f"{LONG}.py:make"],
+        ["verify", f"{LONG}:make"],
+        ["show", "loop"],
+        ["verify", "loop.py:make"],
+    ],
+    ids=lambda command: " ".join(command).replace(LONG, "LONG"),
+)
+def test_a_path_that_cannot_be_is_refused_in_one_line(here, ask, command):
+    """Whichever command takes it, before any work; the name itself is cut."""
+    with plans.open_store() as store:
+        store.add_plan(make_plan("a1"))
+    for name in ("loop", "loop.py"):
+        (here / name).symlink_to(name)
+    code, text, error = ask(*command)
+    assert (code, text) == (2, "")
+    assert len(error.splitlines()) == 1
+    assert len(error) < 400
+
+
+def start_without_rights(*arguments, **environment):
+    """The command for a user whom files' permissions bind; root's own do not."""
+    found = shutil.which("setpriv")
+    if os.geteuid() == 0 and found is None:
+        pytest.skip("root may read whatever it likes, and there is no setpriv")
+    drop = [found, "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    return start("-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *drop, *arguments, **environment)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["show", "plan.json"],
+        ["diff", "plan.json", "plan.json"],
+        ["report", "plan.json"],
+        ["show", "closed/plan.json"],
+        ["report", "closed/plan"],
+        ["report", "other.json", "-o", "closed/page.html"],
+        ["verify", "hidden.py:make"],
+        ["verify", "hidden:make"],
+        ["verify", "closed/hidden.py:make"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_may_not_be_read_is_said_to_be_so(here, command):
+    """By its name and the system's reason, with exit code 2: nothing is wrong with autobatch."""
+    make_plan().save(here / "plan.json")
+    make_plan().save(here / "other.json")
+    (here / "hidden.py").write_text(SOURCE)
+    (here / "closed").mkdir()
+    for name in ("plan.json", "hidden.py", "closed"):
+        (here / name).chmod(0)
+    environment = {"AUTOBATCH_HOME": str(here / "home"), "AUTOBATCH_LEDGER": "on"}
+    done = start_without_rights(sys.executable, "-m", "autobatch", *command, **environment)
+    (here / "closed").chmod(0o700)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "Permission denied" in done.stderr
+
+
+def test_a_file_that_the_users_own_code_may_not_read_is_the_users_to_see(here, ask):
+    """With its traceback."""
+    (here / "reads_it.py").write_text("open('nothing.csv')\n")
+    for source in ("reads_it.py:make", "reads_it:make"):
+        with pytest.raises(FileNotFoundError, match=r"nothing\.csv"):
+            ask("fit", source, "--target", "8")
+        sys.modules.pop("reads_it", None)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_plan_is_read_from_a_pipe(here):
+    """As ``show <(zcat plan.json.gz)`` gives it, and ``show /dev/stdin``."""
+    make_plan(model="FromAfar").save(here / "plan.json")
+    command = f"{shlex.quote(sys.executable)} -m autobatch show"
+    for line in (
+        f"cat plan.json | {command} /dev/stdin",
+        f"{command} <(cat plan.json)",
+        f"{command} /dev/stdin <plan.json",
+    ):
+        done = start("-c", "import os, sys; os.execvp('bash', ['bash', '-c', sys.argv[1]])", line)
+        assert done.returncode == 0, done.stderr
+        assert "FromAfar" in done.stdout

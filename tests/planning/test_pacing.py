@@ -14,7 +14,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import COMPILED_SIZES, balance, compiled_ladder, eager_ladder
-from autobatch.planning.retry_size import CLEAN_STEPS, LONGEST_WAIT
+from autobatch.planning.setback import CLEAN_STEPS, LONGEST_WAIT
 
 LINE = MemoryCurve(allocated=((0, 100), (10, 200)), reserved=((0, 100), (10, 200)))  # 100 bytes and 10 a sample
 POWERS = (1, 2, 4, 8, 16, 32, 64)
@@ -273,8 +273,10 @@ def test_after_thrash_the_size_is_back_after_clean_steps():
     for _ in range(8):
         pace = finish(pace, 2, thrashed=True)
         assert pace.size == 32
-        waits.append(next(n for n in range(1, 2_000) if finish(pace, n).size == 64))
-        pace = finish(pace, waits[-1])
+        waits.append(0)
+        while pace.size < 64 and waits[-1] < 2_000:
+            pace = finish(pace, 1)
+            waits[-1] += 1
     assert waits == [CLEAN_STEPS * 2**n for n in range(7)] + [LONGEST_WAIT]
 
 

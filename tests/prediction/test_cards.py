@@ -375,7 +375,15 @@ MEMORY = "such as '24GiB'"
         ("Voodoo", f"gpu='Voodoo' is not known; for any other card pass its memory, {MEMORY}"),
         ("", f"gpu='' is not known; for any other card pass its memory, {MEMORY}"),
         ("NVIDIA", f"gpu='NVIDIA' is not known; for any other card pass its memory, {MEMORY}"),
-        ("1.2.3GiB", f"gpu='1.2.3GiB' is not known; for any other card pass its memory, {MEMORY}"),
+        *(
+            (size, f"gpu='{size}' is no memory that a card could have: pass bytes as an int, or a text {MEMORY}")
+            for size in ("1.2.3GiB", "9999999TiB", "24Gi", "0GiB", "-24GiB", "24,5 GiB", "80Go", "0", "24564")
+        ),
+        (
+            "4090 Ti",
+            "gpu='4090 Ti' is not known; did you mean RTX 4070 Ti, RTX 3090 Ti or RTX 4090? For any other card pass "
+            "its memory, " + MEMORY,
+        ),
         ("24 GiB please", f"gpu='24 GiB please' is not known; for any other card pass its memory, {MEMORY}"),
         (None, f"gpu=None is no card: pass a name such as 'A100-80GB', or its memory, {MEMORY}"),
         (True, f"gpu=True is no card: pass a name such as 'A100-80GB', or its memory, {MEMORY}"),

@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from autobatch.errors import CannotPredict
 from autobatch.prediction import child_process, forking
 from autobatch.prediction.child_process import begin_apart, run_apart
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux forks here")
 
@@ -289,3 +292,24 @@ def test_what_the_parent_has_let_go_of_is_not_freed_in_the_child():
         gc.enable()
     gc.collect()
     assert freed == [os.getpid()]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "sys.stdout = os.fdopen(1, 'w', buffering=1)",
+        "sys.stdout, sys.stderr = os.fdopen(1, 'w'), os.fdopen(2, 'w')",
+        "os.close(1)",
+        "os.close(2)",
+        "os.closerange(0, 3)",
+    ],
+)
+def test_the_answer_comes_whatever_became_of_the_standard_streams(before, tmp_path):
+    """Also from a child of a child: files get the numbers of streams that are closed, some as they are replaced."""
+    program = (
+        f"import os, sys; from autobatch.prediction.child_process import run_apart; {before}; "
+        "answer = run_apart(lambda: [os.write(1, b'loud'), run_apart(lambda: 6)]); "
+        f"open({str(tmp_path / 'answer')!r}, 'w').write(repr(answer))"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=200, capture_output=True)
+    assert (tmp_path / "answer").read_text() == "[4, 6]"

@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from builders.ranks import run_ranks, values_of
 from rank_steps import CASES, predict_timeline, train_replicated, train_sharded
@@ -18,14 +19,21 @@ SAMPLES = 24
 SIZES = (2, 3, 4)
 SIZE_OF = dict(zip(CASES, SIZES * 3, strict=False))
 REAL = "stack, Adam"
-SHARE_IN_KERNELS = {"autocast": 0.1, "bfloat16": 0.05}
-"""Of the peak: what oneDNN takes inside an operator in bfloat16, which a card does not."""
+SHARE_IN_KERNELS = {"transformer, autocast, Adam": 0.1}
+"""Of the peak: what other kernels of the CPU take inside in bfloat16, which a card's do not."""
 
 
 def measure(train, name):
-    """Most bytes that torch's allocator has given, as its profiler sees it."""
+    """Most bytes that torch's allocator has given, as its profiler sees it.
+
+    Without oneDNN: what that takes inside an operator in bfloat16 depends on the processor (9 % of the peak here, under
+    5 % on another).
+    """
     gc.collect()  # FSDP2 leaves cycles
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        torch.backends.mkldnn.flags(enabled=False),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         train(CASES[name], SAMPLES, "cpu")
     events = profiler.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
@@ -65,10 +73,9 @@ def on_ranks(size):
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_fsdp2_holds_what_is_predicted(name, size):
-    """To half a percent; a CPU's kernels for bfloat16 take something inside, which is no tensor."""
+    """To half a percent."""
     predicted, measured = predict_timeline(CASES[name], "fsdp2", size).at(SAMPLES).peak(), alone()[name]
-    beside = max((share for word, share in SHARE_IN_KERNELS.items() if word in name), default=0.005)
-    assert (1 - beside) * measured <= predicted <= 1.005 * measured
+    assert (1 - SHARE_IN_KERNELS.get(name, 0.005)) * measured <= predicted <= 1.005 * measured
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from builders.ranks import run_ranks, values_of
@@ -13,9 +15,11 @@ from workloads import bits_of, differences
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict, InvalidArgument, InvalidStep
+from autobatch.prediction import estimate, retrace
+from autobatch.prediction.allocator import simulate
 from autobatch.prediction.card_table import COMMON
 from autobatch.prediction.cards import GPUS, find_gpu
-from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.predict import MARGIN, MARGIN_REASON
 from autobatch.prediction.timeline import combine
@@ -53,6 +57,27 @@ def test_a_prediction_says_what_fits(prediction):
     assert plan.micro_batch_size <= prediction.reach.comfortable <= prediction.reach.tight
     assert autobatch.Plan.model_validate_json(plan.model_dump_json()) == plan
     assert "predicted peak" in str(plan)
+
+
+@pytest.mark.parametrize("all_cards", [False, True])
+def test_its_tables_are_made_while_another_process_traces(monkeypatch, all_cards):
+    """This one has nothing else to do then; after the last trace nothing is simulated any more."""
+    done = []
+
+    @contextmanager
+    def begin(function):
+        with begin_apart(function) as answer:
+            yield lambda: done.append("traced") or answer()
+
+    monkeypatch.setattr(retrace, "begin_apart", begin)
+    monkeypatch.setattr(
+        estimate, "simulate", lambda *args, **kwargs: done.append("simulated") or simulate(*args, **kwargs)
+    )
+    found = predict(ConvNet(), images(), all_cards=all_cards)
+    assert found.proven_at == found.judged_size
+    assert len(found.cards) > 20
+    assert done.count("traced") == 1
+    assert done[-1] == "traced"
 
 
 def test_where_the_memory_goes_adds_up(prediction):

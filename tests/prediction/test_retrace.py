@@ -19,8 +19,9 @@ def step_at(samples, byte_count):
     return TracedStep(samples=samples, order=(1, -1), sizes=(byte_count,), blocks=(BLOCK,))
 
 
-def check_padding(timeline, size):
+def check_padding(estimate, size):
     """What a step takes that pads its samples to 128, a MiB for each 128."""
+    timeline = estimate.timeline
     known = list(timeline.traced) or [timeline.at(n) for n in (2, 67)]
     return None if size <= 128 else combine([*known, step_at(size, -(-size // 128) * MIB)])
 
@@ -72,7 +73,7 @@ def test_an_answer_that_goes_on_moving_is_in_doubt():
     """After three traces nothing more is traced."""
     asked = []
 
-    def check(timeline, size):
+    def check(_, size):
         asked.append(size)
         return combine([step_at(1000 + len(asked), MIB)])
 

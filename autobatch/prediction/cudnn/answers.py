@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from autobatch.ledger.database import find_home, is_enabled
 from autobatch.prediction.cudnn.convolution import Convolution
+from autobatch.prediction.cudnn.described_cards import DEVICES
 from autobatch.prediction.cudnn.library import find_libraries
-from autobatch.prediction.cudnn.plans import DEVICES
 
 __all__ = ["Answers", "ask_cudnn"]
 
@@ -71,7 +71,7 @@ def ask_cudnn(convolutions: Iterable[Convolution], architecture: str, multiproce
 
     Args:
         convolutions: May come several times.
-        architecture: ``"sm_80"``, for instance; of one that ``plans.DEVICES`` does not name nothing is known.
+        architecture: ``"sm_80"``, for instance; of one that ``described_cards.DEVICES`` does not name nothing is known.
         multiprocessors: How many the card has.
     """
     files = find_libraries()

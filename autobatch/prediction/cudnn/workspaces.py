@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from autobatch.prediction.cudnn.answers import ask_cudnn
 from autobatch.prediction.cudnn.convolution import Convolution
+from autobatch.prediction.cudnn.described_cards import DEVICES
 from autobatch.prediction.cudnn.library import find_libraries
-from autobatch.prediction.cudnn.plans import DEVICES
 from autobatch.prediction.cudnn.rule import estimate_workspace
 
 __all__ = ["Workspaces"]

@@ -31,6 +31,7 @@ from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder, make_fake
+from autobatch.state.slots import own_attributes
 from autobatch.step.reachable import parts_of, walk
 
 __all__ = ["FakeModel", "Location", "modules_of", "shard_shape"]
@@ -207,7 +208,7 @@ def _lead_on(value: Any) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    return (part for part in vars(value).values() if isinstance(part, _LEADS))
+    return (part for part in own_attributes(value) if isinstance(part, _LEADS))
 
 
 class Location:

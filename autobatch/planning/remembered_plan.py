@@ -1,20 +1,20 @@
-"""Decides which remembered plan may stand in for a search, and whether a plan suits the model it is used with.
+"""Decides which remembered plan may stand in for a search, and whether a trial of its size confirms it.
 
 Does not cover where plans are stored (``ledger``) nor how a model is recognised (``step.model_info``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from autobatch._formatting import format_bytes
 from autobatch.planning.curve import growing_reserved
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import Objective, useful_sizes
-from autobatch.records import ModelIdentity, Record, Trial
+from autobatch.records import Record, Trial
 
-__all__ = ["Remembered", "Wanted", "find_remembered", "model_differences", "why_not_confirmed"]
+__all__ = ["Remembered", "Wanted", "choose_remembered", "why_not_confirmed"]
 
 _CHANGED = 0.05  # a peak that differs by more is of another step: the allocator's segments alone move it by less
 _SEGMENTS = 2 * 20 * 2**20  # bytes by which two runs of one step may differ on a small budget, on CUDA
@@ -39,7 +39,7 @@ class Remembered(NamedTuple):
     passed_over: str = ""
 
 
-def find_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered:
+def choose_remembered(plans: Sequence[PlanRecord], wanted: Wanted) -> Remembered:
     """The plan that answers the same question best within today's limit; of equal ones the newest.
 
     ``plans`` are of one fingerprint, the newest first. A start under a lower limit leaves a plan with smaller
@@ -81,26 +81,6 @@ def why_not_confirmed(plan: PlanRecord, trial: Trial, limit_bytes: int) -> str:
                 f"the fingerprint cannot see has changed"
             )
     return ""
-
-
-def model_differences(plan: PlanRecord, model: str, identity: ModelIdentity) -> Iterator[str]:
-    """What differs from the model and optimizer that a plan was made for; nothing where the plan has no identity."""
-    then = plan.identity
-    if then is None:
-        return
-    if not (then.shapes and identity.shapes):
-        pass  # a lazy module has no shapes yet
-    elif then.shapes != identity.shapes:
-        yield f"it was made for {_describe_model(plan.model, then)}, and this is {_describe_model(model, identity)}"
-    elif then.trained != identity.trained:
-        yield f"{then.trained} of {then.parameters} parameters were trained, and now {identity.trained} are"
-    # Without one its memory was not counted, which the plan says itself; a runner without one only accumulates.
-    if then.optimizer and identity.optimizer and then.optimizer != identity.optimizer:
-        yield f"the optimizer was {then.optimizer}, and now is {identity.optimizer}"
-
-
-def _describe_model(model: str, identity: ModelIdentity) -> str:
-    return f"{model or 'a model'} with {identity.parameters} parameters in {identity.tensors} tensors"
 
 
 def _tolerance(plan: PlanRecord, known: int) -> float:
