@@ -25,7 +25,7 @@ _WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight"
 def format_bytes(count: int) -> str:
     """``1536`` -> ``"1.5 KiB"``; powers of 1024, one decimal from KiB on."""
     if abs(count) < 1024:
-        return f"{count} bytes"
+        return plural(count, "byte")
     size = float(count)
     for unit in ("KiB", "MiB"):
         size /= 1024

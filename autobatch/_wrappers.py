@@ -101,8 +101,8 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     Of several, in a list, one that stands for all.
     """
     if isinstance(optimizer, list | tuple):
-        if not optimizer:
-            raise InvalidArgument("optimizer=[] holds none: pass optimizers, or None")
+        if all(member is None for member in optimizer):
+            raise InvalidArgument(f"optimizer={[*optimizer]} holds none: pass optimizers, or None")
         if len(optimizer) > 1:
             return SeveralOptimizers([unwrap_optimizer(member) for member in optimizer])
         (optimizer,) = optimizer

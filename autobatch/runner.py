@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autobatch.batch.cutting import CutFunction
+from autobatch.batch.chosen_groups import CutFunction
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import find_ranks, several_blocks
 from autobatch.events import Hook

@@ -1,14 +1,15 @@
 """Records what Python containers below an object hold, and restores it.
 
-Covers dicts, lists, sets, deques and byte arrays, the attributes of dataclasses and ``SimpleNamespace``, tuples of
-these, and by value the arrays and generators of ``value_copy``. Entries are recorded by identity: a number that was
-counted up is another object. Does not cover the values of tensors, nor objects of other classes.
+Covers dicts, lists, sets, deques and byte arrays, the attributes of dataclasses and ``SimpleNamespace``, and of classes
+derived from those containers, tuples of these, and by value the arrays and generators of ``value_copy``. Attributes may
+be in slots. Entries are recorded by identity: a number that was counted up is another object. Does not cover the values
+of tensors, nor objects of other classes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from autobatch.state.slots import Slots, has_slots, own_attributes
 from autobatch.state.value_copy import ValueCopy, is_copied_by_value, is_fixed
 
 __all__ = [
@@ -34,7 +36,8 @@ __all__ = [
     "record_contents",
 ]
 
-_PLAIN, _CONTAINER, _TUPLE, _FIELDS, _VALUE, _TENSOR, _MODULE, _OPAQUE = range(8)
+_PLAIN, _CONTAINER, _OWN_CONTAINER, _TUPLE, _FIELDS, _VALUE, _TENSOR, _MODULE, _OPAQUE = range(9)
+_CONTAINERS = (_CONTAINER, _OWN_CONTAINER)
 
 _HOLD_NOTHING = frozenset(
     (
@@ -125,7 +128,7 @@ def find_contents(roots: Iterable[Any], seen: set[int] | None = None) -> Found:
             elif kind == _OPAQUE:
                 found.may_hold_more = True
             else:
-                found.may_hold_more |= kind == _CONTAINER and len(value) > _MOST_ENTRIES
+                found.may_hold_more |= kind in _CONTAINERS and len(value) > _MOST_ENTRIES
                 content = record_contents(value)
                 found.contents.extend([] if content is None else [content])
                 waiting += children_of(value)
@@ -137,21 +140,30 @@ def record_contents(value: Any) -> Contents | None:
     kind = _KINDS[type(value)]
     if kind == _VALUE:
         return None if is_fixed(value) else ValueCopy(value)
+    if kind == _CONTAINER:
+        return _Entries(value)
+    if kind == _OWN_CONTAINER:
+        return _Parts([_Entries(value), *_record_attributes(value)])  # in this order: a class may count what is set
     if kind == _FIELDS:
-        return _Entries(vars(value))
-    return _Entries(value) if kind == _CONTAINER else None
+        attributes = _record_attributes(value)
+        return attributes[0] if len(attributes) == 1 else _Parts(attributes)
+    return None
+
+
+def _record_attributes(value: Any) -> list[Contents]:
+    slots: list[Contents] = [Slots(value)] if has_slots(type(value)) else []
+    return [*slots, _Entries(vars(value))] if type(value).__dictoffset__ else slots
 
 
 def children_of(value: Any) -> list[Any]:
     """The entries of a container, its keys too, or of a tuple, or the fields of a dataclass."""
     kind = _KINDS[type(value)]
-    if kind == _FIELDS:
-        return list(vars(value).values())
-    if kind == _CONTAINER and len(value) > _MOST_ENTRIES:
-        return []
+    attributes = own_attributes(value) if kind in (_FIELDS, _OWN_CONTAINER) else []
+    if kind in _CONTAINERS and len(value) > _MOST_ENTRIES:
+        return attributes
     if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    return list(value) if kind in (_CONTAINER, _TUPLE) else []
+        return [*attributes, *value.keys(), *value.values()]
+    return [*attributes, *value] if kind in (*_CONTAINERS, _TUPLE) else attributes
 
 
 def put_entries_back(held: dict[str, Any], entries: dict[str, Any]) -> None:
@@ -245,6 +257,22 @@ class _Entries:
             container.extend(self._values)
 
 
+class _Parts:
+    """Several contents of one object."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Contents]) -> None:
+        self._parts = parts
+
+    def is_current(self) -> bool:
+        return all(part.is_current() for part in self._parts)
+
+    def put_back(self) -> None:
+        for part in self._parts:
+            part.put_back()
+
+
 def _entries_of(container: Any) -> tuple[list[Any], list[Any]]:
     if isinstance(container, dict):
         return list(container.keys()), list(container.values())
@@ -269,14 +297,19 @@ _KINDS_OF_BASES = (
     (tuple, _TUPLE),
 )
 
+_STANDARD = frozenset((dict, list, set, deque, bytearray, Counter, OrderedDict, defaultdict))
+"""Of which hardly one has attributes: a model has thousands."""
+
 
 def _kind_of(found: type) -> int:
+    has_attributes = bool(found.__dictoffset__ or has_slots(found))
     for base, kind in _KINDS_OF_BASES:
         if issubclass(found, base):
-            return kind
+            is_own = kind == _CONTAINER and has_attributes and found not in _STANDARD
+            return _OWN_CONTAINER if is_own else kind
     if is_copied_by_value(found):
         return _VALUE
     if found in _HOLD_NOTHING or issubclass(found, (type, Enum)):
         return _PLAIN
     has_fields = dataclasses.is_dataclass(found) or issubclass(found, SimpleNamespace)
-    return _FIELDS if has_fields and found.__dictoffset__ else _OPAQUE  # one with slots has no dict to look into
+    return _FIELDS if has_fields and has_attributes else _OPAQUE

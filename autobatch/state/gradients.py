@@ -1,7 +1,7 @@
 """Sets gradients aside, restores or adds them, and sums narrow ones in float32.
 
 Covers dense and sparse gradients of leaf parameters; ``None`` stays ``None``. Does not cover when any of it happens
-(``accumulation``).
+(``training.transaction``, ``training.accumulation``).
 """
 
 from __future__ import annotations

@@ -185,8 +185,16 @@ def _below(value: Any) -> list[Any]:
         gradient = value.grad if value.is_leaf else None
         return [vars(value), gradient, *(getattr(value, name) for name in _TENSOR_HOOKS)]
     # A module that is hidden in a list, and the optimizer inside another.
-    has_state = isinstance(value, nn.Module) or hasattr(value, "param_groups")
+    has_state = isinstance(value, nn.Module) or _has_groups(value)
     return [vars(value)] if has_state and hasattr(value, "__dict__") else children_of(value)
+
+
+def _has_groups(value: Any) -> bool:
+    """Whether it is an optimizer, or passes what it is asked on to one; a proxy may answer with any error."""
+    try:
+        return hasattr(value, "param_groups")
+    except Exception:  # noqa: BLE001 - of the user's code
+        return False
 
 
 def _remove_step_hooks(optimizer: Any | None) -> None:

@@ -25,12 +25,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autobatch.errors import InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
+from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.reachable import attributes_of, parts_of, walk
 
 __all__ = ["BACKWARD", "LoopGuard"]
 
 _MISSING = object()
-_HOOKS = "_post_accumulate_grad_hooks"
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 BACKWARD = (
@@ -118,7 +118,7 @@ class LoopGuard:
                 front.earlier = earlier if front.earlier is refusal else front.earlier
                 front = front.earlier
         for parameter, hooks in self._watched:
-            _remove_hook(parameter, hooks, self)
+            remove_hook(parameter, hooks, self)
         self._watched = []
 
     def _watch_parameters(self) -> None:
@@ -132,7 +132,7 @@ class LoopGuard:
         for parameter in ends:
             if parameter is None or not parameter.is_leaf:
                 continue
-            hooks = _hooks_of(parameter)
+            hooks = table_of(parameter)
             self._watched.append((parameter, hooks))  # first: an interrupt may come next
             hooks[self] = self.reached.append
 
@@ -151,25 +151,9 @@ def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refus
 
     for parameter in parameters:
         if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-            hooks = _hooks_of(parameter)
-            stack.callback(_remove_hook, parameter, hooks, refuse)
+            hooks = table_of(parameter)
+            stack.callback(remove_hook, parameter, hooks, refuse)
             hooks[refuse] = refuse
-
-
-def _hooks_of(parameter: torch.Tensor) -> OrderedDict[Any, Any]:
-    """The table of a parameter's hooks; ``register_post_accumulate_grad_hook`` is slow and leaves an empty one."""
-    hooks: OrderedDict[Any, Any] | None = getattr(parameter, _HOOKS)
-    if hooks is None:
-        hooks = OrderedDict()
-        setattr(parameter, _HOOKS, hooks)
-    return hooks
-
-
-def _remove_hook(parameter: torch.Tensor, hooks: OrderedDict[Any, Any], key: Any) -> None:
-    # Emptied and taken away: torch goes on calling what is in the last table that was set, after None was set.
-    hooks.pop(key, None)
-    if not hooks and getattr(parameter, _HOOKS) is hooks:
-        setattr(parameter, _HOOKS, None)
 
 
 def _clears_gradients(owner: Any) -> bool:

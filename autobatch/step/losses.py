@@ -143,6 +143,9 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
     return tuple(_read_term(str(name), loss) for name, loss in returned.items())
 
 
+_INFERENCE = "torch.inference_mode() is on, in which none is made"
+
+
 def _read_term(name: str, returned: Any) -> Term:
     what, of_term = (f"the term {name!r} of step()", f" of the term {name!r}") if name else ("step()", "")
     kind: _Kind = "mean"
@@ -170,8 +173,10 @@ def _read_term(name: str, returned: Any) -> Term:
     if loss.is_complex():
         raise InvalidStep(f"{what} returned a complex loss; a real one is needed, such as its abs() or its real part")
     if not loss.requires_grad and count != 0:
+        why = "detached, under no_grad, or every parameter is frozen"
+        is_inference = torch.is_inference_mode_enabled() or loss.is_inference()
         raise InvalidStep(
-            f"{what} returned a loss without a graph (detached, under no_grad, or every parameter is frozen)"
+            f"{what} returned a loss without a graph ({_INFERENCE if is_inference else why})"
             + ("; what is no loss goes beside it: return (losses, aux)" if name else "")
         )
     return Term(name, loss.reshape(()), kind, count, loss.dtype in NARROW)
@@ -209,7 +214,7 @@ def _read_weight(value: Any, what: str, samples: int) -> float:
     weight = _read_number(value)
     if weight is None:
         raise InvalidBatch(
-            f"weigh() returned {type(value).__name__}{what}; it must return one number, or a dict of them by term"
+            f"weigh() returned {_describe(value)}{what}; it must return one number, or a dict of them by term"
         )
     if not 0 <= weight <= _LARGEST_COUNT:
         raise InvalidBatch(
@@ -221,17 +226,25 @@ def _read_weight(value: Any, what: str, samples: int) -> float:
 def _read_count(value: Any, argument: str) -> float:
     count = _read_number(value)
     if count is None:
-        raise InvalidStep(f"{argument} is {type(value).__name__}; it must be one number")
+        raise InvalidStep(f"{argument} is {_describe(value)}; it must be one number")
     if not 0 <= count <= _LARGEST_COUNT:
         raise InvalidStep(f"{argument} is {count}; it must be a number from 0 to 1e100")
     return count
 
 
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return type(value).__name__
+
+
 def _read_number(value: Any) -> float | None:
     """A number, or a tensor of one, as a Python number; ``None`` where it is neither. The device's errors come out."""
     if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
-    if isinstance(value, str | bytes):  # of which float() reads some
+        is_number = value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
+        return float(value.detach()) if is_number else None
+    # float() reads these too: some texts, and whether anything counts where how much of it was meant.
+    if isinstance(value, str | bytes | bool) or getattr(value, "dtype", None) == "bool":
         return None
     try:
         return float(value)

@@ -1,4 +1,4 @@
-"""Inspects a model without running it: is it compiled, and by what does a plan recognise it.
+"""Inspects a model without running it: is it compiled, by what does a plan recognise it, and what differs.
 
 Covers compiled modules, modules compiled in place, and compiled functions that are the step or a module's ``forward``.
 Does not cover a compiled function that a plain step calls.
@@ -7,6 +7,7 @@ Does not cover a compiled function that a plain step calls.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from autobatch._wrappers import members_of, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity
 from autobatch.state.tensor_header import is_uninitialized
 
-__all__ = ["identify_model", "is_compiled", "name_optimizer"]
+__all__ = ["identify_model", "is_compiled", "model_differences", "name_optimizer"]
 
 
 def is_compiled(model: nn.Module, step: Any = None) -> bool:
@@ -58,3 +59,24 @@ def identify_model(model: nn.Module, optimizer: Any | None) -> ModelIdentity:
         shapes="" if lazy else hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         optimizer=name_optimizer(optimizer),
     )
+
+
+def model_differences(
+    planned_name: str, planned: ModelIdentity | None, name: str, identity: ModelIdentity
+) -> Iterator[str]:
+    """What differs from the model and optimizer that a plan was made for; nothing where the plan has no identity."""
+    if planned is None:
+        return
+    if not (planned.shapes and identity.shapes):
+        pass  # a lazy module has no shapes yet
+    elif planned.shapes != identity.shapes:
+        yield f"it was made for {_describe(planned_name, planned)}, and this is {_describe(name, identity)}"
+    elif planned.trained != identity.trained:
+        yield f"{planned.trained} of {planned.parameters} parameters were trained, and now {identity.trained} are"
+    # Without one its memory was not counted, which the plan says itself; a runner without one only accumulates.
+    if planned.optimizer and identity.optimizer and planned.optimizer != identity.optimizer:
+        yield f"the optimizer was {planned.optimizer}, and now is {identity.optimizer}"
+
+
+def _describe(name: str, identity: ModelIdentity) -> str:
+    return f"{name or 'a model'} with {identity.parameters} parameters in {identity.tensors} tensors"

@@ -2,42 +2,101 @@
 
 Covers Python functions, methods, ``functools.partial``, callable objects, containers and instances, the nearest first;
 and among these, modules and tensors that belong to neither the model nor its optimizer: a teacher, a memory bank, a
-queue. No object is called and no property is read. Does not cover what C code or objects with ``__slots__`` hold, class
-attributes, modules of Python, nor what is looked up by name at run time.
+queue. Of classes and Python modules of the user's own (not of installed libraries) it covers what they hold: attributes
+of a class, and names of a module that the function's code names too. No object is called and no property is read. Does
+not cover what C code holds, nor what is looked up by name at run time.
 """
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["attributes_of", "find_modules", "find_outside", "names_in", "parts_of", "walk"]
+from autobatch.state.slots import own_attributes
+
+__all__ = [
+    "MOST_OBJECTS",
+    "attributes_of",
+    "find_modules",
+    "find_outside",
+    "is_installed",
+    "names_in",
+    "parts_of",
+    "walk",
+]
 
 _MOST_REACHED = 2_000
 """Objects that are looked at from one step; a dataset in a list may be among them."""
 
+MOST_OBJECTS = 10_000
+"""Objects that are looked at for modules alone, which copies none: some 20 ms."""
+
+_AT_ONCE = 100  # entries of one object; further ones come after all others, since a dataset is longer than all else
+
 _LIBRARIES = ("torch", "functools", "contextlib")  # whose globals lead to nothing of the user's
 
+_INSTALLED = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
-def walk(root: Any, parts: Callable[[Any], Iterator[Any]], most: int = _MOST_REACHED) -> Iterator[Any]:
+_PLAIN = frozenset((str, int, float, complex, bool, bytes, type(None)))  # they lead nowhere
+
+
+def walk(
+    root: Any,
+    parts: Callable[[Any], Iterator[Any]],
+    most: int = _MOST_REACHED,
+    when_cut: Callable[[], object] | None = None,
+) -> Iterator[Any]:
     """Every object that can be reached, once each, the nearest first, ``root`` included.
 
-    ``parts`` gives what an object leads to; after ``most`` objects it ends.
+    Plain values (texts, numbers) and containers of nothing else are left out, and count for nothing. Of an object with
+    many parts, such as a long list, the first come in their turn and the others after all else.
+
+    Args:
+        root: Where to begin.
+        parts: Gives what an object leads to.
+        most: So many objects are looked at.
+        when_cut: Called once where there are more.
     """
     waiting, seen = deque([root]), {id(root): root}
-    while waiting:
-        value = waiting.popleft()
-        yield value
-        for part in parts(value):
-            if id(part) not in seen and len(seen) < most:
-                seen[id(part)] = part  # held, so that no other object gets its id
-                waiting.append(part)
+    rest: deque[Iterator[Any]] = deque()
+    while waiting or rest:
+        if waiting:
+            yield (value := waiting.popleft())
+            leads: Iterator[Any] = filter(_leads_on, parts(value))
+        else:
+            leads = rest.popleft()
+        taken = [*islice(leads, _AT_ONCE)]
+        if len(taken) == _AT_ONCE:
+            rest.append(leads)
+        for part in taken:
+            if id(part) in seen:
+                continue
+            if len(seen) >= most:
+                if when_cut is not None:
+                    when_cut()
+                yield from waiting
+                return
+            seen[id(part)] = part  # held, so that no other object gets its id
+            waiting.append(part)
+
+
+def _leads_on(part: Any) -> bool:
+    kind = type(part)
+    if kind in _PLAIN:
+        return False
+    if kind in (list, tuple, dict):
+        return not _PLAIN.issuperset(map(type, part.values() if kind is dict else part))
+    return True
 
 
 def parts_of(value: Any, attributes: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
@@ -51,30 +110,86 @@ def parts_of(value: Any, attributes: Callable[[Any], Iterator[Any]]) -> Iterator
     elif isinstance(value, (list, tuple)):
         yield from value
     elif isinstance(value, dict):
-        yield from value.values()
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+        yield from [*value.values()]  # a copy, as the walk may come back to it later
+    elif isinstance(value, type):
+        yield from _held_by_class(value)
+    elif not isinstance(value, types.ModuleType) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")):
         yield from attributes(value)
 
 
 def attributes_of(value: Any) -> Iterator[Any]:
-    """Values of an instance's attributes, and the method of a callable one, which has globals."""
-    yield from vars(value).values()
+    """Values of an instance's attributes, the method of a callable one, which has globals, and the user's own class."""
+    yield from own_attributes(value)
     call = vars(type(value)).get("__call__")
     if isinstance(call, types.FunctionType):
         yield call
+    if not _is_library(type(value).__module__):
+        yield type(value)
+
+
+def _held_by_class(kind: type) -> Iterator[Any]:
+    """Values of its attributes, but methods and what else is no value."""
+    for base in kind.__mro__:
+        if not _is_library(base.__module__):
+            for name, value in [*vars(base).items()]:
+                is_code = isinstance(value, types.FunctionType | type) or hasattr(type(value), "__get__")
+                if not is_code and not name.startswith("__"):
+                    yield value
+
+
+def _is_library(name: object) -> bool:
+    """Whether a Python module by this name is not the user's own; a class may have anything as ``__module__``."""
+    return isinstance(name, str) and _is_known(name)
+
+
+@cache
+def _is_known(name: str) -> bool:
+    package = name.partition(".")[0]
+    if package in ("autobatch", *_LIBRARIES) or package in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    """Whether this code is Python's own or that of an installed library."""
+    return any(folder in Path(file).parents for folder in _INSTALLED)
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[Any]:
+    held = [*_closure_of(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    yield from held
+    if str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES:
+        return  # a decorator of theirs: the step is in its closure
+    tables = [function.__globals__, *(vars(value) for value in held if _is_users_module(value))]
+    yield from _look_up(dict.fromkeys(names_in(function.__code__)), tables)
+
+
+def _closure_of(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    if str(function.__globals__.get("__name__")).partition(".")[0] in _LIBRARIES:
-        return  # a decorator of theirs: the step is in its closure
-    yield from (function.__globals__[name] for name in names_in(function.__code__) if name in function.__globals__)
+
+
+def _look_up(names: Iterable[str], tables: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    """What these names are among globals, and in the user's own Python modules that are found there."""
+    waiting, seen = deque(tables), set[int]()
+    while waiting:
+        table = waiting.popleft()
+        if id(table) in seen:
+            continue
+        seen.add(id(table))
+        for value in [table[name] for name in names if name in table]:
+            if _is_users_module(value):
+                waiting.append(vars(value))
+            else:
+                yield value
+
+
+def _is_users_module(value: Any) -> bool:
+    return isinstance(value, types.ModuleType) and not _is_library(value.__name__)
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
@@ -92,9 +207,19 @@ def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module |
     return [value for value in reached if isinstance(value, nn.Module | torch.Tensor)]
 
 
-def find_modules(function: Callable[..., Any]) -> list[nn.Module]:
-    """Modules (the outermost) that a function is, or reaches; the nearest first."""
-    return [value for value in walk(function, _lead_outside) if isinstance(value, nn.Module)]
+def find_modules(function: Callable[..., Any], when_cut: Callable[[], object] | None = None) -> list[nn.Module]:
+    """Modules (the outermost) that a function is, or reaches; the nearest first.
+
+    Args:
+        function: Where to begin.
+        when_cut: Called where it reaches more than ``MOST_OBJECTS``, so that modules may be missing.
+    """
+    reached = walk(function, _lead_to_modules, MOST_OBJECTS, when_cut)
+    return [value for value in reached if isinstance(value, nn.Module)]
+
+
+def _lead_to_modules(value: Any) -> Iterator[Any]:
+    return (part for part in _lead_outside(value) if not isinstance(part, torch.Tensor))
 
 
 def _lead_outside(value: Any) -> Iterator[Any]:

@@ -18,8 +18,10 @@ from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import members_of
 from autobatch.batch.layout import map_tensors, tensors_of
+from autobatch.batch.read_only_call import call_read_only
 from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
+from autobatch.step.gradient_hooks import refuse_hooks
 from autobatch.step.loop_guard import BACKWARD, LoopGuard
 from autobatch.step.losses import Term, Weigh, read_terms, read_weights
 from autobatch.step.model_info import name_optimizer
@@ -32,7 +34,9 @@ __all__ = [
     "Weigh",
     "Workload",
     "check_leaves",
+    "check_model",
     "check_weigh",
+    "leaves_of_graph",
     "split_output",
     "warn_of_no_optimizer",
 ]
@@ -63,8 +67,24 @@ class Workload:
         _check_kinds(self.model, self.step, self.weigh)
         if self.optimizer is not None:
             _check_optimizer(self.model, self.optimizer)
-        for name, parameter in self.model.named_parameters():
-            _check_parameter(name, parameter)
+        self.check_hooks()
+
+    def check_hooks(self, known: frozenset[int] = frozenset()) -> None:
+        """Refuse hooks on gradients of parameters, which would run on the part of each micro-batch.
+
+        Args:
+            known: Keys of hooks that may be there, from ``find_hooks``.
+
+        Raises:
+            InvalidArgument: Another one is there.
+        """
+        names = {id(parameter): f"parameter {name}" for name, parameter in self.model.named_parameters()}
+        for parameter in self.parameters():
+            if not parameter.requires_grad:  # no gradient reaches its hooks
+                continue
+            if not is_uninitialized(parameter):  # of a lazy module: it gets its shape in the first forward pass
+                of_optimizer = f"the optimizer's parameter of shape {tuple(parameter.shape)}"
+                refuse_hooks(names.get(id(parameter), of_optimizer), parameter, known)
 
     def around(self, step: Step, *, weigh: Weigh | None) -> Workload:
         """The same with another step, which calls this one's: what that can reach is searched for optimizers once."""
@@ -105,9 +125,11 @@ class Workload:
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
         """What the micro-batch counts for, by term: ``weigh`` of it, or its samples; ``""`` stands for every term.
 
-        Raises InvalidBatch where a weight is no number, negative or not finite.
+        Raises InvalidBatch where a weight is no number, negative or not finite, or ``weigh`` writes into the samples.
         """
-        return {"": float(samples)} if self.weigh is None else read_weights(self.weigh(micro_batch), samples)
+        if self.weigh is None:
+            return {"": float(samples)}
+        return read_weights(call_read_only("weigh", self.weigh, micro_batch), samples)
 
     def run(self, micro_batch: Any) -> StepOutput:
         """Call the user's step; raises InvalidStep where no gradient can come from what it returned."""
@@ -169,7 +191,7 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
     Raises InvalidStep; ``parameters`` are those of the model and of the optimizer.
     """
     known = {id(parameter) for parameter in parameters}
-    for leaf in _leaves_of_graph(loss):
+    for leaf in leaves_of_graph(loss):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
             raise InvalidStep(
                 f"step() trains a parameter of shape {tuple(leaf.shape)} that is in neither the model nor the "
@@ -186,7 +208,7 @@ def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:
     return (missing,) if workload.optimizer is None else ()
 
 
-def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+def leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors in which a backward pass from here adds up gradients, once each."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
@@ -199,9 +221,14 @@ def _leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def _check_kinds(model: Any, step: Any, weigh: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise InvalidArgument for what is no module, or is the class of one."""
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
+
+
+def _check_kinds(model: Any, step: Any, weigh: Any) -> None:
+    check_model(model)
     if not callable(step):
         raise InvalidArgument(f"step={_show(step)} cannot be called; pass step(model, micro_batch) -> loss")
     check_weigh(weigh)
@@ -241,21 +268,6 @@ def _check_one_optimizer(optimizer: Any) -> None:
         raise InvalidArgument(
             f"{type(optimizer).__name__} calls a closure several times a step, which cannot be split exactly; use "
             f"another"
-        )
-
-
-def _check_parameter(name: str, parameter: torch.Tensor) -> None:
-    if is_uninitialized(parameter):  # of a lazy module: it gets its shape in the first forward pass
-        return
-    if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - not public
-        raise InvalidArgument(
-            f"parameter {name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
-            f"micro-batch and cannot be undone; remove the hook"
-        )
-    if parameter._backward_hooks:  # noqa: SLF001 - not public
-        raise InvalidArgument(
-            f"parameter {name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
-            f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
         )
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from autobatch.batch.layout import Layout
+from autobatch.batch.trimming import SortedLayout
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit
 from autobatch.memory.device import Device
@@ -28,6 +29,7 @@ from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamp
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
+from autobatch.step.gradient_hooks import HOOKS_OF, find_hooks
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.training.accumulation_state import AccumulationState, Shortage
@@ -44,6 +46,7 @@ UpdateFunction = Callable[[Callable[[], None]], None]
 
 _T = TypeVar("_T")
 _PARAMS, _VERSION = itemgetter("params"), attrgetter("_version")
+_UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - a subclass would be asked in Python
 _COUNT, _HOME, _PAIR_SIZE = attrgetter("count"), attrgetter("home"), attrgetter("spec.pair_size")
 _COPYING = "copying what the step changes, such as buffers"
 
@@ -59,7 +62,7 @@ class Accumulation:
         scale: Applied to each micro-batch's loss before its backward pass: a ``GradScaler``'s ``scale``.
         in_float32: Whether gradients in bfloat16 and float16 of several micro-batches are added up in float32.
         smallest: The fewest samples that the model can run; no batch is cut into smaller micro-batches.
-        leaves_are_known: Whether the first graph was searched for parameters outside model and optimizer already.
+        leaves_are_known: Whether a graph was searched for parameters outside model and optimizer already.
         stand_ins: What stands for parameters of the model in a graph: those of ``fully_shard`` are gathered.
         known_state: What its steps are known to change; default: nothing yet.
         state: The same, learnt as steps run.
@@ -69,6 +72,11 @@ class Accumulation:
         had_gradients: Whether gradients from before the last batch have become part of its gradient.
         owns_batches: Whether the batches are copies that the user does not see.
         backward: Called with each micro-batch's loss, scaled, in place of ``loss.backward()``.
+        is_training: Whether these are a Runner's steps, between which the user may change anything. Then hooks on
+            gradients of parameters that were registered between two steps are refused (those that the step itself
+            registers are judged by a comparison, ``exactness``), and graphs are searched again now and then.
+        counted_per_sample: What the last step's losses were divided by, for each sample, if it stated its count; else
+            0. The next step's unit is chosen by it, and with it how a narrow loss rounds.
     """
 
     workload: Workload
@@ -85,6 +93,9 @@ class Accumulation:
     had_gradients: bool = False
     owns_batches: bool = False
     backward: Backward | None = None
+    is_training: bool = False
+    counted_per_sample: float = 0.0
+    _hooks: frozenset[int] = frozenset()
     _is_additive: bool = False
     _sums: Float32Sums = field(default_factory=Float32Sums)
     _parameters: Sequence[torch.Tensor] = ()
@@ -122,11 +133,12 @@ class Accumulation:
             ``None`` where all weights are 0, so that a mean has no value: then nothing has happened.
 
         Raises:
-            InvalidBatch: ``weigh`` does not count, or a batch carries a graph.
+            InvalidArgument: A parameter has got a gradient hook.
+            InvalidBatch: ``weigh`` does not count, trimming changes a sample's length, or a batch carries a graph.
             InvalidStep: The step wrote into its batch or into gradients, trains what is in neither model nor optimizer,
                 or returned no valid loss or count.
-            DoesNotFit: A copy of the model's buffers does not fit, or ``weigh``, or what follows the last backward
-                pass. Errors of ``shrink`` and ``update`` pass through.
+            DoesNotFit: A copy of the model's buffers does not fit, or ``weigh`` or ``lengths``, or what follows the
+                last backward pass. Errors of ``shrink`` and ``update`` pass through.
         """
         start = self.try_twice(_COPYING, self.state.begin)
         parameters = self._find_parameters(start.modules)
@@ -148,6 +160,11 @@ class Accumulation:
         except BaseException:
             transaction.__exit__()  # nothing is left to do, unless an interrupt came as the block ended
             raise
+        finally:
+            if self.is_training:
+                with _UNDISTURBED():  # written out: a function of ours would be one more call in every step
+                    if any(map(any, map(HOOKS_OF, parameters))):
+                        self._hooks = find_hooks(parameters)
         if reason is None:
             return None if progress.loss is None else progress
         self.device.reclaim()
@@ -157,13 +174,21 @@ class Accumulation:
         )
 
     def _find_parameters(self, modules: ModuleState) -> Sequence[torch.Tensor]:
-        """The workload's parameters, listed again where modules or the optimizer hold other ones."""
+        """The workload's parameters, listed again where modules or the optimizer hold other ones.
+
+        Raises:
+            InvalidArgument: One has got a gradient hook since the last step.
+        """
         groups = self.workload.optimizer.param_groups if self.workload.optimizer is not None else ()
         held = [*chain.from_iterable(map(_PARAMS, groups))]
         is_same = len(held) == len(self._seen_held) and all(map(is_, held, self._seen_held))
         if modules is not self._seen_modules or not is_same:
             self._parameters = self.workload.parameters()
             self._seen_modules, self._seen_held = modules, held
+        if self.is_training:
+            with _UNDISTURBED():
+                if any(map(any, map(HOOKS_OF, self._parameters))):
+                    self.workload.check_hooks(self._hooks)
         return self._parameters
 
     def _run_micro_batches(self, progress: AccumulationState, transaction: Transaction) -> str | None:
@@ -201,6 +226,7 @@ class Accumulation:
     def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
         """Go back to before what failed, and cut what is not finished smaller."""
         progress.fail()
+        self.leaves_are_known = False  # what the step trains by now, the next attempt would train twice
         least = find_least_size(join(progress.todo), self.smallest)
         transaction.rewind(progress, reason, can_divide_rest=least < progress.failed_size)
         self.device.reclaim()
@@ -222,7 +248,7 @@ class Accumulation:
             loss = divided[0]
             if not self.leaves_are_known:
                 self.workload.check_leaves(loss, self.stand_ins())
-                self.leaves_are_known = True  # once: going through the graph takes as long as a forward pass
+                self.leaves_are_known = True  # going through the graph takes as long as a forward pass
             loss = loss if self.scale is None else self.scale(loss)
             if self.backward is None:
                 loss.backward()
@@ -301,6 +327,7 @@ class Accumulation:
             if aside.is_final or isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 raise
             return describe_error(error, handled=handled)
+        self.counted_per_sample = progress.counted_per_sample if progress.counted else 0.0
         return None
 
     def _open(
@@ -344,6 +371,8 @@ class Accumulation:
 
     def _begin(self, batches: Sequence[Layout], largest: int) -> AccumulationState:
         tensors = [*chain.from_iterable(map(Layout.tensors, batches))]
+        if self.is_training and self.state.is_looked_over:
+            self.leaves_are_known = False  # a step may begin later to train another network
         is_home = {*map(_HOME, batches)} == {self._home}  # which no tensor with a graph has
         if not is_home:
             refuse_graphs(tensors)
@@ -354,12 +383,19 @@ class Accumulation:
             check_additive(self._cut(ranges, None), micro_batches)
             self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
         is_ready = is_home and all(map(_PAIR_SIZE, batches))
-        return AccumulationState(micro_batches, tensors, weighed=weighed, is_ready=is_ready)
+        progress = AccumulationState(micro_batches, tensors, weighed=weighed, is_ready=is_ready)
+        if self.counted_per_sample:
+            progress.expect(self.counted_per_sample, is_scaled=self.scale is not None)
+        return progress
 
     def _cut(self, ranges: Sequence[tuple[Layout, int, int]], largest: int | None) -> list[MicroBatch]:
-        if self.workload.weigh is None:
+        if self.workload.weigh is not None:
+            purpose = "counting with weigh()"
+        elif ranges and type(ranges[0][0]) is SortedLayout:  # then all are
+            purpose = "reading lengths with lengths()"
+        else:
             return cut(self.workload, ranges, largest, self.smallest)
-        return self.try_twice("counting with weigh()", cut, self.workload, ranges, largest, self.smallest)
+        return self.try_twice(purpose, cut, self.workload, ranges, largest, self.smallest)
 
     def _divide_anew(self, progress: AccumulationState, reason: str) -> None:
         """Cut what is not finished into smaller micro-batches."""

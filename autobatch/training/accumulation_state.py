@@ -93,11 +93,24 @@ class AccumulationState:
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
         self.denominators = Denominators.of(micro_batches, weighed=weighed)
-        self._is_shared = False
+        self._is_shared, self._per_sample, self._is_scaled = False, 0.0, False
+
+    def expect(self, per_sample: float, *, is_scaled: bool) -> None:
+        """Of the step before: what its losses were divided by, for each sample."""
+        self._per_sample, self._is_scaled = per_sample, is_scaled
+        expected = per_sample * self.denominators.samples
+        self.denominators = replace(self.denominators, expected=expected, is_scaled=is_scaled)
+
+    @property
+    def counted_per_sample(self) -> float:
+        """What this step's losses are divided by, for each sample; 0 where the total was known before."""
+        return self.counted / max(1, sum(self.micro_batch_sizes))
 
     def share(self, weights: Mapping[str, float], samples: int) -> None:
         """Divide by these totals, which are those of all ranks, however often this one's part is cut anew."""
         self.denominators, self._is_shared = replace(self.denominators, weights=weights, samples=samples), True
+        if self._per_sample:
+            self.expect(self._per_sample, is_scaled=self._is_scaled)
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -150,6 +163,8 @@ class AccumulationState:
         self.todo = deque(micro_batches)
         if not self.done and not self._is_shared:
             self.denominators = Denominators.of(micro_batches, weighed=self._weighed)
+            if self._per_sample:
+                self.expect(self._per_sample, is_scaled=self._is_scaled)
 
     def correct(self) -> float:
         """Divide the loss by the true total if that was not known before; returns the gradients' factor."""

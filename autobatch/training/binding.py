@@ -24,7 +24,7 @@ from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
-from autobatch.planning.retry_size import CLEAN_STEPS
+from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.step.model_info import is_compiled, name_optimizer
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation import Accumulation
@@ -75,6 +75,7 @@ def make_accumulation(
         smallest=plan.smallest_micro_batch,
         keep=keep,
         backward=None if backward is None else GivenBackward(backward, is_scaled=scaler is not None),
+        is_training=True,
     )
 
 

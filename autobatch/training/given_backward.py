@@ -1,7 +1,8 @@
 """Runs a backward function of the user's own, such as a framework's, and refuses one that makes another gradient.
 
-Covers that it is called for the loss once, and that what it multiplies the loss by is taken out again. Does not cover
-what it does beside that: a hook that it calls, or an error that it raises, is as in ``loss.backward()``.
+Covers that it is called for the loss once, that gradients arrive in parameters, and that what it multiplies the loss by
+is taken out again. Does not cover what it does beside that: a hook that it calls, or an error that it raises, is as in
+``loss.backward()``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.state.gradients import NARROW
+from autobatch.step.gradient_hooks import remove_hook, table_of
+from autobatch.step.workload import leaves_of_graph
 
 __all__ = ["Backward", "GivenBackward"]
 
@@ -43,17 +47,24 @@ class GivenBackward:
         """Call it.
 
         Raises:
-            InvalidStep: It ran no backward pass from this loss or several, or divided it once more.
+            InvalidStep: It ran no backward pass from this loss or several, left no gradient, added to a narrow one
+                itself, or divided the loss.
         """
         arrived: list[torch.Tensor] = []
         loss.register_hook(arrived.append)
-        self._function(loss)
+        # In the first pass alone: going through the graph takes as long as a forward pass.
+        gradients = None if self._factor_is_known else _Gradients(loss)
+        if gradients is None:
+            self._function(loss)
+        else:
+            gradients.note(self._function)
         if len(arrived) != 1:
             ran = f"ran {len(arrived)} backward passes from the loss" if arrived else "ran no backward pass"
             raise InvalidStep(
                 f"backward= {ran}: it has to run one, such as loss.backward(), on the loss that it is given"
             )
-        if not self._factor_is_known:  # once: reading it waits for the device
+        if gradients is not None:  # once: reading the factor waits for the device
+            gradients.check()
             self._check_factor(float(arrived[0]))
             self._factor_is_known = True
 
@@ -69,3 +80,47 @@ class GivenBackward:
             f"backward= multiplies the loss by {factor:g}, and the Runner has divided it by the whole step's count "
             f"already: {remedy}"
         )
+
+
+class _Gradients:
+    """Where a backward pass from this loss adds up gradients, and whether it has.
+
+    Not by ``.grad`` alone: that of a narrow parameter is taken away at once, to be added up in float32.
+    """
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self._loss, self._leaves = loss, [*leaves_of_graph(loss)]
+        self._before = [leaf.grad for leaf in self._leaves]
+        self._reached: list[torch.Tensor] = []
+
+    def note(self, function: Backward) -> None:
+        """Call the function, and note the leaves to which torch adds; no hook stays, whatever interrupts it."""
+        try:
+            for leaf in self._leaves:
+                table_of(leaf)[self] = self._reached.append
+            function(self._loss)
+            self._remove_hooks()
+        except BaseException:
+            self._remove_hooks()  # of all: an interrupt may have come at any of them
+            raise
+
+    def check(self) -> None:
+        """Raise InvalidStep where no leaf has got a gradient, or a narrow one has not got it from torch."""
+        by_torch = {*map(id, self._reached)}
+        pairs = zip(self._leaves, self._before, strict=True)
+        written = [leaf for leaf, before in pairs if leaf.grad is not before and id(leaf) not in by_torch]
+        if not by_torch and not written:
+            raise InvalidStep(
+                "backward= left no gradient in any parameter: it has to add them to .grad, as loss.backward() does and "
+                "torch.autograd.grad() does not"
+            )
+        for leaf in written:
+            if leaf.dtype in NARROW:
+                raise InvalidStep(
+                    f"backward= adds to .grad of a parameter in {leaf.dtype} itself, where what several micro-batches "
+                    f"add is rounded away: run loss.backward(), whose gradients are added up in float32"
+                )
+
+    def _remove_hooks(self) -> None:
+        for leaf in self._leaves:
+            remove_hook(leaf, table_of(leaf), self)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autobatch.batch.joining import join_neighbours
-from autobatch.batch.layout import Layout, describe, is_one_batch
+from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.batch.list_rules import ListReading
-from autobatch.errors import InvalidArgument
+from autobatch.errors import InvalidArgument, InvalidBatch
 from autobatch.training.given_cut import GivenCut
 from autobatch.training.sample_lengths import SampleLengths
 
@@ -59,16 +59,29 @@ class GivenBatches:
     def lists(self, lists: Mapping[str, ListReading]) -> None:
         self._layout = Layout(None, 0, lists)
 
-    def read(self, batches: Sequence[Any], report_size: Callable[[int], None]) -> list[Layout]:
+    def read(
+        self, batches: Sequence[Any], report_size: Callable[[int], None], *, leaves_out_empty: bool
+    ) -> list[Layout]:
         """Describe them: lists as in the plan's example, later batches as earlier ones.
 
         Args:
             batches: One step's.
             report_size: Called with how many samples they have together, where no step has had as many.
+            leaves_out_empty: Whether one without samples is left out; else it is refused.
+
+        Raises:
+            InvalidBatch: One cannot be counted; which one, where there are several.
         """
         layouts, samples = [], 0
-        for batch in batches:
-            layout = describe(batch, like=self._layout)
+        for number, batch in enumerate(batches, 1):
+            if leaves_out_empty and is_empty(batch):
+                continue
+            try:
+                layout = describe(batch, like=self._layout)
+            except InvalidBatch as error:
+                if len(batches) == 1:
+                    raise
+                raise InvalidBatch(f"{error} (batch {number} of the {len(batches)} that this step was given)") from None
             if layout.traits is None or layout.traits is not self._layout.traits:
                 self._layout, elements = layout.without_batch(), layout.elements / layout.count
                 self.has_larger |= elements > self._largest_elements

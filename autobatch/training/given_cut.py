@@ -1,7 +1,7 @@
 """Divides each batch of a runner as the user's own function says.
 
-Covers what it can be used with. Does not cover what the function returns (``batch.cutting``), nor groups that are too
-large to run together: each is divided as a batch is (``micro_batches``).
+Covers what it can be used with. Does not cover what the function returns (``batch.chosen_groups``), nor groups that are
+too large to run together: each is divided as a batch is (``micro_batches``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autobatch._formatting import name_type
-from autobatch.batch.cutting import CutFunction, PickedLayout, cut_batch
+from autobatch.batch.chosen_groups import CutFunction, PickedLayout, cut_batch
 from autobatch.batch.layout import Layout
 from autobatch.errors import InvalidArgument
 

@@ -236,6 +236,7 @@ class LockstepAccumulation(Accumulation):
     def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
         """Go back with all other ranks, and cut this one's samples smaller where its own memory has ended."""
         assert self._shared is not None  # noqa: S101 - narrows for mypy
+        self.leaves_are_known = False  # as in one process: what the step trains by now would be trained twice
         causes = self._lockstep.causes
         ran_spare = self._is_short and not _count(progress)
         if progress.todo and "short" in causes:

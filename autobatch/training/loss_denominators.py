@@ -40,6 +40,11 @@ DividedLoss = tuple[torch.Tensor, float, "float | None"]
 or 0 and ``None`` where it was divided by the total."""
 
 
+_MOST_EXPECTED = 16
+"""How many times what a first micro-batch tells the step before is believed without a scaler: of float16's range that
+takes 4 of 40 bits (2^-24 to 65504) to either side. With a scaler gradients are far from the lower end."""
+
+
 @dataclass(frozen=True)
 class Denominators:
     """The totals of a step's counts, as known before its first micro-batch.
@@ -51,6 +56,8 @@ class Denominators:
         are_exact: Whether the totals are the same however the samples are divided: sums of whole numbers are, up to
             2^24 also where ``weigh`` counts in float32; sums of class weights differ in their last bits.
         unit: What losses are divided by where the total is not known before; ``None``: near to what it will be.
+        expected: What the counts would add up to if they were those of the step before; 0 where there was none.
+        is_scaled: Whether losses are scaled before their backward passes.
     """
 
     weights: Mapping[str, float]
@@ -58,6 +65,8 @@ class Denominators:
     weighed: bool
     are_exact: bool
     unit: float | None = None
+    expected: float = 0.0
+    is_scaled: bool = False
 
     def with_common_unit(self) -> Denominators:
         """The same on every rank that has the same totals, for gradients that are summed before they are corrected."""
@@ -131,11 +140,24 @@ class Denominators:
         if count == 0:
             return None
         if unit is None:
-            # A lone micro-batch is the whole: nothing has to be corrected.
-            whole = count if size == self.samples else _power_of_two_near(count * self.samples / size)
-            unit = self.unit or whole
+            unit = self.unit or self._choose_unit(size, count)
         parts = [self._divide_term(term, count, unit) for term in terms]
         return functools.reduce(torch.add, parts), count, unit
+
+    def _choose_unit(self, size: int, count: float) -> float:
+        """Near to the total, as far as the first micro-batch and the step before tell.
+
+        Not by the first micro-batch alone: where it has few tokens and the others many, their losses would be
+        multiplied by the ratio, and in float16 the gradients of every step would overflow. Nor by the step before
+        alone: where it had many tokens and this one has few, gradients would be divided by the ratio, and be lost.
+        """
+        if size == self.samples:
+            return count  # a lone micro-batch is the whole: nothing has to be corrected
+        if self.weighed:
+            return _power_of_two_near(self.weights[""])
+        own = count * self.samples / size
+        most = math.inf if self.is_scaled else _MOST_EXPECTED * own
+        return _power_of_two_near(min(max(own, self.expected), most))
 
     def _divide_term(self, term: Term, count: float, unit: float) -> torch.Tensor:
         if term.kind == "part":  # all is multiplied by unit / total at the end

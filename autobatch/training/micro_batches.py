@@ -1,7 +1,8 @@
 """Cuts batches into micro-batches of consecutive samples, and counts what each weighs.
 
-Covers which batches can be cut, joining micro-batches that have to be cut anew, and whether weights add up. Does not
-cover running a micro-batch (``accumulation``) nor what its losses are divided by (``loss_denominators``).
+Covers which batches can be cut, joining micro-batches that have to be cut anew, whether weights add up, and whether
+trimming leaves samples as long as they were. Does not cover running a micro-batch (``accumulation``) nor what its
+losses are divided by (``loss_denominators``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autobatch.batch.cutting import PickedLayout
+from autobatch.batch.chosen_groups import PickedLayout
 from autobatch.batch.example import refuse_meta
 from autobatch.batch.joining import JoinedLayout
 from autobatch.batch.layout import Layout
@@ -78,7 +79,7 @@ def cut(
             model's own.
 
     Raises:
-        InvalidBatch: ``weigh`` gave no count.
+        InvalidBatch: ``weigh`` gave no count, or a sample has another length once it is trimmed.
     """
     micro_batches: list[MicroBatch] = []
     for layout, start, stop in ranges if largest is not None else _separate(ranges):
@@ -87,12 +88,15 @@ def cut(
         else:
             sizes, starts, stops, weights = _divide(start, stop, largest or layout.count, smallest)
         counts: Iterable[bool] = repeat(True)
-        if workload.weigh is not None:  # samples are not taken out of the batch where nothing is counted in them
+        # Samples are not taken out of the batch where nothing is counted in them.
+        if workload.weigh is not None or type(layout) is SortedLayout:
             # As it was given: sorted, it would be a copy.
             if type(layout) is SortedLayout and largest is None and stop - start == layout.count:
                 layout = Layout(layout.batch, layout.count, layout.lists)  # noqa: PLW2901 - the same batch
-            parts = zip(starts, stops, sizes, strict=True)
-            weights = tuple(workload.weights_of(layout.take(first, last), size) for first, last, size in parts)
+            answers: _Answers = {}
+            weights = tuple(_weigh(workload, layout, *bounds, answers) for bounds in zip(starts, stops, strict=True))
+            if type(layout) is SortedLayout:
+                layout.check_trimmed(answers)
             counts = [max(weighed.values()) > 0 for weighed in weights]
         leaves = map(list, layout.split_leaves(start, sizes))
         micro_batches += map(_make, zip(repeat(layout), starts, stops, sizes, weights, counts, leaves, strict=False))
@@ -109,6 +113,18 @@ def _separate(ranges: Iterable[tuple[Layout, int, int]]) -> Iterator[tuple[Layou
 
 
 _Bounds = tuple[int, ...]
+_Answers = dict[tuple[int, int], Any]
+
+
+def _weigh(workload: Workload, layout: Layout, start: int, stop: int, answers: _Answers) -> Mapping[str, float]:
+    """What a part of a batch weighs; ``answers`` gets its lengths, where it is trimmed: a copy, which is made once."""
+    is_trimmed = type(layout) is SortedLayout and layout.is_trimmed(start)
+    if workload.weigh is None and not is_trimmed:
+        return {"": float(stop - start)}
+    part = layout.take(start, stop)
+    if type(layout) is SortedLayout and is_trimmed:
+        answers[start, stop] = layout.ask(part)
+    return workload.weights_of(part, stop - start)
 
 
 @lru_cache(maxsize=256)

@@ -12,15 +12,15 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
 
 from autobatch._arguments import as_sequence, check_choice
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
-from autobatch.batch.cutting import CutFunction
-from autobatch.batch.layout import Layout, is_empty
+from autobatch.batch.chosen_groups import CutFunction
+from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import (
     all_or_none,
@@ -29,7 +29,7 @@ from autobatch.distributed.ranks import (
 )
 from autobatch.distributed.sharded_step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.events import Hook
 from autobatch.events.rank_step import RankStep
 from autobatch.ledger.ledger import Ledger
@@ -72,6 +72,13 @@ _ACCUMULATED_TWICE = (
     "accumulate() inside accelerator.accumulate(), where optimizer.step() does nothing for this batch: the gradient of "
     "the next one would be added, and nothing would divide the sum; leave accelerator.accumulate() out and pass the "
     "whole batch, or set gradient_accumulation_steps=1"
+)
+
+_INSIDE_ITSELF = "step() calls its own Runner; return the loss, the Runner does the rest"
+
+_NO_COPY = (
+    "a Runner cannot be copied or pickled, as it is bound to one model and one optimizer: make one of runner.plan, and "
+    "give it runner.state_dict()"
 )
 
 _ALWAYS_COUNTED = 2
@@ -179,7 +186,7 @@ class StepRunner:
             self._events = StepEvents(plan, check_hooks(hooks), recorder)
             self._events.report_plan(model, inner)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-            self._peak_bytes, self._has_reported_gradients = 0, False
+            self._peak_bytes, self._has_reported_gradients, self._is_running = 0, False, False
             if self._ranks is not None:
                 said.append(
                     describe_binding(
@@ -307,9 +314,13 @@ class StepRunner:
         smaller (sizes decide how gradients are rounded), as far as the same memory is free. Parameters, optimizers,
         schedulers, scalers, generators and what ``keep=`` names are yours to save. On several ranks each has its own.
         """
-        state = self._accumulation.state.learnt()
         return RunnerState.of(
-            self.plan, self._pace, steps=self.steps, batch_lists=self._batches.lists, **state
+            self.plan,
+            self._pace,
+            steps=self.steps,
+            batch_lists=self._batches.lists,
+            counted_per_sample=self._accumulation.counted_per_sample,
+            **self._accumulation.state.learnt(),
         ).model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -327,9 +338,18 @@ class StepRunner:
             moves_modules=found.moves_modules, draws=found.draws, draws_on_host=found.draws_on_host
         )
         self._accumulation.smallest = found.smallest_micro_batch
+        self._accumulation.counted_per_sample = found.counted_per_sample
         self._batches.lists = found.batch_lists
         self.steps = self._begun_at = found.steps
         self._change_pace(pace, self.steps)
+
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled: a copy would go on with parts of this one.
+
+        Raises:
+            InvalidArgument: Always.
+        """
+        raise InvalidArgument(_NO_COPY)
 
     def _run(self, batches: Iterable[Any], *, update: bool) -> StepResult:
         started = time.perf_counter()
@@ -380,6 +400,8 @@ class StepRunner:
         return None if source is None else source.gradient_norm
 
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
+        if self._is_running:
+            raise InvalidStep(_INSIDE_ITSELF)
         if self._ranks is None:
             return None
         if not update:
@@ -416,11 +438,14 @@ class StepRunner:
         if self._accumulation.smallest > 1:
             refuse_larger_micro_batches(layouts, self.plan, self._accumulation.smallest, self._workload.model)
         try:
+            self._is_running = True
             return self._accumulation.run(layouts, pace_before.size, apply, shared), False
         except BaseException as error:
             self._pace = pace_before  # a step that was undone does not count
             if self._is_sharded or self._accumulation.smallest > 1 or not refuses_one_sample(error):
                 raise
+        finally:
+            self._is_running = False
         # A plan without trials does not know it. Everything is as before the step: it can be run again.
         self._accumulation.smallest = 2
         self._pace = self._set_pace(smallest=2)
@@ -444,11 +469,10 @@ class StepRunner:
 
     def _describe(self, batches: Sequence[Any]) -> Sequence[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
-        if self._ranks is not None:
-            batches = [batch for batch in batches if not is_empty(batch)]
-        elif not batches:
+        if not batches and self._ranks is None:
             raise InvalidBatch("step_over() was given no batches")
-        layouts = self._batches.read(batches, partial(self._events.report_size, self.steps))
+        report_size = partial(self._events.report_size, self.steps)
+        layouts = self._batches.read(batches, report_size, leaves_out_empty=self._ranks is not None)
         return self._batches.divide(layouts, self.micro_batch_size, self._accumulation.try_twice)
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, Strict, ValidationError, model_validator
 
 from autobatch._bounds import LISTED, Count, Flag, Samples, Target
 from autobatch._formatting import show_value
@@ -18,7 +18,7 @@ from autobatch.batch.list_rules import ListReading
 from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace, Reason
-from autobatch.planning.retry_size import LONGEST_WAIT, Setback
+from autobatch.planning.setback import LONGEST_WAIT, Setback
 from autobatch.records import Record, spell_invalid
 
 __all__ = ["RunnerState", "SavedSetback", "read_state"]
@@ -27,7 +27,7 @@ _Wait = Annotated[Count, Field(le=LONGEST_WAIT)]
 
 
 class SavedSetback(Record):
-    """A size that failed, and when it comes back; the attributes are those of ``planning.retry_size.Setback``."""
+    """A size that failed, and when it comes back; the attributes are those of ``planning.setback.Setback``."""
 
     size: Samples
     ran: Samples
@@ -64,6 +64,7 @@ class RunnerState(Record):
         moves_modules: Whether micro-batches are known to change what modules hold.
         draws: Whether they are known to draw random numbers.
         draws_on_host: Whether from Python's or NumPy's generators.
+        counted_per_sample: What the last step's losses were divided by, for each sample, where it stated its count.
     """
 
     version: Literal[1]
@@ -83,6 +84,7 @@ class RunnerState(Record):
     moves_modules: Flag = False
     draws: Flag = False
     draws_on_host: Flag = False
+    counted_per_sample: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.0
 
     @classmethod
     def of(cls, plan: Plan, pace: Pace, **learnt: Any) -> RunnerState:

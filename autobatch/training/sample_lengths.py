@@ -17,7 +17,7 @@ from autobatch.errors import InvalidArgument, InvalidBatch
 from autobatch.plan import Plan
 from autobatch.planning.lengths import scale_curve, scale_ladder
 from autobatch.planning.pacing import Pace
-from autobatch.planning.retry_size import CLEAN_STEPS
+from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload
 
@@ -80,8 +80,8 @@ class SampleLengths:
                 f"a sample is {max(values)} long, and the longest that fit() tried is {longest}: nothing untried is "
                 f"run; cut the sample, or give fit() an example batch with the longest sample"
             )
-        padding = self.plan.padding
-        return SortedLayout.of(layout, values, padding, self.plan.lengths, trims_to_edges=self.is_compiled)
+        sizes, padding = self.plan.lengths, self.plan.padding
+        return SortedLayout.of(layout, values, padding, sizes, trims_to_edges=self.is_compiled, lengths=self.lengths)
 
     def set_pace(self, smallest: int) -> Pace:
         """Sizes are those at the shortest length; others in proportion."""

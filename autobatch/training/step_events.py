@@ -30,9 +30,8 @@ from autobatch.events import (
 from autobatch.events.rank_step import RankStep
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
-from autobatch.planning.reuse import model_differences
 from autobatch.result import StepResult
-from autobatch.step.model_info import identify_model
+from autobatch.step.model_info import identify_model, model_differences
 from autobatch.training.accumulation_state import Shortage
 
 __all__ = ["StepEvents", "check_hooks"]
@@ -90,7 +89,8 @@ class StepEvents:
     def report_plan(self, model: nn.Module, optimizer: Any | None) -> None:
         """Warn of a plan of another model or optimizer."""
         name = type(unwrap_model(model)).__name__
-        differing = tuple(model_differences(self._plan, name, identify_model(model, optimizer)))
+        identity = identify_model(model, optimizer)
+        differing = tuple(model_differences(self._plan.model, self._plan.identity, name, identity))
         if differing:
             emit(PlanDiffers(plan_id=self._plan.id, differences=differing, **self._of), self._hooks)
 

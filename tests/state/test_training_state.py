@@ -7,6 +7,7 @@ import random
 import tempfile
 import weakref
 from collections import OrderedDict, deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
+import autobatch
 from autobatch.state.training_state import TrainingState
 
 CPU = torch.device("cpu")
@@ -580,3 +582,59 @@ def test_the_file_goes_even_if_restoring_fails(tmp_path, monkeypatch):
 
         monkeypatch.setattr(torch, "set_rng_state", refuse)
     assert list(tmp_path.iterdir()) == []
+
+
+class Proxy:
+    """Passes every question on, and is not connected."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("not connected")
+
+
+def test_an_object_that_answers_no_questions_is_passed_over():
+    """Such as the proxy of a client: it is asked for nothing."""
+    model = nn.Linear(3, 3)
+    model.client, model.clients = Proxy(), [Proxy()]
+    with remember(model):
+        model.weight.data.zero_()
+    assert model.weight.any()
+
+
+class Delegating:
+    """Passes every question on to what it holds."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+
+class Lookahead:
+    """An optimizer around another, which it holds through something else."""
+
+    def __init__(self, inner):
+        self.inner = Delegating(inner)
+        self.param_groups = inner.param_groups
+
+
+def test_an_optimizer_behind_something_that_delegates_is_put_back():
+    """The state that trials make in it does not stay."""
+    model = nn.Linear(3, 3)
+    adam = torch.optim.Adam(model.parameters())
+    with remember(model, Lookahead(adam)):
+        model.weight.sum().backward()
+        adam.step()
+    assert not adam.state
+
+
+@pytest.mark.parametrize("name", [None, property(lambda _: "mine")], ids=["none", "a property"])
+def test_a_class_without_the_name_of_a_module_is_passed_over(name):
+    """What the step can reach is walked, whatever it is."""
+    model = nn.Linear(3, 3)
+    model.odd = type("Odd", (), {"__module__": name})()
+    with remember(model):
+        model.weight.data.zero_()
+    assert model.weight.any()
+    step = partial(lambda odd, model, batch: model(batch).square().mean(), model.odd)
+    assert autobatch.fit(model, 4, batch=torch.randn(4, 3), step=step, check=None).target_batch == 4

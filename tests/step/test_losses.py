@@ -60,7 +60,7 @@ def test_what_counts_for_nothing_needs_no_graph():
         (Mean(make_loss(), over=float("nan")), r"Mean\(over=\) is nan"),
         (Mean(make_loss(), over=1e308), r"Mean\(over=\) is 1e\+308"),
         ({"ce": Sum(make_loss(), "3 tokens")}, r"Sum\(count=\) of the term 'ce' is str"),
-        (Sum(make_loss(), torch.ones(2)), r"Sum\(count=\) is Tensor; it must be one number"),
+        (Sum(make_loss(), torch.ones(2)), r"Sum\(count=\) is a tensor of shape \(2,\) and torch.float32; it must"),
     ],
 )
 def test_what_cannot_be_read_is_refused(returned, message):

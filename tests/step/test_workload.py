@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,12 @@ from workloads import Everything, Plain, make_batch, mean_step
 
 from autobatch.errors import InvalidBatch, InvalidStep
 from autobatch.step.workload import Workload
+
+
+def test_inference_mode_is_named_where_a_loss_has_no_graph():
+    """The step is not at fault."""
+    with torch.inference_mode(), pytest.raises(InvalidStep, match=r"without a graph \(torch\.inference_mode\(\) is on"):
+        run(lambda loss: loss)
 
 
 class Pair(NamedTuple):
@@ -98,11 +105,18 @@ def test_the_step_is_called_with_model_and_batch():
 
 @pytest.mark.parametrize(
     ("given", "weight"),
-    [(3, 3.0), (2.5, 2.5), (0, 0.0), (True, 1.0), (torch.tensor(7), 7.0), (torch.tensor([1.5]), 1.5)],
+    [(3, 3.0), (2.5, 2.5), (0, 0.0), (np.int64(5), 5.0), (torch.tensor(7), 7.0), (torch.tensor([1.5]), 1.5)],
 )
 def test_a_weight_may_be_any_number(given, weight):
     """Python's or a tensor's; nothing to count is a count as well."""
     assert Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4) == {"": weight}
+
+
+@pytest.mark.parametrize("given", [True, np.bool_(True), torch.tensor(True), torch.ones(1, 1) > 0])
+def test_whether_anything_counts_is_no_weight(given):
+    """Each micro-batch would count the same, whatever is in it: what was meant is a sum, not any()."""
+    with pytest.raises(InvalidBatch, match=r"weigh\(\) returned .*; it must return one number"):
+        Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4)
 
 
 def test_without_weigh_samples_count():

@@ -487,14 +487,35 @@ def test_a_leaf_of_the_steps_own_is_no_parameter():
     assert relative_error(gradients_of(model), expected) <= 1e-12
 
 
-def test_the_graph_is_looked_through_once(monkeypatch):
-    """In the first micro-batch that counts, then never again."""
+@pytest.mark.parametrize(("is_training", "times"), [(False, 1), (True, 3)])
+def test_the_graph_is_looked_through_once_and_in_steps_that_are_looked_over(is_training, times, monkeypatch):
+    """In the first micro-batch that counts; of a Runner's steps again in step 1 and 4."""
     looks, check = [], Workload.check_leaves
     monkeypatch.setattr(Workload, "check_leaves", lambda *given: looks.append(1) or check(*given))
-    accumulation = Accumulation(Workload(Plain(), mean_step), CpuDevice(), halve)
-    for _ in range(3):
+    accumulation = Accumulation(Workload(Plain(), mean_step), CpuDevice(), halve, is_training=is_training)
+    for _ in range(6):
         accumulation.run([describe(make_batch(8, torch.float64))], 2)
-    assert len(looks) == 1
+    assert len(looks) == times
+
+
+@pytest.mark.parametrize(("steps_before", "position"), [(2, 40), (4, None)], ids=["a retry", "looked over"])
+def test_a_network_that_is_trained_from_some_step_on_is_refused(steps_before, position):
+    """In the next step that is looked over nothing has moved; in a retry its gradient would be added twice."""
+    model, head, trains = Plain(), nn.Linear(4, 4).double(), []
+
+    def step(model, part):
+        outputs = model(part[0])
+        return F.cross_entropy(head(outputs) if trains else outputs, part[1])
+
+    accumulation = Accumulation(Workload(model, step), CpuDevice(), halve, is_training=True)
+    for _ in range(steps_before):
+        accumulation.run([describe(make_batch(8, torch.float64))], 4)
+        model.zero_grad()
+    trains.append(True)
+    with oom_at(position or 10**9), pytest.raises(InvalidStep, match="in neither the model nor the"):
+        accumulation.run([describe(make_batch(8, torch.float64))], 4)
+    assert all(gradient is None for gradient in gradients_of(model).values())
+    assert head.weight.grad is None or position is not None
 
 
 def test_the_sizes_sum_to_the_batch_also_where_a_weight_is_zero():

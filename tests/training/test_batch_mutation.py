@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidBatch, InvalidStep
 from autobatch.exactness.verification import verify
 from autobatch.testing import oom_at
 from autobatch.training.batch_mutation import WROTE_INTO_BATCH, WatchedBatch
@@ -263,3 +263,69 @@ def test_a_storage_of_somebody_else_is_not_the_batchs():
     watched = WatchedBatch((inputs,), copies_arrays=False)
     assert watched.save(inputs.untyped_storage()._cdata)
     assert not watched.save(torch.zeros(4).untyped_storage()._cdata)
+
+
+GIVEN_FUNCTIONS = {
+    "weigh": lambda change: {"weigh": lambda batch: change(batch) or len(batch["inputs"])},
+    "cut": lambda change: {"cut": lambda batch, largest: change(batch) or [[*range(len(batch["inputs"]))]]},
+    "lengths": lambda change: {"lengths": lambda batch: change(batch) or (batch["inputs"] != 0).any(2).sum(1)},
+}
+
+
+def ask_about(name, change):
+    """A batch, and what runs a step of it in one micro-batch with a function that changes it."""
+    torch.manual_seed(0)
+    batch = {"inputs": torch.randn(4, 5, 3), "labels": torch.randn(4, 5, 1), "notes": {"ids": torch.arange(4)}}
+    batch["inputs"][3, 3:] = batch["labels"][3, 3:] = 0
+    model, changes = torch.nn.Linear(3, 1), []
+
+    def step(model, batch):
+        return F.mse_loss(model(batch["inputs"]), batch["labels"], reduction="sum")
+
+    options = GIVEN_FUNCTIONS[name](lambda batch: change(batch) if changes else None)
+    fitted = {key: value for key, value in options.items() if key != "cut"}
+    plan = autobatch.fit(model, 4, batch=batch, step=step, max_micro_batch=4, check=None, **fitted)
+    runner = autobatch.Runner(plan, model, step, None, **options)
+    changes.append(True)
+    return batch, runner
+
+
+def take_apart(batch):
+    """Out of the containers; what is left are the inputs."""
+    del batch["labels"]
+    batch["notes"].pop("ids")
+    batch["more"] = None
+
+
+def double(batch):
+    """In place."""
+    batch["inputs"].mul_(2)
+
+
+@pytest.mark.parametrize("name", GIVEN_FUNCTIONS)
+def test_a_function_that_is_asked_about_a_batch_gets_containers_of_its_own(name):
+    """Also where one micro-batch is the whole batch."""
+    batch, runner = ask_about(name, take_apart)
+    assert runner.accumulate(batch).micro_batch_sizes == (4,)
+    assert (sorted(batch), sorted(batch["notes"])) == (["inputs", "labels", "notes"], ["ids"])
+
+
+@pytest.mark.parametrize("name", GIVEN_FUNCTIONS)
+def test_a_function_that_is_asked_about_a_batch_may_not_write_into_it(name):
+    """The step would see other samples than the user gave."""
+    batch, runner = ask_about(name, double)
+    with pytest.raises(InvalidBatch, match=rf"{name}\(\) wrote into its batch in place"):
+        runner.accumulate(batch)
+
+
+@pytest.mark.parametrize("call", [autobatch.fit, autobatch.verify])
+def test_weigh_changes_nothing_of_an_example(call):
+    """``fit`` and ``verify`` ask for what a whole batch counts for."""
+    batch = {"inputs": torch.randn(4, 6), "labels": torch.randn(4, 1)}
+    options = {"target_batch": 4, "max_micro_batch": 4, "check": None} if call is autobatch.fit else {}
+
+    def step(model, batch):
+        return F.mse_loss(model(batch["inputs"]), batch["labels"])
+
+    call(torch.nn.Linear(6, 1), batch=batch, step=step, weigh=lambda batch: len(batch.pop("labels")), **options)
+    assert sorted(batch) == ["inputs", "labels"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 
 import pytest
 import torch
+from lines import AtLine, interrupt
 from torch import nn
 from workloads import Plain, bits_of, differences, full_batch_gradient, gradients_of, make_batch, mean_step
 
@@ -183,3 +185,80 @@ def test_what_cannot_be_called_with_a_loss_is_refused(backward):
     """When the Runner is made."""
     with pytest.raises(InvalidArgument, match=r"^backward=.* cannot be called with a loss"):
         make_runner(backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_one_that_leaves_no_gradients_is_refused(dtype):
+    """It runs a pass, but ``.grad`` stays ``None`` and nothing would be trained; also beside sums in float32."""
+    model = Plain().to(dtype)
+    plan = make_plan()
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+
+    runner = autobatch.Runner(plan, model, mean_step, None, backward=gradients)
+    with pytest.raises(InvalidStep, match=r"^backward= left no gradient in any parameter"):
+        runner.accumulate(make_batch(16, dtype))
+    assert all(gradient is None for gradient in gradients_of(model).values())
+    good = autobatch.Runner(plan, model, mean_step, None, backward=run_backward)
+    good.accumulate(make_batch(16, dtype))
+    assert model.head.weight.grad is not None
+
+
+def add_by_hand(model, *, in_place):
+    """Gradients by ``torch.autograd.grad``, which the function adds to ``.grad`` itself."""
+
+    def backward(loss):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter, gradient in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient.clone()
+            elif in_place:
+                parameter.grad.add_(gradient)
+            else:
+                parameter.grad = parameter.grad + gradient
+
+    return backward
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("position", [*range(2, 80, 8), 10**6])
+def test_one_that_adds_to_grad_itself_is_exact(position, in_place):
+    """As the refusal of one that adds to nothing asks, also where memory ends."""
+    torch.manual_seed(3)
+    model, batch = Plain(), make_batch(16, torch.float64)
+    backward = add_by_hand(model, in_place=in_place)
+    runner = autobatch.Runner(make_plan(), model, mean_step, None, backward=backward)
+    expected = full_batch_gradient(model, mean_step, batch)
+    with oom_at(position):
+        runner.accumulate(batch)
+    for name, gradient in gradients_of(model).items():
+        assert gradient is None or torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-15)
+
+
+def test_one_that_adds_to_narrow_gradients_itself_is_refused():
+    """They would not be added up in float32; everything is as before."""
+    model = Plain(torch.bfloat16)
+    runner = autobatch.Runner(make_plan(), model, mean_step, None, backward=add_by_hand(model, in_place=True))
+    before = bits_of(model)
+    with pytest.raises(InvalidStep, match=r"adds to \.grad of a parameter in torch\.bfloat16 itself"):
+        runner.accumulate(make_batch(16, torch.bfloat16))
+    assert not differences(bits_of(model), before)
+
+
+def test_an_interrupt_at_any_line_leaves_no_hook():
+    """On any parameter; and no empty table where none was."""
+    position, where = 0, "the first line"
+    while where:
+        position += 1
+        model, runner = make_runner(run_backward)
+        with (
+            AtLine(position, interrupt, ("autobatch.training.given_backward",)) as interrupted,
+            suppress(KeyboardInterrupt),
+        ):
+            runner.accumulate(make_batch(16, torch.float64))
+        where = interrupted.where
+        assert [p for p in model.parameters() if p._post_accumulate_grad_hooks is not None] == [], where
+    assert position > 20

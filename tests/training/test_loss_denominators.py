@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from workloads import Plain, bits_of, differences, full_batch_gradient, gradients_of, make_batch, relative_error
 
+import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
 from autobatch.memory.cpu import CpuDevice
@@ -385,3 +386,34 @@ def test_what_has_no_meaning_is_refused(name):
     with pytest.raises(error, match=message):
         Accumulation(Workload(model, step, weigh), CpuDevice(), halve).run([describe(batch)], 7)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("before", [2048, 4])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_step_of_few_tokens_keeps_its_gradients_in_float16(weighed, before):
+    """Whatever the step before had: losses divided by its many tokens would have gradients too small for float16."""
+    torch.manual_seed(1)
+    model = nn.Linear(16, 1, bias=False)
+
+    def step(model, batch):
+        inputs, mask = batch
+        outputs = torch.matmul(inputs.half(), model.weight.half().t()).squeeze(-1)  # its backward pass is in float16
+        loss = 2**-8 * (outputs.float().square() * mask).sum() / mask.sum()
+        loss = loss.half() if weighed else loss
+        return loss if weighed else autobatch.Mean(loss, over=mask.sum())
+
+    def make(tokens):
+        mask = torch.zeros(8, 2048)
+        mask[:, :tokens] = 1
+        return torch.randn(8, 2048, 16) * mask[..., None], mask
+
+    plan = autobatch.fit(model, 8, batch=make(4), step=step, optimizer=None, max_micro_batch=2, check=None)
+    runner = autobatch.Runner(plan, model, step, None, weigh=(lambda batch: batch[1].sum()) if weighed else None)
+    runner.accumulate(make(before))
+    model.zero_grad()
+    few = make(4)
+    runner.accumulate(few)
+    rounded = model.weight.detach().half().double().requires_grad_()
+    outputs = torch.matmul(few[0].half().double(), rounded.t()).squeeze(-1)
+    (2**-8 * (outputs.square() * few[1]).sum() / few[1].sum()).backward()
+    assert float((model.weight.grad - rounded.grad).norm() / rounded.grad.norm()) < 3e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 
+import plans
 import pytest
 import torch
 from hypothesis import given, settings
@@ -259,7 +260,8 @@ def test_an_oom_before_the_optimizers_step_undoes_the_step(scaled):
     model, optimizer, runner = make_update(scaled=scaled)
     passes, ends = [], []
     with oom_at(10**9) as counted:
-        model.head.weight.register_post_accumulate_grad_hook(lambda _: passes.append(counted.operations))
+        note = lambda _: passes.append(counted.operations)  # noqa: E731 - one line of a list
+        model.head.register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(note) and None)
         optimizer.register_step_pre_hook(lambda *_: ends.append(counted.operations))
         runner.step(make_batch(8))
     model, optimizer, runner = make_update(scaled=scaled, plan=runner.plan)
@@ -480,7 +482,7 @@ def choose_positions(interrupt):
 
 @pytest.mark.parametrize(
     ("way", "stride"),
-    [("step", 8), ("scaled step", 20), ("accumulate", 8), pytest.param("scaled step", 2, marks=pytest.mark.slow)],
+    [("step", 8), ("scaled step", 20), ("accumulate", 8), pytest.param("scaled step", 5, marks=pytest.mark.slow)],
 )
 @pytest.mark.timeout(400)
 def test_an_interrupt_at_any_line_undoes_the_step_or_leaves_no_gradient_of_it(way, stride):
@@ -544,6 +546,30 @@ def test_a_scaler_scales_each_loss_and_updates_once():
     for found, expected in zip(twin.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
     assert updates == [1024.0]
+
+
+@pytest.mark.parametrize("kind", [autobatch.Mean, autobatch.Sum])
+def test_a_first_micro_batch_with_few_tokens_does_not_overflow_every_step(kind):
+    """Its count says little of the others': losses in float16 were multiplied by 400."""
+    inputs, labels = 3 * torch.randn(40, 6), torch.randint(3, (40, 200))
+    labels[:10] = -100
+    labels[0, 0] = 1
+
+    def step(model, batch):
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(batch[0])[:, :, None].expand(-1, -1, 200)
+        count = (batch[1] != -100).sum()
+        loss = F.cross_entropy(logits.float(), batch[1], reduction="mean" if kind is autobatch.Mean else "sum")
+        return kind(loss, count)
+
+    model, scaler = nn.Linear(6, 3), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    plan = plans.make_plan(40, 10, **{**plans.SMALL, "budget_bytes": 2**30})
+    runner = autobatch.Runner(plan, model, step, torch.optim.SGD(model.parameters(), 1e-3), scaler=scaler)
+    scales = []
+    for _ in range(6):
+        runner.step((inputs, labels))
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[-1]
 
 
 def test_a_step_skipped_by_the_scaler_does_not_advance_the_scheduler():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import pickle
 from functools import cache
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 from workloads import Everything, Plain, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InvalidArgument
+from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.events import SizeChanged, StepFinished
 from autobatch.testing import FakeDevice, oom_at
 
@@ -231,3 +233,70 @@ def test_the_model_is_not_part_of_it():
     plan = autobatch.fit(model, 8, batch=make_batch(4), step=mean_step, max_micro_batch=4, check=None)
     state = autobatch.Runner(plan, model, mean_step, None).state_dict()
     assert len(json.dumps(state)) < 1000
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda take: take.__name__)
+def test_a_runner_is_not_copied(take):
+    """A copy would shrink with the original, and not without it."""
+    model = Plain()
+    plan = autobatch.fit(model, 8, batch=make_batch(8, torch.float64), step=mean_step, max_micro_batch=4, check=None)
+    runner = autobatch.Runner(plan, model, mean_step, None)
+    with pytest.raises(InvalidArgument, match=r"^a Runner cannot be copied or pickled, .*: make one of runner\.plan"):
+        take(runner)
+
+
+@pytest.mark.parametrize("call", ["step", "accumulate"])
+def test_a_step_that_calls_its_own_runner_is_refused(call):
+    """The Runner is in the middle of a step, and everything is as before it; the next one runs."""
+    model, calls = Plain(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = make_batch(8, torch.float64)
+    plan = autobatch.fit(model, 8, batch=batch, step=mean_step, optimizer=optimizer, max_micro_batch=4, check=None)
+
+    def step(model, part):
+        if not calls:
+            getattr(runner, call)(part)
+        return mean_step(model, part)
+
+    runner = autobatch.Runner(plan, model, step, optimizer)
+    with pytest.raises(InvalidStep, match=r"^step\(\) calls its own Runner"):
+        runner.step(batch)
+    assert all(p.grad is None for p in model.parameters())
+    calls.append(True)
+    assert runner.step(batch).micro_batch_sizes == (4, 4)
+
+
+def summed_in_float16(model, batch):
+    """A sum of a loss in float16; its count is of the labels that are not -100."""
+    inputs, labels = batch
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), labels.flatten(), reduction="sum")
+    return autobatch.Sum(loss, (labels != -100).sum())
+
+
+class SummedTraining:
+    """Texts of which the first have few labels; one step's counts choose the power of two that divides the next."""
+
+    def __init__(self):
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Embedding(40, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 40))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        device = FakeDevice(lambda n: 10 + n, total_bytes=1000)
+        self.runner = autobatch.Runner(make_plan(), self.model, summed_in_float16, self.optimizer, device=device)
+
+    def run(self, steps):
+        for step in steps:
+            texts = torch.randint(40, (TARGET, 64), generator=torch.Generator().manual_seed(step))
+            labels = texts.roll(-1, 1)
+            labels[:6, 1:] = -100
+            self.runner.step((texts, labels))
+        return self
+
+
+def test_a_stated_count_in_float16_rounds_as_in_the_undisturbed_run():
+    """What losses are divided by is chosen by the step before, which the state has."""
+    whole, begun, resumed = SummedTraining().run(range(6)), SummedTraining().run(range(3)), SummedTraining()
+    resumed.model.load_state_dict(begun.model.state_dict())
+    resumed.runner.load_state_dict(json.loads(json.dumps(begun.runner.state_dict())))
+    resumed.run(range(3, 6))
+    assert differences(bits_of(whole.model), bits_of(resumed.model)) == []

@@ -333,6 +333,109 @@ def test_a_longer_sample_than_was_tried_is_refused():
         runner.step(make_texts([25, 3]))
 
 
+CHANGED = r"lengths\(\) gives \d+ for a sample that it gave \d+ for before its padding was trimmed on the {}"
+
+
+def make_padded_in_part(*, left_rows=(), seed=1):
+    """Texts padded on the right, but these."""
+    batch, other = make_texts(seed=seed), make_texts(left=True, seed=seed)
+    for row in left_rows:
+        for key, part in batch.items():
+            part[row] = other[key][row]
+    return batch
+
+
+LATER = {
+    "all of it": ("right", make_texts(left=True, seed=1)),
+    "all of it, on the right": ("left", make_texts(seed=1)),
+    "one text among others": ("right", make_padded_in_part(left_rows=[2])),
+    "the longest of a micro-batch of short texts": ("right", make_padded_in_part(left_rows=[8])),
+}
+
+
+@pytest.mark.parametrize("weigh", [count_tokens, None], ids=["weighed", "not weighed"])
+@pytest.mark.parametrize("name", LATER)
+def test_a_later_batch_padded_on_the_other_side_is_refused(name, weigh):
+    """Its texts would be cut off, in any step; nothing has run, and everything is as before."""
+    side, later = LATER[name]
+    calls = []
+
+    def step(model, batch):
+        calls.append(len(batch["tokens"]))
+        return read_step(model, batch)
+
+    plan = make_plan(side).model_copy(update={"weighed": weigh is not None})
+    runner, model = make_runner(plan=plan, step=step, weigh=weigh)
+    for seed in range(3):
+        runner.step(make_texts(left=side == "left", seed=seed))
+    before, calls[:] = bits_of(model), []
+    with pytest.raises(InvalidBatch, match=CHANGED.format(side)):
+        runner.step(later)
+    assert not calls
+    assert not differences(bits_of(model), before)
+    runner.step(make_texts(left=side == "left"))
+    assert calls
+
+
+def test_what_counts_behind_what_does_not_is_not_trimmed_off():
+    """Where the padding's number occurs inside a text, counting the others gives a text that is too short."""
+    runner, _ = make_runner(lengths=lambda batch: (batch["tokens"] != 0).sum(1))
+    batch = make_texts([24, 24, 6])
+    runner.step(batch)
+    batch["tokens"][2, 1] = 0
+    with pytest.raises(InvalidBatch, match=CHANGED.format("right")):
+        runner.step(batch)
+
+
+def test_a_batch_of_which_nothing_is_trimmed_may_be_padded_on_either_side():
+    """Until memory ends and its texts are to run apart: then it is refused, and everything is as before."""
+    short = []
+
+    def step(model, batch):
+        if short:
+            raise torch.OutOfMemoryError(short.pop())
+        return read_step(model, batch)
+
+    runner, model = make_runner(plan=make_plan(sizes=LARGER), step=step)
+    batch = make_texts([24, 3, 24, 4], left=True)
+    expected = padded_gradient(model, batch)
+    model.zero_grad()
+    runner.accumulate(batch)
+    assert far([p.grad for p in model.parameters()], expected) < 1e-12
+    model.zero_grad()
+    before = bits_of(model)
+    short.append("CUDA out of memory. Tried to allocate 20.00 MiB")
+    with pytest.raises(InvalidBatch, match=CHANGED.format("right")):
+        runner.step(batch)
+    assert not differences(bits_of(model), before)
+
+
+def test_lengths_that_stand_in_the_batch_are_not_refused():
+    """Trimming leaves them as they are."""
+    runner, model = make_runner(lengths=lambda batch: batch["lengths"])
+    batch = {**make_texts(seed=1), "lengths": [*LENGTHS]}
+    expected = padded_gradient(model, batch)
+    model.zero_grad()
+    runner.accumulate(batch)
+    assert far([p.grad for p in model.parameters()], expected) < 1e-12
+
+
+def test_trimmed_lengths_are_asked_for_once_a_micro_batch():
+    """Of the longest texts nothing is trimmed, so nothing is asked."""
+    asked = []
+
+    def lengths(batch):
+        asked.append(len(batch["tokens"]))
+        return length_of(batch)
+
+    runner, _ = make_runner(lengths=lengths)
+    for _ in range(3):
+        asked.clear()
+        result = runner.step(make_texts())
+        trimmed = [size for size, rows in zip(result.micro_batch_sizes, result.samples, strict=True) if 0 not in rows]
+        assert asked == [len(LENGTHS), *trimmed]
+
+
 def test_plan_and_runner_have_lengths_both_or_neither():
     """In words, before anything runs."""
     with pytest.raises(InvalidArgument, match="the plan was made with lengths=, and this Runner has none"):

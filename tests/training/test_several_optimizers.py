@@ -24,7 +24,7 @@ def make_optimizers(model, *kinds):
 class Training:
     """A body moved by AdamW, a head by SGD with momentum, each with a schedule."""
 
-    def __init__(self, kinds=(torch.optim.AdamW, torch.optim.SGD), scaled=False, **options):
+    def __init__(self, kinds=(torch.optim.AdamW, torch.optim.SGD), scaled=False, plan=None, **options):
         torch.manual_seed(1)
         self.model = Plain()
         self.optimizers = make_optimizers(self.model, *kinds)
@@ -33,18 +33,19 @@ class Training:
             for optimizer, step in zip(self.optimizers, (1, 2), strict=True)
         ]
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) if scaled else None
+        options |= {"device": FakeDevice(lambda n: 10 + n, total_bytes=1000), "max_grad_norm": 0.1}
+        options |= {"scheduler": self.schedulers, "scaler": self.scaler}
+        if plan is not None:
+            self.runner = autobatch.Runner(plan, self.model, mean_step, self.optimizers, **options)
+            return
         self.runner = autobatch.Runner.fit(
             self.model,
             mean_step,
             self.optimizers,
             target_batch=16,
             batch=make_batch(8, torch.float64),
-            device=FakeDevice(lambda n: 10 + n, total_bytes=1000),
             max_micro_batch=4,
             check=None,
-            max_grad_norm=0.1,
-            scheduler=self.schedulers,
-            scaler=self.scaler,
             **options,
         )
 
@@ -114,10 +115,9 @@ def test_memory_that_ends_anywhere(scaled, quiet_log):
     with oom_at(10**9) as counted:
         reference.runner.step(batch)
     committed = {(4, 4, 4, 4): reference.state()}
-    outcomes = []
-    training = Training(scaled=scaled)
+    outcomes, plan = [], reference.runner.plan
     for position in range(1, counted.operations + 1):
-        training = Training(scaled=scaled)
+        training = Training(scaled=scaled, plan=plan)
         try:
             with oom_at(position):
                 sizes = training.runner.step(batch).micro_batch_sizes
@@ -130,7 +130,7 @@ def test_memory_that_ends_anywhere(scaled, quiet_log):
             continue
         outcomes.append("retried")
         if sizes not in committed:
-            other = Training(scaled=scaled)
+            other = Training(scaled=scaled, plan=plan)
             cut_into(other.runner, sizes)
             other.runner.step(batch)
             committed[sizes] = other.state()
@@ -231,6 +231,8 @@ def share(model):
     [
         (share, r"^optimizer\[0\] and optimizer\[1\] both hold a parameter of shape \(4, 10\).*moved twice"),
         (lambda model: [], r"^optimizer=\[\] holds none"),
+        (lambda model: [None], r"^optimizer=\[None\] holds none"),
+        (lambda model: (None, None), r"^optimizer=\[None, None\] holds none"),
         (lambda model: [torch.optim.SGD(model.parameters()), 3], r"^optimizer=3 is no optimizer"),
         (lambda model: [torch.optim.SGD(nn.Linear(1, 1).parameters())] * 1, "holds none of the parameters"),
         (

@@ -24,7 +24,7 @@ from autobatch.planning import planner
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.pacing import Pace
 from autobatch.planning.planner import compiled_ladder, eager_ladder
-from autobatch.planning.retry_size import CLEAN_STEPS
+from autobatch.planning.setback import CLEAN_STEPS
 from autobatch.records import Tenant
 from autobatch.testing import FakeDevice
 

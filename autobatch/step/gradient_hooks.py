@@ -1,0 +1,73 @@
+"""Refuses hooks on the gradients of parameters, which would run on the part of each micro-batch; registers our own.
+
+Covers ``register_hook`` and ``register_post_accumulate_grad_hook``. Does not cover hooks on torch's own
+``AccumulateGrad`` nodes, which cannot be listed, nor when hooks are looked for (``training.accumulation``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from autobatch.errors import InvalidArgument
+
+__all__ = ["HOOKS_OF", "find_hooks", "refuse_hooks", "remove_hook", "table_of"]
+
+HOOKS_OF = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""A tensor's two tables of hooks on its gradient, each of which may be ``None``."""
+
+_LATE = "_post_accumulate_grad_hooks"
+
+
+def find_hooks(parameters: Sequence[torch.Tensor]) -> frozenset[int]:
+    """The keys of hooks on the parameters' gradients; torch gives each hook of a process its own key.
+
+    Without those of frozen parameters, which have not run: they are refused when these are trained.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return frozenset(key for parameter in trained for table in HOOKS_OF(parameter) for key in _keys_of(table))
+
+
+def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> None:
+    """Raise InvalidArgument where the parameter has a hook whose key is not among ``known``."""
+    early, late = HOOKS_OF(parameter)
+    if not known.issuperset(_keys_of(late)):
+        raise InvalidArgument(
+            f"{name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
+            f"micro-batch and cannot be undone; remove the hook"
+        )
+    if not known.issuperset(_keys_of(early)):
+        raise InvalidArgument(
+            f"{name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
+            f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
+        )
+
+
+def _keys_of(table: Mapping[Any, Any] | None) -> Iterator[int]:
+    """Of hooks that were registered; a ``LoopGuard`` of another thread is its own key, and no number."""
+    return (key for key in table or () if isinstance(key, int))
+
+
+def table_of(parameter: torch.Tensor) -> OrderedDict[Any, Any]:
+    """A parameter's table of hooks that run once its gradient is added, made where it has none.
+
+    In place of ``register_post_accumulate_grad_hook``, which is slow, leaves an empty table, and gives its key only
+    after the hook is there, so that an interrupt between the two would leave the hook. Our keys are no numbers.
+    """
+    hooks: OrderedDict[Any, Any] | None = getattr(parameter, _LATE)
+    if hooks is None:
+        hooks = OrderedDict()
+        setattr(parameter, _LATE, hooks)
+    return hooks
+
+
+def remove_hook(parameter: torch.Tensor, hooks: OrderedDict[Any, Any], key: Any) -> None:
+    """Remove it from the parameter's table, and a table that is empty then; a second time nothing happens."""
+    # Emptied and taken away: torch goes on calling what is in the last table that was set, after None was set.
+    hooks.pop(key, None)
+    if not hooks and getattr(parameter, _LATE) is hooks:
+        setattr(parameter, _LATE, None)
