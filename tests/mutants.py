@@ -39,10 +39,10 @@ STEP = "autobatch/step/workload.py"
 EXACTNESS = "autobatch/exactness/"
 LOOP_GUARD = "autobatch/step/loop_guard.py"
 
-REUSE = "autobatch/planning/reuse.py"
+REMEMBERED_PLAN = "autobatch/planning/remembered_plan.py"
 SEARCH = "autobatch/fitting/size_search.py"
 PACING = "autobatch/planning/pacing.py"
-RETRY_SIZE = "autobatch/planning/retry_size.py"
+SETBACK = "autobatch/planning/setback.py"
 RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -94,6 +94,8 @@ PACING_TESTS = ("tests/planning/test_pacing.py", "tests/training/test_size_over_
 TRAINER = "autobatch/integrations/transformers/"
 CUT_TESTS = ("tests/integrations/test_cuts.py",)
 TRAINER_TESTS = ("tests/integrations/test_shortages.py",)
+RULE_TESTS = ("tests/integrations/test_loss_rule.py",)
+UNLIKE_TESTS = ("tests/integrations/test_unlike_batches.py",)
 TRAINER_LOG_TESTS = ("tests/integrations/test_trainer_logs.py",)
 LIGHTNING = "autobatch/integrations/lightning/"
 LIGHTNING_TESTS = ("tests/integrations/test_lightning_shortages.py",)
@@ -143,8 +145,8 @@ MUTANTS = (
     Mutant(
         "a function that writes into its batch is mapped",
         INFERENCE + "piece.py",
-        "        if any(tensor._version != version",
-        "        if any(False and tensor._version != version",
+        "        if wrote or any(tensor._version != version",
+        "        if wrote or any(False and tensor._version != version",
         MAP_FAILURE_TESTS,
     ),
     Mutant(
@@ -212,21 +214,21 @@ MUTANTS = (
     ),
     Mutant(
         "a cut that gives a sample twice is run",
-        BATCH + "cutting.py",
+        BATCH + "chosen_groups.py",
         "        if row in seen:\n",
         "        if False:\n",
         CUT_OF_ONES_OWN_TESTS,
     ),
     Mutant(
         "a cut that loses samples is run",
-        BATCH + "cutting.py",
+        BATCH + "chosen_groups.py",
         "    if len(seen) < count:\n",
         "    if False:\n",
         CUT_OF_ONES_OWN_TESTS,
     ),
     Mutant(
         "a divided group has its first samples twice",
-        BATCH + "cutting.py",
+        BATCH + "chosen_groups.py",
         "rows = [*self.rows[start:stop]]",
         "rows = [*self.rows[: stop - start]]",
         CUT_OF_ONES_OWN_TESTS,
@@ -248,8 +250,8 @@ MUTANTS = (
     Mutant(
         "a part is trimmed to its shortest sample",
         BATCH + "trimming.py",
-        "        length = self.values[start]\n",
-        "        length = self.values[stop - 1]\n",
+        "self.padding, self._length_from(start))",
+        "self.padding, self._length_from(stop - 1))",
         LENGTH_TESTS,
     ),
     Mutant(
@@ -272,6 +274,27 @@ MUTANTS = (
         "        if max(values) > longest:\n",
         "        if False:\n",
         LENGTH_TESTS,
+    ),
+    Mutant(
+        "a sample that trimming has cut off is run",
+        BATCH + "trimming.py",
+        "            if max(other, 1) != one:\n",
+        "            if False:\n",
+        (*TRIMMING_TESTS, *LENGTH_TESTS),
+    ),
+    Mutant(
+        "trimmed samples are asked for their lengths only where they are weighed",
+        MICRO_BATCHES,
+        "if workload.weigh is not None or type(layout) is SortedLayout:",
+        "if workload.weigh is not None:",
+        LENGTH_TESTS,
+    ),
+    Mutant(
+        "many samples are compared in the batch's order, where steps take them by length",
+        EXACTNESS + "verification.py",
+        "layout = comparison.layout if samples is None else samples.in_order()",
+        "layout = comparison.layout",
+        FULL_SIZE_TESTS,
     ),
     Mutant(
         "a shortage at short samples is read as one at long ones",
@@ -360,7 +383,7 @@ MUTANTS = (
     Mutant(
         "what a Trainer has counted stays counted when a micro-batch is undone",
         TRAINER + "trainer_state.py",
-        "        attributes.update({name: _copy(value) for name, value in taken.items()})\n",
+        "        attributes.update(taken.data)\n        taken.found.put_back()\n",
         "",
         TRAINER_TESTS,
     ),
@@ -381,7 +404,7 @@ MUTANTS = (
     Mutant(
         "the first batch's trials count in the objects that a Trainer's user has named",
         TRAINER + "training.py",
-        "            kept.restore()\n",
+        "            before.restore()\n",
         "",
         TRAINER_LOG_TESTS,
     ),
@@ -429,10 +452,24 @@ MUTANTS = (
     ),
     Mutant(
         "the parts of an evaluation count alike",
+        TRAINER + "evaluation_loss.py",
+        "        return _combine((known or possible)[0], parts)",
+        "        return _combine((known or possible)[0], [(loss, dict.fromkeys(way, 1.0)) for loss, way in parts])",
+        ("tests/integrations/test_evaluation_loss.py",),
+    ),
+    Mutant(
+        "what is known of one evaluation dataset's loss is used for all",
+        TRAINER + "evaluation_kinds.py",
+        "self._known.setdefault(kind, ",
+        'self._known.setdefault("", ',
+        ("tests/integrations/test_evaluation_loss.py",),
+    ),
+    Mutant(
+        "what a failed part of an evaluation has changed stays",
         TRAINER + "evaluation.py",
-        "loss * (weight / total) for weight",
-        "loss / len(parts) for _",
-        TRAINER_TESTS,
+        "        self._state.put_back()\n",
+        "",
+        ("tests/integrations/test_evaluation_state.py",),
     ),
     Mutant(
         "a Part is divided once more",
@@ -470,6 +507,20 @@ MUTANTS = (
         GIVEN_BACKWARD_TESTS,
     ),
     Mutant(
+        "an interrupt in a given backward leaves hooks",
+        GIVEN_BACKWARD,
+        "self._remove_hooks()  # of all: an interrupt may have come at any of them",
+        "pass",
+        GIVEN_BACKWARD_TESTS,
+    ),
+    Mutant(
+        "a given backward may add to narrow gradients itself",
+        GIVEN_BACKWARD,
+        "if leaf.dtype in NARROW:",
+        "if not by_torch and leaf.dtype in ():",
+        GIVEN_BACKWARD_TESTS,
+    ),
+    Mutant(
         "a piece is kept that drew from NumPy",
         REWIND_POINT,
         "not (draws or draws_on_host or moves)",
@@ -492,8 +543,8 @@ MUTANTS = (
     Mutant(
         "weigh is ignored",
         STEP,
-        "if self.weigh is None else read_weights(self.weigh(micro_batch), samples)",
-        "if True else {}",
+        '        if self.weigh is None:\n            return {""',
+        '        if True:\n            return {""',
     ),
     Mutant(
         "gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear(self.parameters)\n", ""
@@ -932,17 +983,17 @@ MUTANTS = (
     ),
     Mutant(
         "a remembered plan may need more than there is",
-        REUSE,
+        REMEMBERED_PLAN,
         "    if plan.peak_bytes > limit:",
         "    if False:",
-        ("tests/planning/test_reuse.py",),
+        ("tests/planning/test_remembered_plan.py",),
     ),
     Mutant(
         "a remembered plan may answer another question",
-        REUSE,
+        REMEMBERED_PLAN,
         "[plan for plan in measured if not _describe_question(plan, wanted)]",
         "measured",
-        ("tests/planning/test_reuse.py",),
+        ("tests/planning/test_remembered_plan.py",),
     ),
     Mutant(
         "a trial that differs confirms a plan",
@@ -1129,10 +1180,10 @@ MUTANTS = (
     ),
     Mutant(
         "a smaller plan hides a better one",
-        REUSE,
+        REMEMBERED_PLAN,
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
-        ("tests/planning/test_reuse.py",),
+        ("tests/planning/test_remembered_plan.py",),
     ),
     Mutant(
         "one norm over all parameters judges a split",
@@ -1221,7 +1272,7 @@ MUTANTS = (
     Mutant(
         "an optimizer inside a wrapper may be stepped",
         "autobatch/step/reachable.py",
-        "    yield from vars(value).values()\n",
+        "    yield from own_attributes(value)\n",
         "    yield from ()\n",
         LOOP_GUARD_TESTS,
     ),
@@ -1262,14 +1313,14 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        RETRY_SIZE,
+        SETBACK,
         "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
         "least_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        RETRY_SIZE,
+        SETBACK,
         "        wait = self.wait // 2\n",
         "        wait = self.wait\n",
         PACING_TESTS,
@@ -1599,8 +1650,8 @@ MUTANTS = (
     Mutant(
         "an evaluation in parts logs each part",
         TRAINER + "evaluation.py",
-        "        self._logs.write(sizes)\n",
-        "        for one in sizes:\n            self._logs.write([one])\n",
+        "        self._logs.write(sizes)\n        return (kind.loss",
+        "        for one in sizes:\n            self._logs.write([one])\n        return (kind.loss",
         TRAINER_LOG_TESTS,
     ),
     Mutant(
@@ -1834,6 +1885,139 @@ MUTANTS = (
         "    _refuse_other_ranks(model)\n",
         "",
         SHARDED_FIT_TESTS,
+    ),
+    Mutant(
+        "a Trainer's loss is compared on the first batch only",
+        TRAINER + "known_rules.py",
+        "return rule.is_exact and",
+        "return False and",
+        RULE_TESTS,
+    ),
+    Mutant(
+        "all batches of a Trainer are of one kind",
+        TRAINER + "known_rules.py",
+        "self._kinds = [_name_kind(entries, self._left_out) for entries in said]",
+        'self._kinds = ["" for _ in said]',
+        RULE_TESTS,
+    ),
+    Mutant(
+        "a Trainer's rule that is a guess is never compared",
+        TRAINER + "loss_rule.py",
+        "if self.is_guess and _count",
+        "if False and _count",
+        UNLIKE_TESTS,
+    ),
+    Mutant(
+        "a later batch with nothing to compare ends the training",
+        TRAINER + "loss_rule.py",
+        "if known is not None and reason:",
+        "if False:",
+        UNLIKE_TESTS,
+    ),
+    Mutant(
+        "texts are left out by which rules differ",
+        TRAINER + "known_rules.py",
+        "return known if len(known) == len(groups) else None",
+        "return known",
+        UNLIKE_TESTS,
+    ),
+    Mutant(
+        "each change of rules makes a Runner",
+        TRAINER + "loss_rule.py",
+        "return other is not None and (self.cut.name",
+        "return self is other and (self.cut.name",
+        RULE_TESTS,
+    ),
+    Mutant(
+        "rows of one length show that padding may be cut off",
+        TRAINER + "cuts.py",
+        "any(len(set(_last_used(group).tolist())) > 1",
+        "any(len(set(_last_used(group).tolist())) > 0",
+        RULE_TESTS,
+    ),
+    Mutant(
+        "labels of classes are ignored by no rule",
+        TRAINER + "loss_rule.py",
+        "labels.ndim in (1, 2)",
+        "labels.ndim in (2,)",
+        RULE_TESTS,
+    ),
+    Mutant(
+        "the first micro-batch alone chooses the unit",
+        DENOMINATORS,
+        "max(own, self.expected)",
+        "max(own, 0.0)",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "the step before alone chooses the unit",
+        DENOMINATORS,
+        "_MOST_EXPECTED * own",
+        "max(self.expected, own)",
+        DENOMINATOR_TESTS,
+    ),
+    Mutant(
+        "a retry with sharded parameters trusts an earlier search of the graph",
+        "autobatch/training/lockstep_accumulation.py",
+        "self.leaves_are_known = False",
+        "self.leaves_are_known = True",
+        SHARDED_FAILURE_TESTS,
+    ),
+    Mutant(
+        "the samples of a small comparison are no neighbours",
+        "autobatch/batch/layout.py",
+        "if 4 <= n < self.count:",
+        "if n < 0:",
+        VERIFICATION_TESTS,
+    ),
+    Mutant(
+        "a gradient hook that comes later is taken",
+        ACCUMULATION,
+        "                    self.workload.check_hooks(self._hooks)\n",
+        "                    pass\n",
+        ("tests/state/test_gradient_hooks.py", "tests/step/test_workload.py"),
+    ),
+    Mutant(
+        "slots keep what the step wrote",
+        "autobatch/state/slots.py",
+        "                slot.__set__(self._object, earlier)\n",
+        "                pass\n",
+        ("tests/state/test_state_corners.py",),
+    ),
+    Mutant(
+        "weigh gets the user's own containers",
+        BATCH + "read_only_call.py",
+        "function(with_fresh_containers(batch), *others)",
+        "function(batch, *others)",
+        WATCHED_TESTS,
+    ),
+    Mutant(
+        "results are joined by position",
+        INFERENCE + "results.py",
+        "found[name][1], path + suffix",
+        "[*found.values()][[*known].index(name)][1], path + suffix",
+        ("tests/inference/test_failures.py", "tests/inference/test_map.py"),
+    ),
+    Mutant(
+        "a piece may write into arrays",
+        INFERENCE + "piece.py",
+        "wrote = arrays.put_back()",
+        "arrays.put_back()",
+        ("tests/inference/test_failures.py",),
+    ),
+    Mutant(
+        "accelerate: generators stay where a call left them",
+        "autobatch/integrations/accelerate/outside_state.py",
+        "isinstance(value, torch.Tensor) or is_copied_by_value(type(value))",
+        "isinstance(value, torch.Tensor)",
+        ("tests/integrations/test_accelerate_batch_size.py",),
+    ),
+    Mutant(
+        "the tables of a prediction are made after the last trace",
+        PREDICTION + "retrace.py",
+        "            meanwhile(replace(sizing, estimate=estimate))\n",
+        "",
+        ("tests/prediction/test_predict.py",),
     ),
 )
 

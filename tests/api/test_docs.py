@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from builders.forked_programs import Ran, run_program
 
 import autobatch
 from autobatch import errors
@@ -87,18 +88,9 @@ def environment(home: Path) -> dict[str, str]:
     return {**found, "AUTOBATCH_HOME": str(home), "AUTOBATCH_LEDGER": "on"}
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run it there, with stderr between stdout's lines."""
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(folder / "home"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def run(program: Path) -> Ran:
+    """Run it in its folder, with stderr between stdout's lines."""
+    return run_program(program, environment(program.parent / "home"))
 
 
 def commands_in(block: Block) -> Iterator[tuple[str, str]]:
@@ -119,7 +111,7 @@ def run_python(page: str, folder: Path) -> None:
     if not blocks:
         return
     (folder / "page.py").write_text(f"\nprint({MARK!r}, flush=True)\n".join(block.content for block in blocks))
-    ran = run([sys.executable, "-u", "page.py"], folder)
+    ran = run(folder / "page.py")
     assert ran.returncode == 0, ran.stdout
     for block, printed in zip(blocks, ran.stdout.split(f"{MARK}\n"), strict=True):
         if not block.printed_mark.startswith("shown"):
@@ -139,7 +131,7 @@ def run_console(page: str, folder: Path) -> None:
     for _, command, _ in shown:
         lines += [f"assert main({shlex.split(command)[1:]!r}) in (0, 1)", f"print({MARK!r}, flush=True)"]
     (folder / "console.py").write_text("\n".join(lines))
-    ran = run([sys.executable, "-u", "console.py"], folder)
+    ran = run(folder / "console.py")
     assert ran.returncode == 0, ran.stdout
     for (mark, _, expected), printed in zip(shown, ran.stdout.split(f"{MARK}\n")[:-1], strict=True):
         if not mark.startswith("shown"):

@@ -10,7 +10,7 @@ from autobatch._formatting import format_bytes, plural, spell
 
 pytestmark = pytest.mark.quick
 
-UNITS = {"bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
+UNITS = {"byte": 1, "bytes": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3}
 # The upper end is 16 PiB: more than any one device holds.
 BYTES = st.integers(min_value=-(2**54), max_value=2**54)
 
@@ -19,6 +19,7 @@ BYTES = st.integers(min_value=-(2**54), max_value=2**54)
     ("count", "text"),
     [
         (0, "0 bytes"),
+        (1, "1 byte"),
         (1023, "1023 bytes"),
         (1024, "1.0 KiB"),
         (1536, "1.5 KiB"),

@@ -172,6 +172,14 @@ def fit_with(optimizer=None, hook=lambda parameter: None):
     fit(model=model, optimizer=optimizer and optimizer(model.parameters()))
 
 
+def hook_late(hook):
+    """A step after a hook was put on a parameter that only the optimizer holds."""
+    scale, runner = nn.Parameter(torch.ones(3)), make_runner()
+    runner._workload.optimizer.add_param_group({"params": [scale]})
+    hook(scale)
+    runner.step(make_batch(16))
+
+
 def run_cut(groups):
     """A step of a batch of 16 that is divided into these."""
     make_runner(cut=lambda batch, largest: groups).step(make_batch(16))
@@ -262,6 +270,25 @@ TABLE = [
             "target_batch=1000000000000000000 is more than the 100000000 samples that one optimizer step may have: "
             "count what dimension 0 counts, such as images or texts, not tokens or bytes"
         ),
+    ),
+    *(
+        (
+            lambda model=model: autobatch.predict(model, ROWS, gpu="L4"),
+            "InvalidArgument",
+            f"{shown} is no torch.nn.Module",
+        )
+        for model, shown in (
+            (None, "model=None"),
+            ("Linear", "model='Linear'"),
+            (len, "model=a builtin_function_or_method"),
+            (nn.Linear, "model=the class Linear"),
+            ([nn.Linear(2, 2)], "model=a list"),
+        )
+    ),
+    (
+        lambda: autobatch.map(nn.Linear, ROWS),
+        "InvalidArgument",
+        "fn=the class Linear has no weights yet: pass an instance of it",
     ),
     (
         lambda: predict(world_size=0),
@@ -472,6 +499,16 @@ TABLE = [
         "Sum(count=) is str; it must be one number",
     ),
     (
+        lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=True)),
+        "InvalidStep",
+        "Mean(over=) is bool; it must be one number",
+    ),
+    (
+        lambda: fit(step=lambda m, b: autobatch.Sum(m(b[0]).sum(), (b[0] > 0).any())),
+        "InvalidStep",
+        "Sum(count=) is a tensor of shape () and torch.bool; it must be one number",
+    ),
+    (
         lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=-1)),
         "InvalidStep",
         "Mean(over=) is -1.0; it must be a number from 0 to 1e100",
@@ -553,6 +590,11 @@ TABLE = [
             "step() states a count of 7 for a micro-batch for which weigh() gives 4: let weigh= count the "
             "same (by term, as a dict, where terms have different counts), or leave weigh= out"
         ),
+    ),
+    (
+        lambda: make_runner(weigh=lambda b: bool((b[0] > 0).any())).step(make_batch(16)),
+        "InvalidBatch",
+        "weigh() returned bool; it must return one number, or a dict of them by term",
     ),
     (
         lambda: make_runner(weigh=lambda b: {}).step(make_batch(16)),
@@ -658,6 +700,14 @@ TABLE = [
         ),
     ),
     (
+        lambda: hook_late(lambda p: p.register_post_accumulate_grad_hook(lambda _: None)),
+        "InvalidArgument",
+        (
+            "the optimizer's parameter of shape (3,) has a post-accumulate-grad hook: an update inside the backward "
+            "pass happens at every micro-batch and cannot be undone; remove the hook"
+        ),
+    ),
+    (
         lambda: make_runner(scaler=object()),
         "InvalidArgument",
         "scaler is an object: pass a torch.amp.GradScaler",
@@ -708,6 +758,11 @@ TABLE = [
         lambda: make_runner(optimizer=False).step(make_batch(16)),
         "InvalidArgument",
         "this Runner has no optimizer; use accumulate(batch) and do the update yourself",
+    ),
+    (
+        lambda: make_runner().step_over([make_batch(8), tuple(part[:0] for part in make_batch(8))]),
+        "InvalidBatch",
+        "batch[0] has 0 samples: pass a batch of at least one (batch 2 of the 2 that this step was given)",
     ),
     (lambda: make_runner().step_over([]), "InvalidBatch", "step_over() was given no batches"),
     (
@@ -886,9 +941,48 @@ TABLE = [
         "max_piece=0 must be an int of at least 1: it counts samples",
     ),
     (
+        lambda: autobatch.map(len, ROWS, to="privateuseone"),
+        "InvalidArgument",
+        "to='privateuseone' is not here: torch has no memory of it in this process",
+    ),
+    (
+        lambda: autobatch.map(len, ROWS, device="privateuseone:0"),
+        "InvalidArgument",
+        "device='privateuseone:0' is not here: torch has no memory of it in this process",
+    ),
+    (
         lambda: autobatch.map(len, ROWS, to="cuda:99"),
         "InvalidArgument",
         "to='cuda:99' is not here: torch has no memory of it in this process",
+    ),
+    (
+        lambda: autobatch.map(len, ROWS, to="meta"),
+        "InvalidArgument",
+        "to='meta' would drop all values: pass a device with memory, such as 'cpu'",
+    ),
+    (
+        lambda: autobatch.map(nn.Linear(2, 2, device="meta").forward, ROWS),
+        "InvalidArgument",
+        (
+            "device= is needed: Linear is on the meta device, which does not say where its passes run; pass the device "
+            "that its weights are brought to"
+        ),
+    ),
+    (
+        lambda: autobatch.map(lambda rows: {"x": rows.to_sparse()}, ROWS),
+        "InvalidResult",
+        (
+            'fn returned a sparse (torch.sparse_coo) Tensor as the result["x"], whose rows cannot be put together: '
+            "pass on_result=, or return a dense one, or a list with one tensor a sample"
+        ),
+    ),
+    (
+        lambda: next(autobatch.map(torch.Tensor.to_mkldnn, [*ROWS])),
+        "InvalidResult",
+        (
+            "fn returned a torch._mkldnn Tensor as the result, whose rows cannot be taken apart: return a dense one, "
+            "or a list with one tensor a sample"
+        ),
     ),
     (
         lambda: autobatch.map(torch.neg, ROWS, lengths=[1, 2]),
@@ -919,6 +1013,11 @@ TABLE = [
         "lengths= gave 0.5 for sample 0: a length is an int of at least 0",
     ),
     (
+        lambda: list(autobatch.map(torch.neg, list(ROWS), lengths=lambda row: next(iter(())))),
+        "InvalidArgument",
+        "lengths= raised StopIteration for sample 0: return an int of at least 0",
+    ),
+    (
         lambda: autobatch.map(torch.sum, ROWS),
         "InvalidResult",
         (
@@ -930,17 +1029,28 @@ TABLE = [
         lambda: autobatch.map(lambda rows: rows.sum(1).expand(len(rows), -1), torch.zeros(5, 2)),
         "InvalidResult",
         (
-            "fn returned a Tensor of shape (3, 3) as the result, and a Tensor of torch.float32 with rows of shape (2,) "
-            "for the pieces before it, so that they are no one result: pass samples instead of a batch (a list or a "
-            "Dataset), whose results stay apart"
+            "fn returned a Tensor of torch.float32 with rows of shape (3,) as the result, and a Tensor of "
+            "torch.float32 with rows of shape (2,) for the pieces before it, so that they are no one result: pass "
+            "samples instead of a batch (a list or a Dataset), whose results stay apart"
         ),
     ),
     (
         lambda: autobatch.map(lambda rows: (rows,) * len(rows), torch.zeros(5, 2)),
         "InvalidResult",
         (
-            "fn returned a tuple of 3 results, and 2 for the pieces before it, so that they are no one result: return "
-            "the same ones for all samples"
+            "fn returned a tuple of 3 results as the result, and a tuple of 2 results for the pieces before it, so "
+            "that they are no one result: return the same ones for all samples"
+        ),
+    ),
+    (
+        lambda: autobatch.map(
+            lambda rows: {"a": rows, "b": rows} if len(rows) == 2 else {"a": rows}, torch.zeros(5, 2)
+        ),
+        "InvalidResult",
+        (
+            'fn returned a dict with ["a"] as the result, and a dict with ["a"], ["b"] for the pieces before it, so '
+            "that "
+            "they are no one result: return the same ones for all samples"
         ),
     ),
     (
@@ -953,8 +1063,8 @@ TABLE = [
         "DoesNotFit",
         (
             "sample 0 alone does not fit: 10 bytes of a budget of 100 bytes were held before it; OutOfMemoryError: "
-            "fake device out of memory. Tried to hold 110 bytes for 1 sample in 100 bytes: free memory, pass a larger "
-            "budget=, or send results to the host with to='cpu'"
+            "fake device out of memory. Tried to hold 110 bytes for 1 sample in 100 bytes: free memory, or pass a "
+            "larger budget="
         ),
     ),
 ]
