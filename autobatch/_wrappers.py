@@ -187,4 +187,4 @@ def _is_accelerate(optimizer: Any) -> bool:
 
 
 def _name(kind: type) -> tuple[str, str]:
-    return kind.__module__.partition(".")[0], kind.__name__
+    return str(kind.__module__).partition(".")[0], kind.__name__  # it may be anything, as a property

@@ -1966,9 +1966,23 @@ MUTANTS = (
     Mutant(
         "the samples of a small comparison are no neighbours",
         "autobatch/batch/layout.py",
-        "if 4 <= n < self.count:",
+        "if not 4 <= n < count:",
+        "if n:",
+        VERIFICATION_TESTS,
+    ),
+    Mutant(
+        "a small comparison takes from one half of the batch what the other does not have",
+        "autobatch/batch/layout.py",
+        "if (pairs + 1) // 2 <= of_half:",
         "if n < 0:",
         VERIFICATION_TESTS,
+    ),
+    Mutant(
+        "samples for a small comparison are a fixed distance apart",
+        "autobatch/batch/layout.py",
+        "index * _GOLDEN % 1",
+        "index * 0",
+        ("tests/batch/test_layout.py",),
     ),
     Mutant(
         "a gradient hook that comes later is taken",

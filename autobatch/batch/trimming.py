@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from autobatch.batch.layout import Layout
+from autobatch.batch.layout import Layout, spread_evenly
 from autobatch.batch.lengths import Lengths, ask_lengths, padded_length, read_answers
 from autobatch.batch.list_rules import ROOT
 from autobatch.batch.registry import find_type
@@ -100,7 +100,7 @@ class SortedLayout(Layout):
 
     def spread(self, n: int) -> Layout:
         """``n`` samples, evenly from the longest to the shortest, as new tensors, padded as they were."""
-        rows = [self.order[index * self.count // n] for index in range(n)]
+        rows = [self.order[index] for index in spread_evenly(n, self.count)]
         return Layout(gather(self, rows, self.padding, self.padded), n, self.lists)
 
     def is_trimmed(self, start: int) -> bool:

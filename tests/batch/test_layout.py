@@ -286,7 +286,7 @@ def test_leaves_that_share_memory() -> None:
 
 @given(samples=st.integers(1, 40), wanted=st.integers(1, 40))
 def test_spread_takes_evenly_from_first_to_last(samples: int, wanted: int) -> None:
-    """In order, equally often, none far from its neighbours; the original is not written through."""
+    """In order, equally often, also from the other half; the original is not written through."""
     batch = {"x": torch.arange(samples), "names": [str(row) for row in range(samples)]}
     layout = describe(batch)
     part = layout.spread(wanted)
@@ -296,15 +296,18 @@ def test_spread_takes_evenly_from_first_to_last(samples: int, wanted: int) -> No
     assert rows == sorted(rows)
     repeats = [rows.count(row) for row in {*rows}]
     assert max(repeats) - min(repeats) <= (wanted > samples)
-    pairs = rows[::2] if 4 <= wanted < samples else []
-    if pairs:
-        assert [row % 2 for row in pairs] == [0] * len(pairs)
-        assert rows[1::2] == [row + 1 for row in pairs[: wanted // 2]]
-    widest = 2 * samples // wanted + 2 if pairs else samples // wanted + 1
-    steps = [after - before for before, after in zip([-1, *rows], [*rows, samples], strict=True)]
-    assert max(steps) <= widest
+    if 4 <= wanted < samples:
+        assert {0, 1} <= {*rows}
+        assert wanted == 5 or samples // 2 in rows
     part.batch["x"].zero_()
     assert batch["x"].tolist() == list(range(samples))
+
+
+@pytest.mark.parametrize("period", range(3, 17))
+def test_spread_takes_unlike_samples_of_a_batch_that_repeats_with_a_period(period: int) -> None:
+    """Such as one of each class in turn: at a fixed distance all that are taken could be of one class."""
+    part = describe(torch.arange(128) % period).spread(16)
+    assert len({*part.batch.tolist()}) >= min(4, period)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (-1, 2), (3, 9), (4, 3)])

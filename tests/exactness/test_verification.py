@@ -156,7 +156,7 @@ def test_neighbours_that_belong_together_are_named(samples):
     assert ["in rows 2i and 2i + 1" in cause for cause in verdict.causes] == [True]
 
 
-@pytest.mark.parametrize("samples", [16, 64])
+@pytest.mark.parametrize("samples", [8, 16, 18, 22, 50, 64, 100, 250, 256])
 def test_halves_that_belong_together_are_called_dependent(samples):
     """Row i and row i + n/2: cut after two rows it is as wrong as after one."""
     batch = (*make_batch(samples), torch.arange(samples) % (samples // 2))
