@@ -226,10 +226,18 @@ def spread_evenly(n: int, count: int) -> list[int]:
     """``n`` of the indices below ``count``, one from each of ``n`` equal ranges, the first and no fixed distance apart.
 
     At a fixed distance, samples that repeat with a period (one of each class in turn) could all be alike. Where in its
-    range an index lies follows the golden ratio, whose multiples are spread over 0 to 1 without a period.
+    range an index lies follows the golden ratio, whose multiples are spread over 0 to 1 without a period; and where
+    ranges are long enough, each index leaves another remainder when divided by ``n``, so that a period of ``n``, or of
+    a divisor of it, is seen whole.
     """
     bounds = [index * count // n for index in range(n + 1)]
-    return [low + int(index * _GOLDEN % 1 * (high - low)) for index, (low, high) in enumerate(pairwise(bounds))]
+    return [_choose_between(low, high, index, n) for index, (low, high) in enumerate(pairwise(bounds))]
+
+
+def _choose_between(low: int, high: int, index: int, n: int) -> int:
+    anywhere = low + int(index * _GOLDEN % 1 * (high - low))
+    above = anywhere + (index - anywhere) % n
+    return next((chosen for chosen in (above, above - n) if low <= chosen < high), anywhere)
 
 
 def describe(batch: Any, like: Layout | None = None, samples: int | None = None) -> Layout:

@@ -120,17 +120,18 @@ class SplitComparison:
         return _unchecked(f"{said} ({reason})"), ""
 
     def _find_refused(self, samples: int, kind: str) -> int | None:
-        """The first of half as many samples, a quarter and so on at which the step raises it without our changes too.
+        """The most of fewer samples, among those that parts had, at which the step raises it without our changes too.
 
         Raises what the step raises at all of them.
         """
         plain = self._make_measurement(self.layout.spread(samples), SampleNumbers())
         plain.whole()
-        while (samples := samples // 2) > 0:
+        sizes = {samples - 1, samples - 2, samples // 2, samples // 4, 3, 2, 1}
+        for size in sorted(sizes & {*range(1, samples)}, reverse=True):
             try:
-                plain.alone(0, samples)
+                plain.alone(0, size)
             except Exception as error:  # noqa: BLE001 - of the user's step, and said in the verdict
-                return samples if type(error).__name__ == kind else None
+                return size if type(error).__name__ == kind else None
         return None
 
     def _compare(self, samples: int, partitions: Sequence[Sizes]) -> Verdict:
@@ -221,16 +222,18 @@ class SplitComparison:
 
 
 def _find_partitions(measured: Measurement) -> list[Sizes]:
-    """Partitions that run: BatchNorm refuses a single sample, and so does a model that squeezes its batch."""
-    partitions = partitions_of(measured.layout.count, 1)
-    handled = sys.exc_info()[1]
+    """Partitions that run: BatchNorm refuses a single sample, and so does a model that squeezes its batch.
+
+    Where more of them than one are refused, that error is the step's answer to a part, and is raised in the comparison.
+    """
+    handled, samples = sys.exc_info()[1], measured.layout.count
     try:
-        measured.differences(partitions[0])
+        next((index for index in range(samples) if measured.alone(index, index + 1) is not None), None)
     except Exception as error:
         if isinstance(error, AutobatchError) or is_oom(error, handled=handled):
             raise
-        return partitions_of(measured.layout.count, 2)
-    return partitions
+        return partitions_of(samples, 2)
+    return partitions_of(samples, 1)
 
 
 def _find_error(measured: Measurement, partitions: Sequence[Sizes], before: Sequence[float] = ()) -> float:

@@ -160,8 +160,11 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str 
             f"the loss is a mean over {code}, not over {counted}: {pass_} (that leaves a relative error "
             f"{left} instead of {passed:.1e})"
         )
-    weights = [found for sizes in partitions if (found := _find_weights(measured, sizes)) is not None]
-    if len(weights) < len(partitions):
+    weighed = [(sizes, _find_weights(measured, sizes)) for sizes in partitions]
+    # Of samples that are alike, each in a part of its own, no weights are unique: the other partitions tell.
+    partitions = [sizes for sizes, found in weighed if found != []]
+    weights = [found for _, found in weighed if found]
+    if len(weights) < max(1, len(partitions)):
         return None
     if _are_of_samples(partitions, weights) and not _depend_on_losses(measured, partitions, weights):
         return (
@@ -231,7 +234,7 @@ def _depend_on_losses(measured: Measurement, partitions: Sequence[Sizes], weight
     finally:
         _flip(parameters)
     return any(
-        other is not None and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * EXPLAINS
+        other and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * EXPLAINS
         for found, other in zip(weights, others, strict=True)
     )
 
@@ -244,15 +247,17 @@ def _flip(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
-    """Weights whose sum of parts is nearest to the whole; ``None`` where it is not near, or they are not unique."""
+    """Weights whose sum of parts is nearest to the whole; ``None`` where it is not near, none where others are too."""
     parts, whole = [measured.alone(start, stop) for start, stop in ranges_of(sizes)], measured.whole_values()
     columns = {index: part for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())}
     if not columns:
         return None
     matrix = torch.stack([*columns.values()], 1)
     found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")
-    if int(found.rank) < len(columns) or not is_near((matrix @ found.solution).squeeze(1), whole):
+    if not is_near((matrix @ found.solution).squeeze(1), whole):
         return None
+    if int(found.rank) < len(columns):
+        return []
     solved = dict(zip(columns, found.solution.squeeze(1).tolist(), strict=True))
     return [solved.get(index, 0.0) for index in range(len(parts))]
 

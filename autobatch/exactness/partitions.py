@@ -26,15 +26,22 @@ def ranges_of(sizes: Sizes) -> tuple[tuple[int, int], ...]:
 
 
 def partitions_of(samples: int, smallest: int) -> list[Sizes]:
-    """The partitions of a few samples: a small part first, a small part last, halves, quarters.
+    """The partitions of a few samples: a small part first, halves, the smallest parts there can be, a small part last.
 
-    All are needed: a mean that is stated with a wrong count looks right in two halves, and fails only in uneven parts.
+    All are needed: a mean that is stated with a wrong count looks right in two halves, and fails only in uneven parts;
+    and two samples that depend on each other show it only where they are in different parts.
     """
     if samples < 2 * smallest:
         return []
-    uneven = (smallest, samples - smallest)
-    even = [balance(samples, -(-samples // min(parts, samples // smallest))) for parts in (2, 4)]
-    return [*dict.fromkeys([uneven, *even, uneven[::-1]])]
+    uneven, halves = (smallest, samples - smallest), (samples - samples // 2, samples // 2)
+    return [*dict.fromkeys([uneven, halves, _finest(samples, smallest), uneven[::-1]])]
+
+
+def _finest(samples: int, smallest: int) -> Sizes:
+    """Single samples; where two are the fewest, cuts after 3, 5, 7 and so on, as rows 2i and 2i + 1 may be a pair."""
+    first = smallest if smallest == 1 or samples < 2 * smallest + 1 else smallest + 1
+    parts, rest = divmod(samples - first, smallest)
+    return (first, *[smallest] * (parts - 1), smallest + rest)
 
 
 def wholes_of(target: int, size: int, most: int, compared: int) -> Sizes:

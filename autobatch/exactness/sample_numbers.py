@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -55,7 +56,7 @@ class SampleNumbers:
         self._start, self._stop = 0, 0
         self._calls: Counter[_Site] = Counter()
         self._replays: dict[int, tuple[_Site, int]] = {}
-        self._outer: frozenset[int] = frozenset()
+        self._outer: dict[int, CodeType] = {}
         self._failed: set[_Site] = set()
         self._learned = False
 
@@ -67,8 +68,9 @@ class SampleNumbers:
         """Draw for samples ``start`` to ``stop`` of so many from here on; called from inside the step."""
         self.end()
         self._start, self._stop, self.samples = start, stop, samples
-        # Frames from here outwards are the same for all draws, so they do not identify one.
-        self._outer = frozenset(id(frame) for frame in _frames())
+        # Frames from here outwards are the same for all draws, so they do not identify one. With their code: some are
+        # gone when a backward pass runs a part again, and a frame of that part may have got the id of one of those.
+        self._outer = {id(frame): frame.f_code for frame in _frames()}
         if self._is_whole():
             self._whole = {}
 
@@ -115,7 +117,7 @@ class SampleNumbers:
         token = int(torch.randint(2**62, ()))
         known = self._replays.get(token)
         if known is None:
-            inner = takewhile(lambda frame: id(frame) not in self._outer, _frames())
+            inner = takewhile(lambda frame: self._outer.get(id(frame)) is not frame.f_code, _frames())
             site = tuple(part for frame in inner for part in (id(frame.f_code), frame.f_lasti))
             known = self._replays[token] = (site, self._calls[site])
             self._calls[site] += 1

@@ -310,6 +310,14 @@ def test_spread_takes_unlike_samples_of_a_batch_that_repeats_with_a_period(perio
     assert len({*part.batch.tolist()}) >= min(4, period)
 
 
+@pytest.mark.parametrize("run", [1, 2, 4])
+def test_spread_takes_both_kinds_of_a_batch_of_runs_in_turn(run: int) -> None:
+    """Such as two rows of one kind and two of another, again and again, however many."""
+    for samples in (*range(17 + 2 * run, 1100), 2048, 4096, 8192, 16384):
+        part = describe(torch.arange(samples) // run % 2).spread(16)
+        assert len({*part.batch.tolist()}) == 2, samples
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 0), (-1, 2), (3, 9), (4, 3)])
 def test_slices_stay_inside(start: int, stop: int) -> None:
     """A range that is empty or leaves the batch is refused."""

@@ -25,6 +25,7 @@ from splits import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from workloads import Everything, Plain, bits_of, differences, limited, make_batch, mean_step
 
 from autobatch.exactness.verification import verify
@@ -162,6 +163,86 @@ def test_halves_that_belong_together_are_called_dependent(samples):
     batch = (*make_batch(samples), torch.arange(samples) % (samples // 2))
     verdict = verify(small(), batch, pulled_together)
     assert ["depends on the others" in cause for cause in verdict.causes] == [True]
+
+
+@pytest.mark.parametrize("samples", [8, 16, 18, 64])
+def test_pairs_are_found_where_one_sample_cannot_run(samples):
+    """Not every cut may be after an even number of samples, or it is never between the two of a pair."""
+    batch = (*make_batch(samples), torch.arange(samples) // 2)
+    verdict = verify(Squeezes(), batch, pulled_together)
+    assert not verdict.exact, str(verdict)
+    assert ["in rows 2i and 2i + 1" in cause for cause in verdict.causes] == [True]
+
+
+def interleaved(model, batch):
+    """Bradley-Terry of chosen and rejected rows in turn: an odd number of rows is an error."""
+    scores = model(batch[0])[:, 0]
+    return -F.logsigmoid(scores[0::2] - scores[1::2]).mean()
+
+
+@pytest.mark.parametrize("samples", [6, 16, 66, 128])
+def test_a_part_that_raises_where_all_samples_run_is_not_checked(samples):
+    """It is no sample that cannot run by itself, so what the other parts say is no proof."""
+    verdict = verify(small(), make_batch(samples), interleaved)
+    assert not verdict.exact
+    assert verdict.unchecked.startswith(f"the step raised an error at {min(samples, 16) - 1} samples (RuntimeError")
+
+
+def against_own_group(model, batch):
+    """Each answer's reward less the mean reward of its prompt's answers, as GRPO and RLOO have it."""
+    inputs, labels, prompts, rewards = batch
+    chosen = model(inputs).log_softmax(1).gather(1, labels[:, None])[:, 0]
+    same = (prompts[:, None] == prompts[None, :]).to(chosen.dtype)
+    return -((rewards - same @ rewards.to(chosen.dtype) / same.sum(1)) * chosen).mean()
+
+
+@pytest.mark.parametrize(("samples", "answers"), [(16, 2), (32, 4), (64, 2), (64, 8), (256, 8)])
+def test_groups_of_which_those_at_the_ends_are_without_effect_are_found(samples, answers):
+    """Where all answers of the first prompt and of the last are as good, only cuts between can show the groups."""
+    prompts = torch.arange(samples) // answers
+    rewards = torch.arange(samples).remainder(2).float()
+    rewards[(prompts == 0) | (prompts == prompts[-1])] = 1.0
+    verdict = verify(small(), (*make_batch(samples), prompts, rewards), against_own_group)
+    assert not verdict.exact
+    assert not verdict.unchecked
+
+
+@pytest.mark.parametrize(("samples", "counts"), [(16, (4, 2, 6, 4)), (64, (4, 2, 6, 4)), (4096, (6, 6, 2, 2))])
+def test_counts_that_are_level_at_many_cuts_are_found(samples, counts):
+    """As many labels in each half, quarter and end as in any other: single samples differ."""
+    labels = torch.full((samples, 6), -100)
+    for row in range(samples):
+        labels[row, : counts[row % len(counts)]] = row % 4
+    inputs = torch.randn(samples, 6, 6, generator=torch.Generator().manual_seed(1))
+    verdict = verify(small(), {"x": inputs, "labels": labels}, token_mean)
+    assert not verdict.exact
+    assert '(batch["labels"] != -100).sum()' in str(verdict)
+
+
+class Recomputes(nn.Module):
+    """Drops out inside reentrant checkpoints that are left to draw as they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.drop, hidden, use_reentrant=True, preserve_rng_state=False)
+        return self.last(hidden)
+
+    def drop(self, hidden):
+        return F.dropout(hidden.tanh(), 0.5, self.training)
+
+
+@pytest.mark.parametrize("samples", [6, 8, 11, 16])
+def test_what_a_backward_pass_draws_again_is_the_same_draw(samples):
+    """Frames of the forward pass are gone by then, and others may have got their ids."""
+    unused = [[object() for _ in range(37 * number)] for number in range(samples)]  # so that ids are others each time
+    verdict = verify(Recomputes(), make_batch(samples), mean_step)
+    assert verdict.exact, str(verdict)
+    assert unused
 
 
 def test_a_pair_as_one_sample_is_exact():
