@@ -1,8 +1,8 @@
 """Retraces the step at the size that an estimate leads to, and judges again where the timeline does not hold there.
 
 Covers how often the answer may move, the trace at that size, and whether one sample can be run. Does not cover which
-size the estimate leads to. Three sizes on one line are no proof for a fourth: a step that pads its samples to a
-multiple of 128 takes the same at 2, 3 and 67.
+size the estimate leads to. A line through two sizes is no proof for a third: a step that pads its samples to a multiple
+of 128 takes the same at 2 and at 67.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Proof", "check_timeline", "find_smallest", "prove", "prove_sizing"]
 _ROUNDS = 3
 """A step that is no line is mostly judged anew once: with a trace at the first answer, the second is near to it."""
 _LADDER = (256, 1024)
-"""Where a step is no line beyond the largest of the three sizes, though it is one up to there."""
+"""Where a step is no line beyond the larger of the two sizes, though it is one up to there."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,18 @@ from pydantic import Field
 from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.records import Record
 
-__all__ = ["Block", "Kind", "Phase", "Stream", "Timeline", "TracedStep", "align", "combine", "most_alive"]
+__all__ = [
+    "Block",
+    "Kind",
+    "Phase",
+    "Stream",
+    "Timeline",
+    "TracedStep",
+    "align",
+    "combine",
+    "continue_as",
+    "most_alive",
+]
 
 Phase = Literal["before", "forward", "backward", "optimizer"]
 Stream = Literal["compute", "all-gather", "reduce-scatter"]
@@ -41,6 +52,9 @@ Kind = Literal[
     "cuBLAS workspace",  # without bytes: where a thread takes its handle, whose workspace is the card's
 ]
 _NO_TENSORS = frozenset({"cuDNN workspace", "addends", "partial sums", "cuBLAS workspace"})
+_MADE_ONCE = frozenset({"parameter", "buffer", "optimizer state", "bucket", "cuBLAS workspace"})
+"""In the first optimizer step, for all that follow."""
+_AROUND = frozenset({"before", "optimizer"})
 _Growth = tuple[Convolution, tuple[int, ...]]
 """A convolution at 0 samples, and what a sample adds to the sizes of its input."""
 
@@ -184,6 +198,48 @@ def align(first: TracedStep, second: TracedStep) -> Timeline | None:
     return Timeline(
         order=first.order, fixed=fixed, per_sample=per_sample, blocks=first.blocks, convolutions=convolutions
     )
+
+
+def continue_as(whole: TracedStep, beginning: TracedStep) -> TracedStep | None:
+    """A trace that ended after the first optimizer step, of more samples, continued as the whole one goes on.
+
+    The later step's micro-batches make the blocks that those of the first made, so their sizes are known for more
+    samples too. What is made around micro-batches does not depend on the samples, where it does not in the first step.
+
+    Returns:
+        ``None`` where the traces begin differently, or where the later step is not such a repetition.
+    """
+    if whole.order[: len(beginning.order)] != beginning.order:
+        return None
+    count = len(beginning.sizes)
+    earlier, later = _repeated_blocks(whole, 0, count), _repeated_blocks(whole, count, len(whole.sizes))
+    around = [index for index in range(count) if whole.blocks[index].phase in _AROUND]
+    if (
+        any(whole.sizes[index] != beginning.sizes[index] for index in around)
+        or any(block.kind in _MADE_ONCE for block in whole.blocks[count:])
+        or [whole.sizes[index] for index in earlier] != [whole.sizes[index] for index in later]
+        or [whole.blocks[index] for index in earlier] != [whole.blocks[index] for index in later]
+    ):
+        return None
+    source = dict(zip(later, earlier, strict=True))
+    rest = range(count, len(whole.sizes))
+    more = [beginning.sizes[source[index]] if index in source else whole.sizes[index] for index in rest]
+    runs = {block: source.get(block, block) for block in whole.convolutions}
+    if not beginning.convolutions.keys() >= {*runs.values()}:
+        return None
+    return TracedStep.model_construct(  # all of it comes from checked traces
+        samples=beginning.samples,
+        order=whole.order,
+        sizes=(*beginning.sizes, *more),
+        blocks=whole.blocks,
+        convolutions={block: beginning.convolutions[like] for block, like in runs.items()},
+    )
+
+
+def _repeated_blocks(step: TracedStep, start: int, stop: int) -> list[int]:
+    """Those among blocks ``start`` to ``stop`` (exclusive) that each optimizer step makes in its micro-batches."""
+    blocks = enumerate(step.blocks[start:stop], start)
+    return [index for index, block in blocks if block.phase not in _AROUND and block.kind not in _MADE_ONCE]
 
 
 def _align_convolutions(first: TracedStep, second: TracedStep) -> dict[int, _Growth] | None:

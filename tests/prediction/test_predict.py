@@ -212,7 +212,7 @@ def _wide():
 
 @pytest.mark.parametrize("gpu", ["2GiB", "1.1GiB"])
 def test_a_prediction_holds_where_the_step_is_no_line(gpu):
-    """Padding to 128 takes the same at 2, 3 and 67 samples; at the size of the plan it is what a trace there says."""
+    """Padding to 128 takes the same at 2 and 67 samples; at the size of the plan it is what a trace there says."""
     model = _wide()
     found = autobatch.predict(model, torch.zeros(2, 16), _pad_to_128, gpu=gpu, target_batch=4096, what_if=True)
     assert found.interpolated

@@ -331,7 +331,7 @@ def test_an_expectation_is_put_to_the_test_at_its_own_size():
 
 @pytest.mark.predicts
 def test_an_expectation_that_cannot_be_tested_goes_no_further_than_what_was_traced():
-    """Beyond the three sizes nothing is known then."""
+    """Beyond the two sizes nothing is known then."""
 
     def run(model, batch):
         if len(batch) > 70:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.timeline import Block, TracedStep, align, combine
+from autobatch.prediction.timeline import Block, TracedStep, align, combine, continue_as
 
 pytestmark = pytest.mark.quick
 
@@ -61,6 +61,74 @@ def test_a_step_at_any_size_is_a_valid_record():
 
 def _convolution(samples, channels):
     return Convolution("forward", (samples, channels, 8, 8), (4, channels, 3, 3), (1, 1), (1, 1), (1, 1))
+
+
+_RUNS = {"forward": "activation", "backward": "temporary"}
+
+
+def _two_steps(n, repeated, *, once=1, state=12, temporary=8, later=None, convolved=False):
+    """A step of one micro-batch and its update, twice; ``repeated`` are bytes at 0 samples and of each."""
+    made = [_WEIGHT] * once
+    sizes = [100] * once
+    counts = []
+    for blocks, has_state in ((repeated, True), (repeated if later is None else later, False)):
+        for index, (fixed, slope) in enumerate(blocks):
+            phase = ("forward", "backward")[index % 2]
+            made.append(Block(phase=phase, kind=_RUNS[phase], module=str(index)))
+            sizes.append(fixed + slope * n)
+        made += [Block(phase="optimizer", kind="optimizer state")] * has_state
+        sizes += [state] * has_state
+        made.append(Block(phase="optimizer", kind="temporary"))
+        sizes.append(temporary)
+        counts.append(len(sizes))
+    convolutions = {1: _convolution(n, 3), counts[0]: _convolution(n, 3)} if convolved else {}
+    order = tuple(range(1, len(sizes) + 1))
+    whole = TracedStep(samples=n, order=order, sizes=tuple(sizes), blocks=tuple(made), convolutions=convolutions)
+    return whole, _cut(whole, counts[0])
+
+
+def _cut(whole, count):
+    convolutions = {block: run for block, run in whole.convolutions.items() if block < count}
+    parts = {name: getattr(whole, name)[:count] for name in ("order", "sizes", "blocks")}
+    return TracedStep(samples=whole.samples, convolutions=convolutions, **parts)
+
+
+@given(_affine, st.integers(3, 100), st.booleans())
+def test_a_second_step_follows_from_the_first(repeated, n, convolved):
+    """With as many bytes in each block as a trace of both would have, and with its convolutions."""
+    near, _ = _two_steps(2, repeated, convolved=convolved)
+    far, beginning = _two_steps(n, repeated, convolved=convolved)
+    assert continue_as(near, beginning) == far
+    assert align(near, far) == align(near, continue_as(near, beginning))
+
+
+@pytest.mark.parametrize(
+    ("near", "beginning"),
+    [
+        (_two_steps(2, [(0, 4)] * 4), _two_steps(9, [(0, 4)] * 5)[1]),
+        (_two_steps(2, [(0, 4)] * 4, once=2), _two_steps(9, [(0, 4)] * 40)[1]),
+        (_two_steps(2, [(0, 4)] * 4, later=[(0, 4)] * 3), _two_steps(9, [(0, 4)] * 4)[1]),
+        (_two_steps(2, [(0, 4)] * 4, later=[(1, 4)] * 4), _two_steps(9, [(0, 4)] * 4)[1]),
+        (_two_steps(2, [(0, 4)] * 4, temporary=8), _two_steps(9, [(0, 4)] * 4, temporary=9)[1]),
+        (_two_steps(2, [(0, 4)] * 4, state=8), _two_steps(9, [(0, 4)] * 4, state=9)[1]),
+        (_two_steps(2, [(0, 4)] * 4, convolved=True), _two_steps(9, [(0, 4)] * 4)[1]),
+    ],
+    ids=["order", "more blocks", "fewer later", "other bytes later", "update", "state", "convolutions"],
+)
+def test_a_second_step_of_its_own_does_not_follow(near, beginning):
+    """It is then traced at both sizes."""
+    assert continue_as(near[0], beginning) is None
+
+
+def test_blocks_that_are_made_once_and_in_the_second_step_do_not_follow():
+    """Such as a buffer that the second step replaces."""
+    near, _ = _two_steps(2, [(0, 4)] * 4)
+    _, beginning = _two_steps(9, [(0, 4)] * 4)
+    replaced = near.model_copy(
+        update={"blocks": (*near.blocks[:-1], near.blocks[-1].model_copy(update={"kind": "buffer"}))}
+    )
+    assert continue_as(near, beginning) is not None
+    assert continue_as(replaced, beginning) is None
 
 
 def test_other_orders_do_not_align():

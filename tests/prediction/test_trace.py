@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -81,11 +82,11 @@ def _channels_last_convnet():
     ],
 )
 def test_the_timeline_equals_a_direct_trace_at_any_size(make, run, example, optimizer):
-    """Traced at 2 and 3 samples, the step at 5 or 256 is the directly traced one: order, bytes, kinds and modules."""
+    """Traced at 2 and 67 samples, the step at 5 or 256 is the directly traced one: order, bytes, kinds and modules."""
     workload, layout = _workload(make(), optimizer, run), describe(example())
     timeline = trace_timeline(workload, layout)
     assert not timeline.interpolated
-    for n in (5, 256):  # 67, between them, has been compared in the timeline's own making
+    for n in (5, 67, 256):  # at 67 the second optimizer step was not traced
         direct, predicted = trace(workload, layout, n), timeline.at(n)
         assert (predicted.order, predicted.sizes, predicted.blocks) == (direct.order, direct.sizes, direct.blocks)
 
@@ -332,12 +333,12 @@ def test_a_step_that_loops_over_samples_is_interpolated_and_not_traced_without_e
         return torch.stack([module(sample).tanh().mean() for sample in batch]).mean()
 
     monkeypatch.setattr(trace_module, "_MOST_EVENTS", 1000)
-    monkeypatch.setattr(trace_module, "SIZES", (2, 3, 17))
+    monkeypatch.setattr(trace_module, "SIZES", (2, 17))
     workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
     timeline = trace_timeline(workload, layout)
     assert timeline.interpolated
     assert max(sizes) == 17  # traced in any case
-    assert [step.samples for step in timeline.traced][:4] == [2, 3, 4, 8]
+    assert [step.samples for step in timeline.traced][:3] == [2, 4, 8]
     assert timeline.at(8).sizes == trace(workload, layout, 8).sizes
     assert timeline.measure(12, TracedStep.peak) == pytest.approx(_direct_peak(workload, layout, 12), rel=0.01)
     assert timeline.measure(160, TracedStep.peak) > 3 * timeline.measure(16, TracedStep.peak)
@@ -349,7 +350,7 @@ def test_a_step_whose_operators_do_not_depend_on_samples_is_traced_at_all_sizes(
     monkeypatch.setattr(trace_module, "_LADDER", (4, 256, 1024))
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     timeline = trace_timeline(_workload(model, run=_contrast), describe((torch.zeros(2, 16), torch.zeros(2))))
-    assert [step.samples for step in timeline.traced] == [2, 3, 4, 67, 256, 1024]
+    assert [step.samples for step in timeline.traced] == [2, 4, 67, 256, 1024]
 
 
 def test_an_encoder_in_eval_mode_takes_its_usual_way():
@@ -446,7 +447,7 @@ def _split(model, batch):
 
 @pytest.mark.parametrize("run", [_contrast, _pad, _split])
 def test_what_is_no_line_in_the_samples_is_not_called_exact(run, monkeypatch):
-    """The square of the samples, padding and chunks look like lines at 2 and 3; between traced sizes they are near."""
+    """The square of the samples, padding and chunks are no line at 2 and 67: between traced sizes they are near."""
     monkeypatch.setattr(trace_module, "_LADDER", (256, 1024))  # beside 67, those on both sides of what is asked below
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     layout = describe((torch.zeros(2, 16), torch.zeros(2)))
@@ -459,8 +460,8 @@ def test_what_is_no_line_in_the_samples_is_not_called_exact(run, monkeypatch):
 
 
 @pytest.mark.parametrize("multiple", [128, 1000])
-def test_what_looks_like_a_line_at_three_sizes_is_seen_at_a_fourth(multiple):
-    """Padding to more than the largest of the three takes the same at each of them; where it is checked it is exact."""
+def test_what_looks_like_a_line_at_two_sizes_is_seen_at_a_third(multiple):
+    """Padding to more than the larger of the two takes the same at both; where it is checked it is exact."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     layout = describe((torch.zeros(2, 16), torch.zeros(2)))
     workload = _workload(model, run=_pad_to(multiple))
@@ -477,7 +478,7 @@ def test_what_looks_like_a_line_at_three_sizes_is_seen_at_a_fourth(multiple):
 
 
 def test_what_every_trace_needs_is_there_before_processes_are_made(monkeypatch):
-    """Each of the three would load torch's compiler and register the device for itself, and be gone with it."""
+    """Each of the two would load torch's compiler and register the device for itself, and be gone with it."""
     seen, begin = [], trace_module.begin_apart
 
     def observe(function):
@@ -486,16 +487,16 @@ def test_what_every_trace_needs_is_there_before_processes_are_made(monkeypatch):
 
     monkeypatch.setattr(trace_module, "begin_apart", observe)
     trace_timeline(Workload(nn.Linear(4, 4), lambda model, batch: model(batch).mean()), describe(torch.zeros(2, 4)))
-    assert seen == [(True, True)] * 3
+    assert seen == [(True, True)] * 2
 
 
-def test_a_line_that_holds_at_a_fourth_size_stays_one():
+def test_a_line_that_holds_at_a_third_size_stays_one():
     """Nothing is changed, and nothing is said to be."""
     workload, layout = _workload(ConvNet(), _sgd), describe(images())
     assert check_timeline(trace_timeline(workload, layout), workload, layout, 300, Circumstances()) is None
 
 
-def test_chunks_too_large_for_three_sizes_are_seen_and_too_many_are_not_traced(monkeypatch):
+def test_chunks_too_large_for_two_sizes_are_seen_and_too_many_are_not_traced(monkeypatch):
     """A step that takes 100 samples at a time runs more operators than can be traced, at a size that is far enough."""
     monkeypatch.setattr(trace_module, "_MOST_EVENTS", 4000)  # with those that ship this takes 15 s
     model = nn.Linear(16, 16)
@@ -523,15 +524,14 @@ def test_the_trace_of_one_step_is_how_one_of_two_begins():
         assert len(once.order) < 0.7 * len(twice.order)
 
 
-@pytest.mark.parametrize("call", [1, 2, 3])
-def test_what_grows_in_a_later_micro_batch_only_is_found(call):
-    """The same bytes as in the first one at two samples, in the second micro-batch or step: its own trace tells."""
+def test_what_grows_in_the_second_micro_batch_only_is_found():
+    """The same bytes as in the first one at two samples: the second is traced at both sizes."""
     model = nn.Linear(16, 16)
     calls = []
 
     def run(module, batch):
         calls.append(len(batch))
-        used = batch if len(calls) > call else batch[:2].clone()
+        used = batch if len(calls) > 1 else batch[:2].clone()
         return module(used.clone()).square().mean()
 
     workload, layout = Workload(model, run, None, _sgd(model)), describe(torch.zeros(2, 16))
@@ -540,6 +540,53 @@ def test_what_grows_in_a_later_micro_batch_only_is_found(call):
         calls.clear()
         direct = trace(workload, layout, samples)
         assert timeline.measure(samples, TracedStep.peak) == direct.peak()
+
+
+class Remembers(nn.Module):
+    """Makes a mask of its first batch, and goes another way from the third one on, as what is warmed up does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.masks = nn.Linear(16, 16), 0, {}
+
+    def forward(self, batch):
+        self.calls += 1
+        if len(batch) not in self.masks:
+            self.masks[len(batch)] = batch.new_ones(len(batch), 16)
+        hidden = self.layer(batch * self.masks[len(batch)])
+        return hidden if self.calls < 3 else hidden + hidden.tanh()
+
+
+def test_a_second_step_that_is_no_repetition_is_traced_at_both_sizes():
+    """What it takes at more samples does not follow from the first step's."""
+    model, layout = Remembers(), describe(torch.zeros(2, 16))
+    workload = _workload(model, run=lambda model, batch: model(batch).square().mean())
+    timeline = trace_timeline(workload, layout)
+    assert not timeline.interpolated
+    for samples in (5, 67):
+        model.calls, model.masks = 0, {}
+        direct, predicted = trace(workload, layout, samples), timeline.at(samples)
+        assert (predicted.order, predicted.sizes, predicted.blocks) == (direct.order, direct.sizes, direct.blocks)
+
+
+@pytest.mark.parametrize("optimizer", [_sgd, _adamw, lambda model: torch.optim.Adafactor(model.parameters())])
+@pytest.mark.parametrize("make", [ConvNet, lambda: ConvNet().bfloat16()])
+def test_most_steps_are_traced_at_the_larger_size_once(make, optimizer, monkeypatch):
+    """The second optimizer step repeats the first one: it is a third of what traces take."""
+    model = make()
+    pictures, labels = images()
+    layout = describe((pictures.to(model.head.weight.dtype), labels))
+    workload, traced = _workload(model, optimizer), []
+    run = trace_module.trace
+
+    def observe(workload, layout, size, now):
+        traced.append((size, now.steps))
+        return run(workload, layout, size, now)
+
+    monkeypatch.setattr(trace_module, "trace", observe)
+    monkeypatch.setattr(trace_module, "begin_apart", nullcontext)
+    assert not trace_timeline(workload, layout).interpolated
+    assert traced == [(2, 2), (67, 1)]
 
 
 def test_memory_that_a_module_drops_is_held_as_the_runner_holds_it():

@@ -25,7 +25,7 @@ from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.parallelism import Parallelism
-from autobatch.prediction.timeline import Timeline, TracedStep, align, combine
+from autobatch.prediction.timeline import Timeline, TracedStep, align, combine, continue_as
 from autobatch.prediction.tracing import autocast
 from autobatch.prediction.tracing.failures import TooLong, explain
 from autobatch.prediction.tracing.fake_device import DEVICE_TYPE, DeviceNames, present, register, without_waiting
@@ -48,10 +48,11 @@ __all__ = [
     "trace_timeline",
 ]
 
-SIZES = (2, 3, 67)
-"""Views of size 1 skip copies, so one sample is another program. Two sizes give the lines; the third, odd and far off,
-is a first test of them: what grows with the square, pads to 8 or splits into chunks of 16 looks like a line at 2 and 3.
-What looks like one at all three, such as padding to 128, is found at the size that counts (``retrace``)."""
+SIZES = (2, 67)
+"""Views of size 1 skip copies, so one sample is another program. Two sizes give the lines. The second is odd and far
+off: what grows with the square, pads to 8 or splits into chunks of 16 would look like a line at 2 and 3, and is none at
+2 and 67 (``align``). What looks like one at both, such as padding to 128, is found at the size that counts
+(``retrace``)."""
 _USUAL = Circumstances()
 _LADDER = (4, 8, 16, 32, 64, 256, 1024)  # where two sizes run different operators
 _MOST_EVENTS = 60_000
@@ -65,8 +66,7 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
     The model may be on any device, and of the example batch only shapes, strides and dtypes are used.
 
     Returns:
-        Lines where a third size agrees with what two others say, else interpolated between more sizes: as many as take
-        a few seconds each.
+        Lines where two sizes lie on lines, else interpolated between more sizes: as many as take a few seconds each.
 
     Raises:
         CannotPredict: The step cannot run without values, or not on a fake device; it names the step's own line.
@@ -76,22 +76,19 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
         return trace(workload, layout, size, now)
 
     _load()
-    # Side by side, each in a process of its own: on two cores that takes half as long.
-    small, larger, far = SIZES
-    with (
-        begin_apart(lambda: run(small)) as one,
-        begin_apart(lambda: run(larger)) as two,
-        begin_apart(lambda: run(far, circumstances.once())) as last,
-    ):
-        first, second = one(), two()
-        lines = align(first, second)
-        if lines is not None and lines.begins_with(last()):
-            return lines
-    return combine(climb([first, second, run(far)], _LADDER, run))
+    near, far = SIZES
+    # Side by side, each in a process of its own: on two cores that takes less long.
+    with begin_apart(lambda: run(near)) as whole, begin_apart(lambda: run(far, circumstances.once())) as beginning:
+        first = whole()
+        guessed = continue_as(first, beginning())
+    if guessed is not None and (lines := align(first, guessed)) is not None:
+        return lines
+    second = run(far)
+    return align(first, second) or combine(climb([first, second], _LADDER, run))
 
 
 def _load() -> None:
-    """Load and register here what each trace needs, before processes are made for them: once in place of three times.
+    """Load and register here what each trace needs, before processes are made for them: once in place of twice.
 
     ``FakeTensorMode`` loads the compiler: 0.8 s of a processor with torch 2.13, where nothing else has done so.
     """
