@@ -1965,14 +1965,14 @@ MUTANTS = (
     ),
     Mutant(
         "the samples of a small comparison are no neighbours",
-        "autobatch/batch/layout.py",
+        "autobatch/batch/chosen_rows.py",
         "if not 4 <= n < count:",
         "if n:",
         VERIFICATION_TESTS,
     ),
     Mutant(
         "a small comparison takes from one half of the batch what the other does not have",
-        "autobatch/batch/layout.py",
+        "autobatch/batch/chosen_rows.py",
         "if (pairs + 1) // 2 <= of_half:",
         "if n < 0:",
         VERIFICATION_TESTS,
@@ -2007,7 +2007,7 @@ MUTANTS = (
     ),
     Mutant(
         "samples for a small comparison leave any remainder",
-        "autobatch/batch/layout.py",
+        "autobatch/batch/chosen_rows.py",
         "above = anywhere + (index - anywhere) % n",
         "above = anywhere",
         ("tests/batch/test_layout.py",),
@@ -2028,7 +2028,7 @@ MUTANTS = (
     ),
     Mutant(
         "samples for a small comparison are a fixed distance apart",
-        "autobatch/batch/layout.py",
+        "autobatch/batch/chosen_rows.py",
         "index * _GOLDEN % 1",
         "index * 0",
         ("tests/batch/test_layout.py",),

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from autobatch.batch.layout import Layout, spread_evenly
+from autobatch.batch.chosen_rows import spread_evenly
+from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import Lengths, ask_lengths, padded_length, read_answers
 from autobatch.batch.list_rules import ROOT
 from autobatch.batch.registry import find_type
