@@ -52,7 +52,7 @@ class SplitComparison:
 
     Attributes:
         workload: What is run, in the mode in which its model is.
-        layout: Samples of which some are taken, evenly from first to last.
+        layout: Samples of which some are taken, from first to last (``batch.chosen_rows``).
         device: Where.
         most: How many are taken; fewer where memory ends.
         after_trials: Whether the step is known to run, so that an error comes from being made deterministic or split,

@@ -34,7 +34,7 @@ from autobatch.step.workload import Step, Weigh, Workload
 __all__ = ["check_split", "compare_many", "verify"]
 
 _MOST_SAMPLES = 16
-"""Enough for four quarters of four, which are needed to distinguish the causes; few enough to be quick."""
+"""Enough to distinguish the causes by parts of unlike sizes; few enough to run each sample by itself."""
 
 _MOST_AT_ONCE = 4096
 """Samples of a user's batch that are compared at once: two training steps of more take longer than anybody expects."""
