@@ -1994,7 +1994,7 @@ MUTANTS = (
     Mutant(
         "an error of many samples is taken for one of a single sample",
         "autobatch/exactness/compare_split.py",
-        "next((index for index in range(samples) if measured.alone(index, index + 1) is not None), None)",
+        "measured.differences((1,) * samples)",
         "measured.differences(partitions_of(samples, 1)[0])",
         VERIFICATION_TESTS,
     ),
@@ -2008,8 +2008,8 @@ MUTANTS = (
     Mutant(
         "samples for a small comparison leave any remainder",
         "autobatch/batch/chosen_rows.py",
-        "above = anywhere + (index - anywhere) % n",
-        "above = anywhere",
+        "(index - row) % n, n)",
+        "0, n)",
         ("tests/batch/test_layout.py",),
     ),
     Mutant(
@@ -2020,11 +2020,25 @@ MUTANTS = (
         ("tests/prediction/test_timeline.py",),
     ),
     Mutant(
-        "a trace of more samples is continued where the update depends on them",
+        "a trace of more samples is continued where what depends on them outlives a step",
         "autobatch/prediction/timeline.py",
-        "any(whole.sizes[index] != beginning.sizes[index] for index in around)",
-        "False",
+        "if not _begins_alike(whole, beginning) or _outlives(whole, beginning):",
+        "if not _begins_alike(whole, beginning):",
         ("tests/prediction/test_timeline.py",),
+    ),
+    Mutant(
+        "a trace of more samples is continued by one that begins otherwise",
+        "autobatch/prediction/timeline.py",
+        "whole.order[: len(beginning.order)] == beginning.order\n        and ",
+        "",
+        ("tests/prediction/test_timeline.py",),
+    ),
+    Mutant(
+        "a line that falls below 0 is taken for one",
+        "autobatch/prediction/tracing/trace.py",
+        "if lines is None or min(lines.fixed, default=0) >= 0:",
+        "if lines is None or lines:",
+        ("tests/prediction/test_trace.py",),
     ),
     Mutant(
         "samples for a small comparison are a fixed distance apart",

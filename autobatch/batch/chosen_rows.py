@@ -14,9 +14,10 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 
 def choose_rows(n: int, count: int) -> list[int]:
-    """Indices of ``n`` samples, in order, among them such as may belong together: apart they would not show it.
+    """Indices of ``n`` of ``count`` samples, in order; beyond the count each of them several times in a row.
 
-    Where there are enough, rows 2i and 2i + 1, and row i and the row as far into the other half of the batch.
+    Samples that belong together must be chosen together, or they do not show it. Four or more are therefore rows 2i and
+    2i + 1, and where the batch is large enough, also the rows half a batch further on (of an odd half, one of the two).
     """
     if not 4 <= n < count:
         return [index * count // n for index in range(n)]
@@ -30,18 +31,21 @@ def choose_rows(n: int, count: int) -> list[int]:
 
 
 def spread_evenly(n: int, count: int) -> list[int]:
-    """``n`` of the indices below ``count``, one from each of ``n`` equal ranges, the first and no fixed distance apart.
+    """``n`` of the indices below ``count``, one from each of ``n`` equal ranges, the first among them.
 
-    At a fixed distance, samples that repeat with a period (one of each class in turn) could all be alike. Where in its
-    range an index lies follows the golden ratio, whose multiples are spread over 0 to 1 without a period; and where
-    ranges are long enough, each index leaves another remainder when divided by ``n``, so that a period of ``n``, or of
-    a divisor of it, is seen whole.
+    Not at a fixed distance: samples that repeat with a period (one of each class in turn) could all be alike. Where in
+    its range an index lies follows the golden ratio, whose multiples are spread over 0 to 1 without a period; and where
+    that leaves no fixed distance, each index has another remainder when divided by ``n``, so that a period of ``n``, or
+    of a divisor of it, is seen whole.
     """
-    bounds = [index * count // n for index in range(n + 1)]
-    return [_choose_between(low, high, index, n) for index, (low, high) in enumerate(pairwise(bounds))]
+    bounds = [*pairwise(index * count // n for index in range(n + 1))]
+    anywhere = [low + int(index * _GOLDEN % 1 * (high - low)) for index, (low, high) in enumerate(bounds)]
+    unlike = [_move(row, bounds[index], (index - row) % n, n) for index, row in enumerate(anywhere)]
+    distances = {after - before for before, after in pairwise(unlike)}
+    return anywhere if len(distances) == 1 < n - 1 else unlike
 
 
-def _choose_between(low: int, high: int, index: int, n: int) -> int:
-    anywhere = low + int(index * _GOLDEN % 1 * (high - low))
-    above = anywhere + (index - anywhere) % n
-    return next((chosen for chosen in (above, above - n) if low <= chosen < high), anywhere)
+def _move(row: int, bounds: tuple[int, int], distance: int, back: int) -> int:
+    """``distance`` rows on, or ``back`` from there, wherever that is inside its range."""
+    choices = (row + distance, row + distance - back)
+    return next((choice for choice in choices if bounds[0] <= choice < bounds[1]), row)

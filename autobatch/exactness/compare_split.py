@@ -111,28 +111,12 @@ class SplitComparison:
             return _unchecked(f"more of them raise {kind}; its text is in the log"), ""
         if is_ours:
             return _unchecked(reason), ""
-        said = "the step cannot be made deterministic"
         if self.after_trials:
             _log.info("autobatch: the step cannot be made deterministic: %s", reason)
             reason = f"{reason.partition(':')[0]}; its text is in the log"
-        elif (few := self._find_refused(samples, kind)) is not None:
-            said = f"the step raised an error at {plural(few, 'sample')}"
-        return _unchecked(f"{said} ({reason})"), ""
-
-    def _find_refused(self, samples: int, kind: str) -> int | None:
-        """The most of fewer samples, among those that parts had, at which the step raises it without our changes too.
-
-        Raises what the step raises at all of them.
-        """
-        plain = self._make_measurement(self.layout.spread(samples), SampleNumbers())
-        plain.whole()
-        sizes = {samples - 1, samples - 2, samples // 2, samples // 4, 3, 2, 1}
-        for size in sorted(sizes & {*range(1, samples)}, reverse=True):
-            try:
-                plain.alone(0, size)
-            except Exception as error:  # noqa: BLE001 - of the user's step, and said in the verdict
-                return size if type(error).__name__ == kind else None
-        return None
+        else:  # raises the step's error, where it is raised without our changes as well
+            self._make_measurement(self.layout.spread(samples), SampleNumbers()).whole()
+        return _unchecked(f"the step cannot be made deterministic ({reason})"), ""
 
     def _compare(self, samples: int, partitions: Sequence[Sizes]) -> Verdict:
         if not partitions and not _differ(self.layout.spread(samples)):
@@ -158,13 +142,31 @@ class SplitComparison:
         if not partitions:
             few = f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
             return _unchecked(few)
+        return self._judge_partitions_unless_refused(measured, partitions)
+
+    def _judge_partitions_unless_refused(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
+        """The same; or that a part raises an error, where all samples run."""
+        handled = sys.exc_info()[1]
+        try:
+            return self._judge_partitions(measured, partitions)
+        except Exception as raised:
+            refused, reason = measured.running, describe_error(raised, handled=handled)
+            is_of_whole = refused == measured.layout.count
+            if is_of_whole or isinstance(raised, AutobatchError) or is_oom(raised, handled=handled):
+                raise
+        if self.after_trials or self.exact_at:  # by its type alone, as in ``attempt``
+            _log.info("autobatch: the step raised an error at %d samples: %s", refused, reason)
+            reason = f"{reason.partition(':')[0]}; its text is in the log"
+        return _unchecked(f"the step raised an error at {plural(refused, 'sample')} ({reason})")
+
+    def _judge_partitions(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
         if self.after_trials and (blamed := judge_batch_norm(measured, partitions[0])) is not None:
             return blamed
         error = _find_error(measured, partitions)
         if error > TOLERANCE and (uncontrolled := find_uncontrolled_generators(measured)) is not None:
             return _unchecked(uncontrolled)
-        exact, tried = error <= TOLERANCE, tuple(partitions)
-        return Verdict(exact=exact, relative_error=error, samples=samples, partitions=tried)
+        samples, tried = measured.layout.count, tuple(partitions)
+        return Verdict(exact=error <= TOLERANCE, relative_error=error, samples=samples, partitions=tried)
 
     def _confirm_or_explain(self, verdict: Verdict, before: Mapping[Sizes, Sequence[float]]) -> Verdict:
         """In float64: a difference that shrinks with the rounding was rounding. If that fails float32's word stands."""
@@ -222,13 +224,10 @@ class SplitComparison:
 
 
 def _find_partitions(measured: Measurement) -> list[Sizes]:
-    """Partitions that run: BatchNorm refuses a single sample, and so does a model that squeezes its batch.
-
-    Where more of them than one are refused, that error is the step's answer to a part, and is raised in the comparison.
-    """
+    """Partitions that run: BatchNorm refuses a single sample, and so does a model that squeezes its batch."""
     handled, samples = sys.exc_info()[1], measured.layout.count
     try:
-        next((index for index in range(samples) if measured.alone(index, index + 1) is not None), None)
+        measured.differences((1,) * samples)  # one of them, and what refuses one sample shows here
     except Exception as error:
         if isinstance(error, AutobatchError) or is_oom(error, handled=handled):
             raise

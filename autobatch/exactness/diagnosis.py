@@ -119,9 +119,10 @@ def _find_last_cause(measured: Measurement, partitions: Sequence[Sizes]) -> str:
             measured.alone(start, stop)
     if error_of(measured, partitions, lambda _start, _stop: 1.0, normalise=False) <= EXPLAINS:
         return _SUMMED
-    # A term that is added in each of K micro-batches is K - 1 times too much.
+    # A term that is added in each of K micro-batches is K - 1 times too much; what counts for nothing is not run.
     whole = measured.whole_values()
-    extra = [(measured.values(sizes) - whole) / (len(sizes) - 1) for sizes in partitions]
+    run = {sizes: sum(measured.alone(*part) is not None for part in ranges_of(sizes)) for sizes in partitions}
+    extra = [(measured.values(sizes) - whole) / (parts - 1) for sizes, parts in run.items() if parts > 1]
     if len(extra) >= 2 and all(is_near(one, extra[0]) for one in extra[1:]):
         return _ONCE_A_MICRO_BATCH
     if causes_by_weight := explain_weighing(measured, partitions):

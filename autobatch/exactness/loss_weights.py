@@ -247,7 +247,10 @@ def _flip(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
-    """Weights whose sum of parts is nearest to the whole; ``None`` where it is not near, none where others are too."""
+    """Weights whose sum of parts is nearest to the whole.
+
+    ``None`` where even that is not near it; an empty list where other weights are as near.
+    """
     parts, whole = [measured.alone(start, stop) for start, stop in ranges_of(sizes)], measured.whole_values()
     columns = {index: part for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())}
     if not columns:

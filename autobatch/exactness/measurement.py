@@ -57,6 +57,7 @@ class Measurement:
         diagnoses: Whether values of gradients are stored for ``values`` and ``alone``.
         renews: Whether the model is rewound before each part of a run too, not only before the run.
         states_counts: Whether the step said itself what a loss was divided by.
+        running: How many samples the step was called with last.
     """
 
     workload: Workload
@@ -68,6 +69,7 @@ class Measurement:
     diagnoses: bool = False
     renews: bool = False
     states_counts: bool = False
+    running: int = field(default=0, init=False)
     _whole: Gradients | None = field(default=None, init=False)
     _scales: Scales | None = field(default=None, init=False)
     _measured: dict[_Ranges, tuple[list[float], torch.Tensor]] = field(default_factory=dict, init=False)
@@ -228,7 +230,9 @@ class Measurement:
         def run(model: Any, batch: Any) -> Any:
             if self.renews:
                 self.rewind_point.restore()
-            self.random.begin(*next(ranges), self.layout.count)
+            start, stop = next(ranges)
+            self.running = stop - start
+            self.random.begin(start, stop, self.layout.count)
             returned = step(model, batch)
             self.states_counts = self.states_counts or states_counts(returned)
             return returned

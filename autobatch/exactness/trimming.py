@@ -21,7 +21,7 @@ _MOST_SAMPLES = 8
 """Each is run by itself: of lengths from the longest to the shortest. Half as many where memory ends."""
 
 _FEWEST_SAMPLES = 2
-"""The longest, and one of a middle length."""
+"""The longest, and a shorter one."""
 
 _CAUSE = (
     "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "

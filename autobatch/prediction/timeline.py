@@ -201,39 +201,55 @@ def align(first: TracedStep, second: TracedStep) -> Timeline | None:
 
 
 def continue_as(whole: TracedStep, beginning: TracedStep) -> TracedStep | None:
-    """A trace that ended after the first optimizer step, of more samples, continued as the whole one goes on.
+    """The trace of a first optimizer step, at other samples than ``whole``, continued as ``whole`` goes on.
 
-    The later step's micro-batches make the blocks that those of the first made, so their sizes are known for more
-    samples too. What is made around micro-batches does not depend on the samples, where it does not in the first step.
+    The micro-batches of the second step make the blocks that those of the first made, so their sizes are known for the
+    other samples too. What is made around micro-batches is the same at both where nothing else outlives the first step
+    than what does not depend on the samples.
 
     Returns:
-        ``None`` where the traces begin differently, or where the later step is not such a repetition.
+        ``None`` where the traces begin differently, or where the second step is not such a repetition.
     """
-    if whole.order[: len(beginning.order)] != beginning.order:
+    if not _begins_alike(whole, beginning) or _outlives(whole, beginning):
         return None
     count = len(beginning.sizes)
     earlier, later = _repeated_blocks(whole, 0, count), _repeated_blocks(whole, count, len(whole.sizes))
-    around = [index for index in range(count) if whole.blocks[index].phase in _AROUND]
     if (
-        any(whole.sizes[index] != beginning.sizes[index] for index in around)
-        or any(block.kind in _MADE_ONCE for block in whole.blocks[count:])
+        any(block.kind in _MADE_ONCE for block in whole.blocks[count:])
         or [whole.sizes[index] for index in earlier] != [whole.sizes[index] for index in later]
         or [whole.blocks[index] for index in earlier] != [whole.blocks[index] for index in later]
     ):
         return None
     source = dict(zip(later, earlier, strict=True))
+    if any(run != whole.convolutions.get(source.get(block, block)) for block, run in whole.convolutions.items()):
+        return None
     rest = range(count, len(whole.sizes))
     more = [beginning.sizes[source[index]] if index in source else whole.sizes[index] for index in rest]
-    runs = {block: source.get(block, block) for block in whole.convolutions}
-    if not beginning.convolutions.keys() >= {*runs.values()}:
-        return None
     return TracedStep.model_construct(  # all of it comes from checked traces
         samples=beginning.samples,
         order=whole.order,
         sizes=(*beginning.sizes, *more),
         blocks=whole.blocks,
-        convolutions={block: beginning.convolutions[like] for block, like in runs.items()},
+        convolutions={block: beginning.convolutions[source.get(block, block)] for block in whole.convolutions},
     )
+
+
+def _begins_alike(whole: TracedStep, beginning: TracedStep) -> bool:
+    """Whether one runs the operators with which the other begins; what blocks are for is often known only later."""
+    count = len(beginning.sizes)
+    pairs = zip(whole.blocks, beginning.blocks, strict=False)
+    return (
+        whole.order[: len(beginning.order)] == beginning.order
+        and all((one.phase, one.stream) == (other.phase, other.stream) for one, other in pairs)
+        and {block for block in whole.convolutions if block < count} == beginning.convolutions.keys()
+    )
+
+
+def _outlives(whole: TracedStep, beginning: TracedStep) -> bool:
+    """Whether anything outlives the first step, beside what it returns, that depends on the samples."""
+    freed = {-entry - 1 for entry in beginning.order if entry < 0}
+    alive = (index for index in range(len(beginning.sizes)) if index not in freed)
+    return any(whole.sizes[index] != beginning.sizes[index] and whole.blocks[index].kind != "aux" for index in alive)
 
 
 def _repeated_blocks(step: TracedStep, start: int, stop: int) -> list[int]:

@@ -286,7 +286,7 @@ def test_leaves_that_share_memory() -> None:
 
 @given(samples=st.integers(1, 40), wanted=st.integers(1, 40))
 def test_spread_takes_evenly_from_first_to_last(samples: int, wanted: int) -> None:
-    """In order, equally often, also from the other half; the original is not written through."""
+    """In order, equally often, from each quarter and with neighbours; the original is not written through."""
     batch = {"x": torch.arange(samples), "names": [str(row) for row in range(samples)]}
     layout = describe(batch)
     part = layout.spread(wanted)
@@ -298,15 +298,19 @@ def test_spread_takes_evenly_from_first_to_last(samples: int, wanted: int) -> No
     assert max(repeats) - min(repeats) <= (wanted > samples)
     if 4 <= wanted < samples:
         assert {0, 1} <= {*rows}
-        assert wanted == 5 or samples // 2 in rows
+        assert wanted == 5 or samples // 2 in rows  # of five the fifth is the only one of its pair
+    if 8 <= wanted <= samples and wanted % 2 == 0:
+        quarters = [(quarter * samples // 4 - 2, (quarter + 1) * samples // 4 + 2) for quarter in range(4)]
+        assert all(any(low <= row < high for row in rows) for low, high in quarters)
     part.batch["x"].zero_()
     assert batch["x"].tolist() == list(range(samples))
 
 
+@pytest.mark.parametrize("samples", [64, 128, 256, 1000])
 @pytest.mark.parametrize("period", range(3, 17))
-def test_spread_takes_unlike_samples_of_a_batch_that_repeats_with_a_period(period: int) -> None:
+def test_spread_takes_unlike_samples_of_a_batch_that_repeats_with_a_period(period: int, samples: int) -> None:
     """Such as one of each class in turn: at a fixed distance all that are taken could be of one class."""
-    part = describe(torch.arange(128) % period).spread(16)
+    part = describe(torch.arange(samples) % period).spread(16)
     assert len({*part.batch.tolist()}) >= min(4, period)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from workloads import Everything, Plain, bits_of, differences, limited, make_batch, mean_step
 
+import autobatch
+from autobatch.errors import InexactSplit
+from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.exactness.verification import verify
 from autobatch.records import Verdict
 
@@ -188,6 +192,30 @@ def test_a_part_that_raises_where_all_samples_run_is_not_checked(samples):
     assert verdict.unchecked.startswith(f"the step raised an error at {min(samples, 16) - 1} samples (RuntimeError")
 
 
+def test_fit_says_by_its_type_what_a_part_raises():
+    """The plan is stored with its verdict, and the text of the user's error may be anything."""
+    batch = make_batch(64)
+    plan = autobatch.fit(small(), 64, batch=batch, step=interleaved, max_micro_batch=16, check="warn", reuse=False)
+    expected = "the step raised an error at 15 samples (RuntimeError; its text is in the log)"
+    assert plan.verdict.unchecked == expected
+    with pytest.raises(InexactSplit, match="at 15 samples"):
+        autobatch.fit(small(), 64, batch=batch, step=interleaved, max_micro_batch=16, check="raise", reuse=False)
+
+
+@pytest.mark.parametrize("refused", [0, 5, 15])
+def test_a_single_sample_that_cannot_run_is_never_by_itself(refused):
+    """As a graph without edges: parts of two samples and more are compared."""
+
+    def step(model, batch):
+        if batch[2].tolist() == [refused]:
+            raise ValueError("nothing to do")
+        return mean_step(model, batch[:2])
+
+    verdict = verify(small(), (*make_batch(16), torch.arange(16)), step)
+    assert verdict.exact, str(verdict)
+    assert verdict.partitions[0] == (2, 14)
+
+
 def against_own_group(model, batch):
     """Each answer's reward less the mean reward of its prompt's answers, as GRPO and RLOO have it."""
     inputs, labels, prompts, rewards = batch
@@ -234,6 +262,19 @@ class Recomputes(nn.Module):
 
     def drop(self, hidden):
         return F.dropout(hidden.tanh(), 0.5, self.training)
+
+
+def test_a_frame_with_the_id_of_one_that_is_gone_identifies_a_draw():
+    """Where a part begins, frames are noted that the backward pass no longer has."""
+    numbers = SampleNumbers()
+    numbers.begin(0, 4, 4)
+    numbers._outer |= {id(frame): (lambda: None).__code__ for frame in (sys._getframe(),)}
+
+    def draw():
+        numbers._outer[id(sys._getframe())] = (lambda: None).__code__
+        return numbers._identify()[0]
+
+    assert len(draw()) == 4  # of this function and of the one around it: code and place in it
 
 
 @pytest.mark.parametrize("samples", [6, 8, 11, 16])
@@ -369,7 +410,7 @@ def test_a_step_that_refuses_few_samples_is_named_for_it():
         return mean_step(model, batch)
 
     verdict = verify(small(), make_batch(16), step)
-    assert verdict.unchecked == "the step raised an error at 4 samples (ValueError: too small)"
+    assert verdict.unchecked == "the step raised an error at 2 samples (ValueError: too small)"
 
 
 @pytest.mark.parametrize("refusal", [ValueError("too small"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)

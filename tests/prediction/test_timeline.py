@@ -66,31 +66,43 @@ def _convolution(samples, channels):
 _RUNS = {"forward": "activation", "backward": "temporary"}
 
 
-def _two_steps(n, repeated, *, once=1, state=12, temporary=8, later=None, convolved=False):
-    """A step of one micro-batch and its update, twice; ``repeated`` are bytes at 0 samples and of each."""
-    made = [_WEIGHT] * once
-    sizes = [100] * once
-    counts = []
-    for blocks, has_state in ((repeated, True), (repeated if later is None else later, False)):
+def _two_steps(n, repeated, *, weight=100, state=12, temporary=8, later=None, convolved=False, outlives=None, turned=0):
+    """A step of one micro-batch and its update, twice, and the first of them; bytes at 0 samples and of each."""
+    made, sizes, order, ends = [_WEIGHT], [weight], [1], []
+    for step, blocks in enumerate((repeated, repeated if later is None else later)):
+        first = len(sizes)
         for index, (fixed, slope) in enumerate(blocks):
             phase = ("forward", "backward")[index % 2]
             made.append(Block(phase=phase, kind=_RUNS[phase], module=str(index)))
             sizes.append(fixed + slope * n)
-        made += [Block(phase="optimizer", kind="optimizer state")] * has_state
-        sizes += [state] * has_state
         made.append(Block(phase="optimizer", kind="temporary"))
         sizes.append(temporary)
-        counts.append(len(sizes))
-    convolutions = {1: _convolution(n, 3), counts[0]: _convolution(n, 3)} if convolved else {}
-    order = tuple(range(1, len(sizes) + 1))
-    whole = TracedStep(samples=n, order=order, sizes=tuple(sizes), blocks=tuple(made), convolutions=convolutions)
-    return whole, _cut(whole, counts[0])
+        freed = [index for index in range(first, len(sizes)) if step or index - first != outlives]
+        order += [*range(first + 1, len(sizes) + 1), *(-index - 1 for index in freed[turned:] + freed[:turned])]
+        if not step:
+            made.append(Block(phase="optimizer", kind="optimizer state"))
+            sizes.append(state)
+            order.append(len(sizes))
+        ends.append((len(sizes), len(order)))
+    blocks = (1, ends[0][0]) if convolved else ()
+    traced = TracedStep(
+        samples=n,
+        order=tuple(order),
+        sizes=tuple(sizes),
+        blocks=tuple(made),
+        convolutions={block: _convolution(n, 3) for block in blocks},
+    )
+    return traced, _cut(traced, *ends[0])
 
 
-def _cut(whole, count):
-    convolutions = {block: run for block, run in whole.convolutions.items() if block < count}
-    parts = {name: getattr(whole, name)[:count] for name in ("order", "sizes", "blocks")}
-    return TracedStep(samples=whole.samples, convolutions=convolutions, **parts)
+def _cut(whole, count, events):
+    return TracedStep(
+        samples=whole.samples,
+        order=whole.order[:events],
+        sizes=whole.sizes[:count],
+        blocks=whole.blocks[:count],
+        convolutions={block: run for block, run in whole.convolutions.items() if block < count},
+    )
 
 
 @given(_affine, st.integers(3, 100), st.booleans())
@@ -102,33 +114,44 @@ def test_a_second_step_follows_from_the_first(repeated, n, convolved):
     assert align(near, far) == align(near, continue_as(near, beginning))
 
 
+_FOUR = [(0, 4)] * 4
+
+
 @pytest.mark.parametrize(
     ("near", "beginning"),
     [
-        (_two_steps(2, [(0, 4)] * 4), _two_steps(9, [(0, 4)] * 5)[1]),
-        (_two_steps(2, [(0, 4)] * 4, once=2), _two_steps(9, [(0, 4)] * 40)[1]),
-        (_two_steps(2, [(0, 4)] * 4, later=[(0, 4)] * 3), _two_steps(9, [(0, 4)] * 4)[1]),
-        (_two_steps(2, [(0, 4)] * 4, later=[(1, 4)] * 4), _two_steps(9, [(0, 4)] * 4)[1]),
-        (_two_steps(2, [(0, 4)] * 4, temporary=8), _two_steps(9, [(0, 4)] * 4, temporary=9)[1]),
-        (_two_steps(2, [(0, 4)] * 4, state=8), _two_steps(9, [(0, 4)] * 4, state=9)[1]),
-        (_two_steps(2, [(0, 4)] * 4, convolved=True), _two_steps(9, [(0, 4)] * 4)[1]),
+        ({}, {"turned": 1}),
+        ({}, {"repeated": [(0, 4)] * 5}),
+        ({"later": [(0, 4)] * 3}, {}),
+        ({"later": [(1, 4)] * 4}, {}),
+        ({"outlives": 1}, {"outlives": 1}),
+        ({"weight": 100}, {"weight": 101}),
+        ({"state": 8}, {"state": 9}),
+        ({"convolved": True}, {}),
+        ({}, {"convolved": True}),
     ],
-    ids=["order", "more blocks", "fewer later", "other bytes later", "update", "state", "convolutions"],
+    ids=["frees", "more blocks", "fewer later", "other later", "outlives", "weight", "state", "no more", "more"],
 )
 def test_a_second_step_of_its_own_does_not_follow(near, beginning):
     """It is then traced at both sizes."""
-    assert continue_as(near[0], beginning) is None
+    whole, _ = _two_steps(2, **{"repeated": _FOUR, **near})
+    _, other = _two_steps(9, **{"repeated": _FOUR, **beginning})
+    assert continue_as(whole, other) is None
 
 
 def test_blocks_that_are_made_once_and_in_the_second_step_do_not_follow():
-    """Such as a buffer that the second step replaces."""
-    near, _ = _two_steps(2, [(0, 4)] * 4)
-    _, beginning = _two_steps(9, [(0, 4)] * 4)
-    replaced = near.model_copy(
-        update={"blocks": (*near.blocks[:-1], near.blocks[-1].model_copy(update={"kind": "buffer"}))}
-    )
+    """Such as a buffer that the second step replaces; nor those of another phase, nor another convolution."""
+    near, _ = _two_steps(2, _FOUR, convolved=True)
+    _, beginning = _two_steps(9, _FOUR, convolved=True)
     assert continue_as(near, beginning) is not None
-    assert continue_as(replaced, beginning) is None
+    replaced = near.blocks[-1].model_copy(update={"kind": "buffer"})
+    assert continue_as(near.model_copy(update={"blocks": (*near.blocks[:-1], replaced)}), beginning) is None
+    moved = beginning.blocks[-2].model_copy(update={"phase": "backward"})
+    blocks = (*beginning.blocks[:-2], moved, beginning.blocks[-1])
+    assert continue_as(near, beginning.model_copy(update={"blocks": blocks})) is None
+    first, last = near.convolutions
+    convolutions = {first: near.convolutions[first], last: _convolution(2, 5)}
+    assert continue_as(near.model_copy(update={"convolutions": convolutions}), beginning) is None
 
 
 def test_other_orders_do_not_align():

@@ -19,6 +19,7 @@ from workloads import bits_of, differences
 import autobatch.prediction.tracing.trace as trace_module
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
+from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import TracedStep
 from autobatch.prediction.tracing import fake_device
@@ -540,6 +541,66 @@ def test_what_grows_in_the_second_micro_batch_only_is_found():
         calls.clear()
         direct = trace(workload, layout, samples)
         assert timeline.measure(samples, TracedStep.peak) == direct.peak()
+
+
+CIRCUMSTANCES = {
+    "scaler": Circumstances(scaler=True),
+    "zeroes gradients": Circumstances(zeroes_gradients=True),
+    "one micro-batch": Circumstances(micro_batches=1),
+    "one step": Circumstances(steps=1),
+    "ddp": Circumstances(parallelism=Parallelism("ddp", 2)),
+    "fsdp2": Circumstances(parallelism=Parallelism("fsdp2", 2)),
+}
+
+
+@pytest.mark.parametrize("optimizer", [None, _adamw])
+@pytest.mark.parametrize("name", CIRCUMSTANCES)
+def test_the_timeline_equals_a_direct_trace_under_all_circumstances(name, optimizer):
+    """At the larger size that was traced, whose second optimizer step was not, and beyond it."""
+    workload, layout = _workload(GPT(), optimizer), _gpt_layout()
+    timeline = trace_timeline(workload, layout, CIRCUMSTANCES[name])
+    assert not timeline.interpolated
+    for n in (67, 100):
+        direct, predicted = trace(workload, layout, n, CIRCUMSTANCES[name]), timeline.at(n)
+        assert (predicted.order, predicted.sizes, predicted.blocks) == (direct.order, direct.sizes, direct.blocks)
+
+
+class Stateful(nn.Module):
+    """Keeps what it has made of the last batch in a buffer, as recurrent memory is kept."""
+
+    def __init__(self, *, begins_empty):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("last", None if begins_empty else torch.zeros(2, 16))
+
+    def forward(self, batch):
+        hidden = self.layer(batch)
+        self.last = hidden.detach()
+        return hidden
+
+
+@pytest.mark.parametrize("begins_empty", [True, False])
+@pytest.mark.parametrize("circumstances", [Circumstances(), Circumstances(micro_batches=1)])
+def test_a_buffer_that_grows_with_the_samples_is_copied_as_it_is(begins_empty, circumstances):
+    """The second step begins with a copy of what the first has left, which no step before it shows."""
+    workload = _workload(Stateful(begins_empty=begins_empty), run=lambda model, batch: model(batch).square().mean())
+    layout = describe(torch.zeros(2, 16))
+    timeline = trace_timeline(workload, layout, circumstances)
+    for samples in (2, 67, 100):
+        direct = trace(workload, layout, samples, circumstances)
+        assert timeline.measure(samples, TracedStep.peak) == direct.peak()
+
+
+@pytest.mark.parametrize("memory", [0, 64, 128])
+def test_similarities_within_a_batch_and_to_a_memory_are_no_line(memory):
+    """A matrix of n rows and n columns more than the memory has lies on a line through any two sizes."""
+    model, stored = nn.Linear(16, 16), torch.zeros(memory, 16)
+
+    def run(module, batch):
+        hidden = module(batch)
+        return (hidden @ torch.cat([hidden, stored.to(hidden.device)]).T).logsumexp(1).mean()
+
+    assert trace_timeline(_workload(model, run=run), describe(torch.zeros(2, 16))).interpolated
 
 
 class Remembers(nn.Module):
