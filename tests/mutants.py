@@ -1251,7 +1251,7 @@ MUTANTS = (
     Mutant(
         "a backward pass inside the step is not noticed",
         LOOP_GUARD,
-        "            _watch_gradients(stack, parameters, self.refused)\n",
+        "                    watched[-1][1][refuse] = refuse\n",
         "",
         LOOP_GUARD_TESTS,
     ),
@@ -1994,8 +1994,8 @@ MUTANTS = (
     Mutant(
         "an error of many samples is taken for one of a single sample",
         "autobatch/exactness/compare_split.py",
-        "measured.differences((1,) * samples)",
-        "measured.differences(partitions_of(samples, 1)[0])",
+        "if refused == 1 and partitions",
+        "if partitions",
         VERIFICATION_TESTS,
     ),
     Mutant(

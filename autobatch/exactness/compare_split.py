@@ -138,22 +138,26 @@ class SplitComparison:
             return _unchecked(f"{samples} samples of the batch count for nothing: no gradient to compare")
         if not math.isfinite(norm):
             return _unchecked(f"the gradient of {samples} samples of the batch at once is not finite")
-        partitions = partitions or _find_partitions(measured)
-        if not partitions:
-            few = f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
-            return _unchecked(few)
-        return self._judge_partitions_unless_refused(measured, partitions)
+        return self._judge_unless_refused(measured, partitions or partitions_of(samples, 1))
 
-    def _judge_partitions_unless_refused(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
-        """The same; or that a part raises an error, where all samples run."""
-        handled = sys.exc_info()[1]
+    def _judge_unless_refused(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
+        """The same; or that a part raises an error, where all samples run.
+
+        BatchNorm refuses a single sample, and so does a model that squeezes its batch: they are judged by larger parts.
+        """
+        handled, samples = sys.exc_info()[1], measured.layout.count
         try:
             return self._judge_partitions(measured, partitions)
         except Exception as raised:
             refused, reason = measured.running, describe_error(raised, handled=handled)
-            is_of_whole = refused == measured.layout.count
-            if is_of_whole or isinstance(raised, AutobatchError) or is_oom(raised, handled=handled):
+            if refused == samples or isinstance(raised, AutobatchError) or is_oom(raised, handled=handled):
                 raise
+        if refused == 1 and partitions == partitions_of(samples, 1):
+            if larger := partitions_of(samples, 2):
+                return self._judge_unless_refused(measured, larger)
+            few = f"single samples cannot be run by themselves, and {samples} are too few to divide otherwise"
+            return _unchecked(few)
+        measured.repeat_error()  # raises, where all samples do not run any more either
         if self.after_trials or self.exact_at:  # by its type alone, as in ``attempt``
             _log.info("autobatch: the step raised an error at %d samples: %s", refused, reason)
             reason = f"{reason.partition(':')[0]}; its text is in the log"
@@ -221,18 +225,6 @@ class SplitComparison:
         modules = [module for module in self.workload.outside() if isinstance(module, nn.Module)]
         outside = ModuleState([part for module in modules for part in module.modules()])
         return Measurement(self.workload, self.device, layout, rewind_point, outside, random, diagnoses=diagnoses)
-
-
-def _find_partitions(measured: Measurement) -> list[Sizes]:
-    """Partitions that run: BatchNorm refuses a single sample, and so does a model that squeezes its batch."""
-    handled, samples = sys.exc_info()[1], measured.layout.count
-    try:
-        measured.differences((1,) * samples)  # one of them, and what refuses one sample shows here
-    except Exception as error:
-        if isinstance(error, AutobatchError) or is_oom(error, handled=handled):
-            raise
-        return partitions_of(samples, 2)
-    return partitions_of(samples, 1)
 
 
 def _find_error(measured: Measurement, partitions: Sequence[Sizes], before: Sequence[float] = ()) -> float:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -136,24 +135,32 @@ class LoopGuard:
             self._watched.append((parameter, hooks))  # first: an interrupt may come next
             hooks[self] = self.reached.append
 
-    @contextmanager
-    def watch_backward(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Refuse a backward pass that reaches one of these parameters, too."""
-        with ExitStack() as stack:
-            _watch_gradients(stack, parameters, self.refused)
-            yield
+    def run_watched(self, call: Callable[[], Any], parameters: Sequence[torch.Tensor]) -> Any:
+        """What the call returns, in which a backward pass that reaches one of these parameters is refused, too.
 
+        No context manager: what interrupts one as it is left is not seen by it, and a hook that stays refuses for good.
+        """
+        watched: list[tuple[torch.Tensor, OrderedDict[Any, Any]]] = []
 
-def _watch_gradients(stack: ExitStack, parameters: Sequence[torch.Tensor], refused: list[str]) -> None:
-    def refuse(_: torch.Tensor) -> None:
-        refused.append(BACKWARD)
-        raise InvalidStep(BACKWARD)
+        def refuse(_: torch.Tensor) -> None:
+            self.refused.append(BACKWARD)
+            raise InvalidStep(BACKWARD)
 
-    for parameter in parameters:
-        if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-            hooks = table_of(parameter)
-            stack.callback(remove_hook, parameter, hooks, refuse)
-            hooks[refuse] = refuse
+        def remove_hooks() -> None:
+            for parameter, hooks in watched:
+                remove_hook(parameter, hooks, refuse)
+
+        try:
+            for parameter in parameters:
+                if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
+                    watched.append((parameter, table_of(parameter)))
+                    watched[-1][1][refuse] = refuse
+            returned = call()
+            remove_hooks()
+        except BaseException:
+            remove_hooks()  # of all: an interrupt may have come at any of them
+            raise
+        return returned
 
 
 def _clears_gradients(owner: Any) -> bool:

@@ -147,8 +147,7 @@ class Workload:
             if self._was_called:
                 returned = self.step(self.model, micro_batch)
             else:
-                with guard.watch_backward(self.parameters()):
-                    returned = self.step(self.model, micro_batch)
+                returned = guard.run_watched(lambda: self.step(self.model, micro_batch), self.parameters())
                 self._was_called.append(True)
         except Exception as error:
             named = BACKWARD if guard.reached else [*guard.refused, ""][0]

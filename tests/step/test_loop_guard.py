@@ -603,6 +603,22 @@ def test_an_interrupt_at_any_line_leaves_no_trace(is_inside):
     guard.__exit__()
 
 
+def test_an_interrupt_at_any_line_of_a_watched_call_leaves_no_hook():
+    """One that stayed would refuse every backward pass from then on; a guard's own is taken away by the next one."""
+    position, where = 0, "the first line"
+    while where:
+        position += 1
+        training = Training(HandMade)
+        workload = Workload(training.model, mean_step, None, training.optimizer)
+        modules = ("autobatch.step.loop_guard", "autobatch.step.gradient_hooks")
+        with AtLine(position, interrupt, modules) as interrupted, suppress(KeyboardInterrupt):
+            workload.call_step(make_batch(4))
+        where = interrupted.where
+        tables = [parameter._post_accumulate_grad_hooks or {} for parameter in training.model.parameters()]
+        assert not [key for table in tables for key in table if not isinstance(key, LoopGuard)], where
+    assert position > 40
+
+
 def test_an_update_that_begins_later_is_refused_too():
     """A step that steps the optimizer in its fourth call only."""
     training, calls = Training(), []
