@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from autobatch.batch.layout import describe
+from autobatch.batch.layout import Layout, describe
 from autobatch.prediction.cards import Gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.cudnn.workspaces import Workspaces
@@ -48,6 +49,7 @@ class Cell:
         plain: The same without what cuDNN takes.
         grouped: Whether the model has grouped convolutions that are not depthwise.
         seconds: Of the prediction, a share of the trace included.
+        cpu_seconds: The same of all cores together.
     """
 
     model: str
@@ -57,6 +59,7 @@ class Cell:
     plain: float
     grouped: bool
     seconds: float
+    cpu_seconds: float
     family: str = ""
 
 
@@ -93,23 +96,32 @@ def simulate(name: str, peaks: Mapping[int, float], card: Gpu, family: str = "")
     Raises:
         CannotPredict: The model cannot be traced.
     """
-    timeline, grouped, seconds = _trace(name, max(peaks))
-    started = time.perf_counter()
+    workload, layout, grouped = _build(name)
+    started = _read_clocks()
+    timeline = _trace(workload, layout, max(peaks))
+    traced = _read_clocks()
     estimate = Estimate(timeline).on_card(card).settle(lambda _: peaks)
+    simulated = [(batch, peak, estimate.reserved(batch) / _MIB) for batch, peak in peaks.items()]
+    ended = _read_clocks()
+    seconds, cpu_seconds = (
+        after - before + (last - after) / len(peaks)
+        for before, after, last in zip(started, traced, ended, strict=True)
+    )
     plain = estimate.changed(workspaces=Workspaces("sm_60", 0))  # in float32 nothing, there
-    cells = [
-        Cell(name, batch, peak, estimate.reserved(batch) / _MIB, plain.reserved(batch) / _MIB, grouped, seconds, family)
-        for batch, peak in peaks.items()
-    ]
-    more = (time.perf_counter() - started) / len(cells)
-    yield from (replace(cell, seconds=seconds + more) for cell in cells)
+    for batch, peak, reserved in simulated:
+        yield Cell(
+            name, batch, peak, reserved, plain.reserved(batch) / _MIB, grouped, seconds, cpu_seconds, family=family
+        )
 
 
-def _trace(name: str, largest: int) -> tuple[Timeline, bool, float]:
-    """A timm model's step, whether it has grouped convolutions that are not depthwise, and the seconds of the traces.
+def _read_clocks() -> tuple[float, float]:
+    """Seconds since some moment, and seconds of CPU of this process and of the children that it waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.perf_counter(), time.process_time() + children.ru_utime + children.ru_stime
 
-    As ``predict`` does, the lines of the first traces are put to the test at the size in question.
-    """
+
+def _build(name: str) -> tuple[Workload, Layout, bool]:
+    """A timm model's step, two samples of it, and whether it has grouped convolutions that are not depthwise."""
     import timm  # noqa: PLC0415 - as above
 
     model = timm.create_model(name, pretrained=False)
@@ -117,10 +129,11 @@ def _trace(name: str, largest: int) -> tuple[Timeline, bool, float]:
     grouped = any(isinstance(m, nn.Conv2d) and 1 < m.groups < m.in_channels for m in model.modules())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     workload = Workload(model, lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), None, optimizer)
-    layout = describe((torch.empty(2, *size), torch.zeros(2, dtype=torch.long)))
-    started = time.perf_counter()
+    return workload, describe((torch.empty(2, *size), torch.zeros(2, dtype=torch.long))), grouped
+
+
+def _trace(workload: Workload, layout: Layout, largest: int) -> Timeline:
+    """As ``predict`` does: the lines of the first traces are put to the test at the size in question."""
     circumstances = Circumstances(micro_batches=1)  # the table's steps are not accumulated
     timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
-    bent = run_apart(lambda: check_timeline(timeline, workload, layout, largest, circumstances))
-    timeline = bent or timeline
-    return timeline, grouped, time.perf_counter() - started
+    return run_apart(lambda: check_timeline(timeline, workload, layout, largest, circumstances)) or timeline

@@ -227,7 +227,7 @@ def make_cells(outside, held_out=False):
     """Cells of models whose peaks are the simulation's and what lies outside, in one half."""
     names = [name for name in map(str, range(200)) if accuracy.is_held_out(name) == held_out][:12]
     return [
-        peaks.Cell(name, 8, outside + reserved, reserved, reserved - 90, grouped=False, seconds=1)
+        peaks.Cell(name, 8, outside + reserved, reserved, reserved - 90, grouped=False, seconds=1, cpu_seconds=1)
         for name, reserved in zip(names, range(1000, 13_000, 1000), strict=True)
     ]
 
