@@ -32,6 +32,9 @@ _SECONDS = 6.0
 _WARM_PAIRS = 6
 """Left out: in the first steps the optimizer makes its state and the runner counts in any case."""
 
+_CALIBRATION = 40
+"""Steps by which the number of samples is chosen."""
+
 _SHORT_MS, _LONG_MS = 5, 50
 _WANTED = {(_SHORT_MS, False): 1.05, (_LONG_MS, False): 1.01, (_SHORT_MS, True): 1.10, (_LONG_MS, True): 1.03}
 """By the length of the step, and whether it is near the budget."""
@@ -181,11 +184,12 @@ def _peaks_of(training: Training) -> tuple[int, int]:
 def _make_batch(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> Batch:
     """As many samples as make the loop's step as long as is asked for; the update's share does not grow with them."""
     samples = 16 * _MICRO_BATCHES
-    for _ in range(4):
+    for _ in range(6):
         batch = torch.randn(samples, case.width), torch.randint(10, (samples,))
         by_hand = write_loop(model, optimizer, batch)
-        milliseconds = 1000 * min(_seconds_of(by_hand) for _ in range(5))
-        if 1 <= milliseconds / case.milliseconds < 1.3:
+        # The median of many: a process's first steps are slower, and a step that is too short makes the ratio larger.
+        milliseconds = 1000 * statistics.median(_seconds_of(by_hand) for _ in range(_CALIBRATION))
+        if 1 <= milliseconds / case.milliseconds < 1.1:
             break
         grown = samples * 1.05 * case.milliseconds / milliseconds
         samples = _MICRO_BATCHES * max(1, min(2048, math.ceil(grown / _MICRO_BATCHES)))
