@@ -7,7 +7,9 @@ is taken out again. Does not cover what it does beside that: a hook that it call
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -92,12 +94,14 @@ class _Gradients:
         self._loss, self._leaves = loss, [*leaves_of_graph(loss)]
         self._before = [leaf.grad for leaf in self._leaves]
         self._reached: list[torch.Tensor] = []
+        self._tables: list[tuple[torch.Tensor, OrderedDict[Any, Any]]] = []
 
     def note(self, function: Backward) -> None:
         """Call the function, and note the leaves to which torch adds; no hook stays, whatever interrupts it."""
         try:
             for leaf in self._leaves:
-                table_of(leaf)[self] = self._reached.append
+                self._tables.append((leaf, table_of(leaf)))  # first: an interrupt may come next
+                self._tables[-1][1][self] = self._reached.append
             function(self._loss)
             self._remove_hooks()
         except BaseException:
@@ -122,5 +126,5 @@ class _Gradients:
                 )
 
     def _remove_hooks(self) -> None:
-        for leaf in self._leaves:
-            remove_hook(leaf, table_of(leaf), self)
+        for leaf, table in self._tables:  # which the function may have replaced, and put back later
+            remove_hook(leaf, table, self)

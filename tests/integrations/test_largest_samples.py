@@ -61,6 +61,13 @@ def test_the_batch_samplers_own_sampler():
     assert collate_largest(DataLoader(Rows(), batch_sampler=wrapper, collate_fn=lengths)) == [9, 4, 3]
 
 
+def test_a_sampler_that_is_its_own_batch_sampler():
+    """It is asked once, and what it draws from is found beside it."""
+    wrapper = BatchSampler(SubsetRandomSampler([3, 9, 4]), 2, drop_last=False)
+    wrapper.batch_sampler = wrapper
+    assert collate_largest(DataLoader(Rows(), batch_sampler=wrapper, collate_fn=lengths)) == [9, 4, 3]
+
+
 def test_samples_that_cannot_be_read_or_collated():
     """Then the first batch has to do, as with a stream; an end of memory is no error of the training either."""
 

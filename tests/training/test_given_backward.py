@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import suppress
 from functools import cache
 
@@ -264,3 +265,21 @@ def test_an_interrupt_at_any_line_leaves_no_hook():
         where = interrupted.where
         assert [p for p in model.parameters() if p._post_accumulate_grad_hooks] == [], where
     assert position > 20
+
+
+def test_no_hook_stays_in_a_table_that_the_function_replaced():
+    """It may put the table back later, and a hook of the first pass would then be called in every one."""
+    model = Plain(torch.float64)
+    weight = next(model.parameters())
+    own, seen = OrderedDict(), []
+    weight._post_accumulate_grad_hooks = own
+
+    def backward(loss):
+        seen.append(len(own))
+        weight._post_accumulate_grad_hooks = OrderedDict()
+        loss.backward()
+
+    runner = autobatch.Runner(make_plan(), model, mean_step, None, backward=backward)
+    runner.accumulate(make_batch(16, torch.float64))
+    assert seen[0]
+    assert not own

@@ -133,8 +133,12 @@ def _find_indices(loader: Any) -> Sequence[Any]:
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or sampler is None or isinstance(dataset, IterableDataset):
         return ()
-    while getattr(sampler, "batch_sampler", None) is not None:  # accelerate's own, around the user's
-        sampler = sampler.batch_sampler
+    seen = {id(sampler)}
+    while (within := getattr(sampler, "batch_sampler", None)) is not None:  # accelerate's own, around the user's
+        if id(within) in seen:
+            break
+        seen.add(id(within))
+        sampler = within
     inner = getattr(sampler, "sampler", None)
     for known in (inner, getattr(inner, "indices", None)):
         if isinstance(known, Sequence):
