@@ -104,8 +104,7 @@ def simulate(name: str, peaks: Mapping[int, float], card: Gpu, family: str = "")
     simulated = [(batch, peak, estimate.reserved(batch) / _MIB) for batch, peak in peaks.items()]
     ended = _read_clocks()
     seconds, cpu_seconds = (
-        after - before + (last - after) / len(peaks)
-        for before, after, last in zip(started, traced, ended, strict=True)
+        after - before + (last - after) / len(peaks) for before, after, last in zip(started, traced, ended, strict=True)
     )
     plain = estimate.changed(workspaces=Workspaces("sm_60", 0))  # in float32 nothing, there
     for batch, peak, reserved in simulated:
