@@ -88,9 +88,9 @@ def _make_kernel(operator: Any, rule: str, device_type: str) -> Callable[..., An
             is_wide = any(is_eligible(value) and value.dtype == torch.float32 for value in args)
             is_lower = rule == _LOWER or (rule == _WIDEST and not is_wide)
             dtype = torch.get_autocast_dtype(device_type) if is_lower else torch.float32
-            return operator(
-                *(cast(value, dtype) for value in args), **{name: cast(value, dtype) for name, value in kwargs.items()}
-            )
+            # The last argument first, as in torch's Linux builds: GCC evaluates a call's arguments from right to left.
+            options = {name: cast(kwargs[name], dtype) for name in reversed(kwargs)}
+            return operator(*[cast(value, dtype) for value in args[::-1]][::-1], **options)
 
     return run
 

@@ -122,12 +122,11 @@ class DryRun:
             first = len(self.recorder.sizes)
             with self.recorder.forward():
                 stamps = GradientStamps(self._parameters, self._sums)
-                placed = map_tensors(batch, self._place)
+                placed = map_tensors(batch, self._place)  # held to the end of the backward pass, as in training
                 versions = [tensor._version for tensor in tensors_of(placed)]
                 output = self._workload.run(with_fresh_containers(placed))
                 if is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
                     raise InvalidStep(WROTE_INTO_BATCH)
-                del placed  # as in training, where the step alone holds it
                 stamps.refuse_change()
                 share = 1 / self._circumstances.micro_batches
                 loss = reduce(torch.add, [term.loss * share for term in output.terms])

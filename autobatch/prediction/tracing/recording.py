@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from autobatch.prediction.tracing.convolutions import find_calls
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
-from autobatch.prediction.tracing.kernel_memory import attention_buffers, find_sum, uses_cublas
+from autobatch.prediction.tracing.kernel_memory import find_buffers, find_sum, uses_cublas
 from autobatch.prediction.tracing.operators import Operators, check_devices, is_on_device, only_writes, tensors_in
 from autobatch.torch_internals.dispatch_mode import DispatchMode
 
@@ -125,7 +125,11 @@ class Recorder(DispatchMode):
                     check_devices(func, args)
                 return first if func._schema.returns else None
         result = self._operators.run(func, args, kwargs)
-        self.record(result[::-1] if func in _LAST_FIRST else result)
+        sizes, order = find_buffers(func, args)
+        if order:
+            self._record_buffers(sizes, order, result)
+        else:
+            self.record(result[::-1] if func in _LAST_FIRST else result)
         self._record_kernel(func, args, result)
         return result
 
@@ -211,13 +215,24 @@ class Recorder(DispatchMode):
         for call in find_calls(func, args, result) if is_on_device(args[0] if args else None) else ():
             self._borrow(*((copied, "temporary") for copied in call.copied_bytes), (0, "cuDNN workspace"))
             self._convolutions[len(self.sizes) - 1] = call.convolution
-        for moment in attention_buffers(func, args):
-            self._borrow(*((byte_count, "temporary") for byte_count in moment))
         counts = find_sum(func, args, result)
         if counts is not None and is_on_device(args[0]):
             self._borrow((counts[0], "addends"), (counts[1], "partial sums"))
         if uses_cublas(func) and is_on_device(result):
             self._take_handle()
+
+    def _record_buffers(self, sizes: Sequence[int], order: Sequence[int], result: Any) -> None:
+        """The results of an operator, and what it takes before and after they are made."""
+        blocks: dict[int, int] = {}
+        for entry in order:
+            if entry == 0:
+                self.record(result)
+            elif entry < 0:
+                self._events.append(-blocks[-entry])
+            else:
+                self._add_block(sizes[entry - 1], "temporary")
+                blocks[entry] = len(self.sizes)
+                self._events.append(blocks[entry])
 
     def _borrow(self, *blocks: tuple[int, Kind]) -> None:
         first = len(self.sizes) + 1
