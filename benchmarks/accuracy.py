@@ -219,13 +219,13 @@ def _goals(cells: Sequence[Cell], seconds: float, cpu_seconds: float) -> list[Go
             judge(under <= _MOST_UNDER),
         ),
         Goal(
-            "seconds a prediction, in the median",
+            "seconds a prediction, in the median, on 2 quiet cores",
             f"at most {_MOST_SECONDS:g}",
             f"{seconds:.1f}",
             judge(seconds <= _MOST_SECONDS),
         ),
         Goal(
-            "seconds of CPU a prediction, in the median",
+            "seconds of CPU a prediction, in the median, on 2 quiet cores",
             f"at most {_MOST_CPU_SECONDS:g}",
             f"{cpu_seconds:.1f}",
             judge(cpu_seconds <= _MOST_CPU_SECONDS),

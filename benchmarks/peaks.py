@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import resource
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -48,8 +48,8 @@ class Cell:
         reserved: What the allocator takes in the simulation.
         plain: The same without what cuDNN takes.
         grouped: Whether the model has grouped convolutions that are not depthwise.
-        seconds: Of the prediction, a share of the trace included.
-        cpu_seconds: The same of all cores together.
+        seconds: Of the prediction: the model's traces, and one simulation.
+        cpu_seconds: CPU seconds of the same, child processes included.
     """
 
     model: str
@@ -115,8 +115,8 @@ def simulate(name: str, peaks: Mapping[int, float], card: Gpu, family: str = "")
 
 def _read_clocks() -> tuple[float, float]:
     """Seconds since some moment, and seconds of CPU of this process and of the children that it waited for."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.perf_counter(), time.process_time() + children.ru_utime + children.ru_stime
+    times = os.times()
+    return time.perf_counter(), times.user + times.system + times.children_user + times.children_system
 
 
 def _build(name: str) -> tuple[Workload, Layout, bool]:

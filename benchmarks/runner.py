@@ -115,7 +115,8 @@ def compare(case: Case, pairs: int) -> Comparison:
     model = make_mlp(case.width, case.depth)
     # A rate that leaves the weights be: what is timed must not drift towards tiny numbers, which are slow.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
-    batch = _make_batch(case, model, optimizer)
+    with undisturbed():
+        batch = _make_batch(case, model, optimizer)
     plan = _fit(model, optimizer, batch, near=case.near)
     runner = autobatch.Runner(plan, model, step=classify, optimizer=optimizer)
     by_hand = write_loop(model, optimizer, batch)

@@ -68,6 +68,7 @@ ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
 DENOMINATOR_TESTS = ("tests/training/test_loss_denominators.py",)
 SEVERAL_OPTIMIZERS_TESTS = ("tests/training/test_several_optimizers.py",)
 RUNNER_STATE_TESTS = ("tests/training/test_runner_state.py",)
+KERNEL_MEMORY_TESTS = ("tests/prediction/test_kernel_memory.py",)
 GIVEN_BACKWARD_TESTS = ("tests/training/test_given_backward.py",)
 RUNNER_TESTS = ("tests/training/test_runner.py",)
 FAULT_TESTS = ("tests/training/test_faults.py",)
@@ -609,6 +610,69 @@ MUTANTS = (
         "if is_placed and ",
         "if False and ",
         WATCHED_TESTS,
+    ),
+    Mutant(
+        "kernel memory: a norm on the host takes memory of the card",
+        PREDICTION + "tracing/recording.py",
+        "if args and is_on_device(args[0]) else ([], [])",
+        "",
+        KERNEL_MEMORY_TESTS,
+    ),
+    Mutant(
+        "kernel memory: wide heads of flash attention are rounded as narrow ones",
+        PREDICTION + "tracing/kernel_memory.py",
+        "_FLASH_COLUMNS if width <= 4 * _FLASH_COLUMNS else 2 * _FLASH_COLUMNS",
+        "_FLASH_COLUMNS",
+        KERNEL_MEMORY_TESTS,
+    ),
+    Mutant(
+        "kernel memory: flash attention copies nothing",
+        PREDICTION + "tracing/kernel_memory.py",
+        "copied = [part.nbytes for part in (gradient, result) if not part.transpose(1, 2).is_contiguous()]",
+        "copied = []",
+        KERNEL_MEMORY_TESTS,
+    ),
+    Mutant(
+        "kernel memory: an expanded gradient is not copied",
+        PREDICTION + "tracing/kernel_memory.py",
+        "order if gradient.transpose(1, 2).is_contiguous() else [copy, *order, -copy]",
+        "order",
+        KERNEL_MEMORY_TESTS,
+    ),
+    Mutant(
+        "kernel memory: a norm's gradient is not copied",
+        PREDICTION + "tracing/kernel_memory.py",
+        "return _norm_buffers(args[1], args[0])",
+        "return _norm_buffers(args[1])",
+        KERNEL_MEMORY_TESTS,
+    ),
+    Mutant(
+        "predict frees samples before the backward pass",
+        PREDICTION + "tracing/fake_step.py",
+        "                stamps.refuse_change()\n",
+        "                del placed\n                stamps.refuse_change()\n",
+        KERNEL_MEMORY_TESTS,
+    ),
+    Mutant(
+        "autocast: inputs are cast before weights",
+        PREDICTION + "tracing/autocast.py",
+        "values = [cast(value, dtype) for value in reversed(args)]",
+        "values = [cast(value, dtype) for value in args][::-1]",
+        KERNEL_MEMORY_TESTS,
+    ),
+    Mutant(
+        "a hook stays in a copy of the table",
+        "autobatch/step/gradient_hooks.py",
+        "        present.pop(key, None)\n",
+        "",
+        GIVEN_BACKWARD_TESTS,
+    ),
+    Mutant(
+        "a hook stays in a table that was replaced",
+        "autobatch/step/gradient_hooks.py",
+        "    hooks.pop(key, None)\n",
+        "",
+        GIVEN_BACKWARD_TESTS,
     ),
     Mutant(
         "the split of many samples is not looked at",

@@ -66,8 +66,14 @@ def table_of(parameter: torch.Tensor) -> OrderedDict[Any, Any]:
 
 
 def remove_hook(parameter: torch.Tensor, hooks: OrderedDict[Any, Any], key: Any) -> None:
-    """Remove it from the parameter's table, and a table that is empty then; a second time nothing happens."""
+    """Remove it from the parameter's table, and a table that is empty then; a second time nothing happens.
+
+    Also from a copy of the table that stands in its place.
+    """
     # Emptied and taken away: torch goes on calling what is in the last table that was set, after None was set.
     hooks.pop(key, None)
-    if not hooks and getattr(parameter, _LATE) is hooks:
-        setattr(parameter, _LATE, None)
+    present = getattr(parameter, _LATE)
+    if present is not None:
+        present.pop(key, None)
+        if not present:
+            setattr(parameter, _LATE, None)

@@ -32,7 +32,7 @@ def test_rows_that_belong_together_are_chosen_together() -> None:
 
 
 def test_rows_come_from_every_quarter_of_the_batch() -> None:
-    """Give or take two rows, where every quarter has a pair of its own; of an odd number of pairs one may not have."""
+    """Give or take two rows; with an odd number of pairs, one quarter may have none."""
     for n, count in _NUMBERS:
         if n < 8 or n > count or n % 4 in (1, 2):
             continue

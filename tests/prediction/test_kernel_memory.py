@@ -14,6 +14,7 @@ from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.timeline import combine
+from autobatch.prediction.tracing.kernel_memory import find_buffers
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
 
@@ -88,40 +89,87 @@ def test_a_bias_is_added_in_place(transposed):
     assert len(results) == 4
 
 
-def attend(model, batch, heads=4):
+def attend(model, batch, heads=4, mask=None):
     """A linear layer, and attention of its result to itself: ``(samples, queries, heads * width)``."""
     query = model(batch).unflatten(-1, (heads, -1)).transpose(1, 2)
-    return F.scaled_dot_product_attention(query, query, query).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(query, query, query, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-def temporaries_of(traced, sizes):
-    """The blocks of these sizes, in the order in which they are made and freed."""
+def around(traced, sizes, name, before, after):
+    """What is made and freed around the first block of that name: names of sizes, and how many from it on each side."""
     names = {size: name for name, size in sizes.items()}
+    assert len(names) == len(sizes)
     made = [(entry, names.get(traced.sizes[abs(entry) - 1])) for entry in traced.order if entry]
-    return [("+" if entry > 0 else "-") + name for entry, name in made if name is not None]
+    found = [("+" if entry > 0 else "-") + name for entry, name in made if name is not None]
+    first = found.index("+" + name)
+    return found[first - before : first + after]
 
 
-def test_attention_in_float32_takes_buffers_in_its_backward_pass():
-    """The product of the result and its gradient, its sums, and tiles of the query's gradient."""
-    traced = trace_of(nn.Linear(256, 256), torch.randn(2, 128, 256), 8, lambda m, b: attend(m, b).sum())
-    sizes = {"sums": 8 * 4 * 128 * 4, "tiles": 8 * 4 * 2 * (64 * 64 * 4 + 16)}
-    found = temporaries_of(traced, sizes)
-    assert found.count("+tiles") == 4
-    tiles = found.index("+tiles")
-    assert found[tiles - 3 : tiles + 3] == ["+sums", "+sums", "-sums", "+tiles", "-sums", "-tiles"]
+# Bytes as torch 2.13 asks its allocator for them on a card of compute capability 8.0, for each head of each sample.
+TILES = [
+    (torch.float32, 32, 256, 65600),
+    (torch.float32, 80, 60, 65568),
+    (torch.float32, 80, 130, 131136),
+    (torch.float32, 160, 100, 98352),
+    (torch.float32, 160, 256, 196704),
+    (torch.float32, 256, 130, 262272),
+    (torch.bfloat16, 64, 130, 49200),
+    (torch.bfloat16, 80, 60, 65552),
+    (torch.bfloat16, 128, 256, 131104),
+    (torch.bfloat16, 160, 60, 229424),
+    (torch.bfloat16, 160, 130, 589920),
+    (torch.bfloat16, 160, 256, 720992),
+    (torch.bfloat16, 256, 60, 262208),
+    (torch.bfloat16, 256, 100, 393280),
+]
 
 
-def test_sums_of_one_head_are_not_laid_out_anew():
-    """They are in the order that the kernel wants."""
-    traced = trace_of(nn.Linear(64, 64), torch.randn(2, 128, 64), 8, lambda m, b: attend(m, b, heads=1).sum())
-    sizes = {"sums": 8 * 128 * 4, "tiles": 8 * 2 * (64 * 64 * 4 + 16)}
-    found = temporaries_of(traced, sizes)
-    tiles = found.index("+tiles")
-    assert found[tiles - 2 : tiles + 3] == ["+sums", "+sums", "+tiles", "-sums", "-tiles"]  # the first of the result
+@pytest.mark.parametrize(("dtype", "width", "queries", "measured"), TILES)
+def test_tiles_of_attention_are_as_large_as_was_measured(dtype, width, queries, measured):
+    """By dtype, width of a head and number of queries."""
+    query = torch.empty(8, 4, queries, width, dtype=dtype, device="meta")
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    sizes, order = find_buffers(operator, (query, query, query, query))
+    assert sizes[-1] == 8 * 4 * measured
+    assert order.count(len(sizes)) == 1
 
 
-@pytest.mark.parametrize("keys", [4, 2])
-def test_flash_attention_takes_buffers_in_its_backward_pass(keys):
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("heads", [4, 1])
+def test_attention_in_float32_takes_buffers_in_its_backward_pass(heads, expanded):
+    """The product of the result and its gradient, its sums, tiles; a copy of a gradient that is expanded."""
+
+    def step(model, batch):
+        result = attend(model, batch, heads)
+        return result.sum() if expanded else result.square().sum()
+
+    traced = trace_of(nn.Linear(256, 256), torch.randn(2, 100, 256), 8, step)
+    numbers, tile_rows = 8 * 100 * 256 * 4, 128 if heads == 1 else 64
+    tiles = 8 * heads * -(-100 // tile_rows) * (256 // heads // 64) * (tile_rows * 64 * 4 + 16)
+    sizes = {"numbers": numbers, "sums": 8 * heads * 100 * 4, "tiles": tiles}
+    results, copy = ["+numbers"] * 3, expanded * ["+numbers"]
+    laid_out, last = (["+sums", "-sums"], ["-sums"]) if heads > 1 else ([], ["-sums"])
+    before = [*copy, *results, "+numbers", "+sums", *laid_out, "-numbers"]
+    found = around(traced, sizes, "tiles", len(before), 3 + expanded)
+    assert found == [*before, "+tiles", *last, "-tiles", *(expanded * ["-numbers"])]
+
+
+def test_attention_in_half_takes_no_product():
+    """Sums and tiles, as flash attention does not take masks; a copy of an expanded gradient as in float32."""
+
+    def step(model, batch):
+        mask = torch.ones(100, 100, dtype=torch.bool, device=batch.device).tril()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return attend(model, batch, mask=mask).sum(dtype=torch.bfloat16)
+
+    traced = trace_of(nn.Linear(256, 256), torch.randn(2, 100, 256), 8, step)
+    sizes = {"numbers": 8 * 100 * 256 * 2, "sums": 8 * 4 * 100 * 4, "tiles": 8 * 4 * 2 * (64 * 64 * 4 + 16)}
+    expected = [*["+numbers"] * 4, "+sums", "+tiles", "-sums", "-tiles", "-numbers"]
+    assert around(traced, sizes, "tiles", 5, 4) == expected
+
+
+@pytest.mark.parametrize(("keys", "width", "columns"), [(4, 20, 32), (2, 20, 32), (4, 128, 128), (4, 160, 192)])
+def test_flash_attention_takes_buffers_in_its_backward_pass(keys, width, columns):
     """Sums in float32 for each query, in whole tiles; with few heads of keys their gradients for each head besides."""
 
     def step(model, batch):
@@ -133,31 +181,58 @@ def test_flash_attention_takes_buffers_in_its_backward_pass(keys):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return step(model, batch)
 
-    traced = trace_of(nn.Linear(80, 80), torch.randn(2, 100, 80), 8, step_in_half)
-    sizes = {
-        "rows": 8 * 4 * 128 * 4,
-        "sums": 8 * 4 * 128 * 32 * 4,
-        "heads": 8 * 4 * 100 * 24 * 2,
-    }  # of 20 columns, padded to 24
-    found = temporaries_of(traced, sizes)
-    first = found.index("+sums")
+    traced = trace_of(nn.Linear(4 * width, 4 * width), torch.randn(2, 100, 4 * width), 8, step_in_half)
+    padded = -(-width // 8) * 8
+    sizes = {"rows": 8 * 4 * 128 * 4, "sums": 8 * 4 * 128 * columns * 4, "heads": 8 * 4 * 100 * padded * 2}
     of_heads = [] if keys == 4 else ["+heads", "+heads", "-heads", "-heads"]
-    assert found[first - 1 : first + len(of_heads) + 3] == ["+rows", "+sums", *of_heads, "-sums", "-rows"]
+    after = ["+sums", *of_heads, "-sums", "-rows", "-heads"]  # at last the copy of the gradient
+    assert around(traced, sizes, "sums", 1, len(after)) == ["+rows", *after]
 
 
-def test_a_layer_norm_copies_what_is_not_contiguous():
-    """Its input in the forward pass, input and gradient in the backward pass."""
-    numbers = 8 * 16 * 48 * 4
+def test_flash_attention_copies_what_is_not_contiguous():
+    """Gradient and result, as their samples, queries, heads and columns lie."""
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    dense = torch.empty(8, 100, 4, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    other = torch.empty(8, 4, 100, 64, dtype=torch.bfloat16, device="meta")
+    copies = [
+        find_buffers(operator, (gradient, dense, dense, dense, result))[1].index(0)
+        for gradient, result in ((dense, dense), (other, dense), (dense, other), (other, other))
+    ]
+    assert copies == [0, 1, 1, 2]
 
-    def step(model, batch, *, transposed):
-        mixed = batch.transpose(1, 2) if transposed else batch
-        return model(mixed).square().sum()
 
-    plain, copied = (
-        trace_of(nn.LayerNorm(48), torch.randn(2, *shape), 8, partial(step, transposed=transposed))
-        for shape, transposed in (((16, 48), False), ((48, 16), True))
-    )
-    assert copied.sizes.count(numbers) == plain.sizes.count(numbers) + 4 * 2
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_copies_what_is_not_contiguous(norm):
+    """Its input in the forward pass; in the backward pass the input to the end, and then the gradient."""
+
+    def step(model, batch):
+        return model(batch.transpose(1, 2)).sum()
+
+    traced = trace_of(norm(48), torch.randn(2, 48, 16).requires_grad_(), 8, step)
+    made = around(traced, {"numbers": 8 * 16 * 48 * 4}, "numbers", 0, 10)
+    forward = ["+numbers", "+numbers", "+numbers", "-numbers", "-numbers"]  # samples, copy, result
+    assert made == [*forward, "+numbers", "+numbers", "+numbers", "-numbers", "-numbers"]
+
+
+@pytest.mark.parametrize("name", ["native_layer_norm_backward", "_fused_rms_norm_backward"])
+def test_the_copy_of_a_norms_input_is_the_first_and_the_last(name):
+    """That of the gradient is made once the results are there, and freed before it."""
+    operator = getattr(torch.ops.aten, name).default
+    dense, other = torch.empty(8, 16, device="meta"), torch.empty(16, 8, dtype=torch.float64, device="meta").t()
+    assert find_buffers(operator, (dense, dense)) == ([], [])
+    assert find_buffers(operator, (other, dense)) == ([1024], [0, 1, -1])
+    assert find_buffers(operator, (dense, other)) == ([1024], [1, 0, -1])
+    assert find_buffers(operator, (dense.t(), other)) == ([512, 1024], [2, 0, 1, -1, -2])
+
+
+def test_a_norm_on_the_host_takes_nothing_of_the_card():
+    """As of a constant that is made there in the step."""
+
+    def step(model, batch):
+        return model(batch).sum() + F.layer_norm(torch.ones(64, 1024).t(), (64,)).mean()
+
+    traced = trace_of(nn.Linear(8, 8), torch.randn(2, 8), 4, step)
+    assert 4 * 64 * 1024 not in traced.sizes
 
 
 def test_samples_are_held_to_the_end_of_the_backward_pass():
@@ -170,12 +245,15 @@ def test_samples_are_held_to_the_end_of_the_backward_pass():
 
 
 def test_autocast_casts_weights_before_inputs():
-    """The last argument first: in a full cache the order decides which block is split."""
+    """The last argument first, whether named or not: in a full cache the order decides which block is split."""
 
-    def step(model, batch):
+    def step(model, batch, *, named):
         with torch.autocast("cuda", dtype=torch.bfloat16):
+            if named:
+                return torch.ops.aten.linear(batch, model.weight, bias=model.bias).float().sum()
             return model(batch).float().sum()
 
-    traced = trace_of(nn.Linear(64, 8), torch.randn(2, 64), 16, step)
-    made = [size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.phase == "forward"]
-    assert made[1:4] == [2 * 8, 2 * 64 * 8, 2 * 16 * 64]
+    for named in (False, True):
+        traced = trace_of(nn.Linear(64, 8), torch.randn(2, 64), 16, partial(step, named=named))
+        made = [size for size, block in zip(traced.sizes, traced.blocks, strict=True) if block.phase == "forward"]
+        assert made[1:4] == [2 * 8, 2 * 64 * 8, 2 * 16 * 64]

@@ -15,6 +15,7 @@ from workloads import Plain, bits_of, differences, full_batch_gradient, gradient
 import autobatch
 from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.testing import oom_at
+from autobatch.training.given_backward import _Gradients
 
 
 @cache
@@ -267,19 +268,21 @@ def test_an_interrupt_at_any_line_leaves_no_hook():
     assert position > 20
 
 
-def test_no_hook_stays_in_a_table_that_the_function_replaced():
-    """It may put the table back later, and a hook of the first pass would then be called in every one."""
+@pytest.mark.parametrize("copies", [False, True])
+def test_no_hook_stays_in_a_table_that_the_function_replaced(copies):
+    """By an empty one or by a copy: it may put the table back later, and a hook of the first pass would run on."""
     model = Plain(torch.float64)
     weight = next(model.parameters())
     own, seen = OrderedDict(), []
     weight._post_accumulate_grad_hooks = own
 
     def backward(loss):
-        seen.append(len(own))
-        weight._post_accumulate_grad_hooks = OrderedDict()
+        seen.append([*map(type, own)])
+        weight._post_accumulate_grad_hooks = OrderedDict(own if copies else ())
         loss.backward()
 
     runner = autobatch.Runner(make_plan(), model, mean_step, None, backward=backward)
     runner.accumulate(make_batch(16, torch.float64))
-    assert seen[0]
+    assert _Gradients in seen[0]
     assert not own
+    assert not weight._post_accumulate_grad_hooks

@@ -25,6 +25,8 @@ _log = logging.getLogger("autobatch")
 
 _KEY = "autobatch_samples"
 _MOST_LOOKED_AT = 2048
+_MOST_WRAPPERS = 8
+"""Of batch samplers in each other, as accelerate's own around the user's; one may be its own."""
 _MOST_COLLATED = 64
 """Samples of the largest batch: more in a micro-batch are these again."""
 
@@ -133,11 +135,9 @@ def _find_indices(loader: Any) -> Sequence[Any]:
     dataset: Any = getattr(loader, "dataset", None)
     if not isinstance(loader, DataLoader) or sampler is None or isinstance(dataset, IterableDataset):
         return ()
-    seen = {id(sampler)}
-    while (within := getattr(sampler, "batch_sampler", None)) is not None:  # accelerate's own, around the user's
-        if id(within) in seen:
+    for _ in range(_MOST_WRAPPERS):
+        if (within := getattr(sampler, "batch_sampler", None)) is None:
             break
-        seen.add(id(within))
         sampler = within
     inner = getattr(sampler, "sampler", None)
     for known in (inner, getattr(inner, "indices", None)):

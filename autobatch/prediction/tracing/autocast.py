@@ -90,7 +90,8 @@ def _make_kernel(operator: Any, rule: str, device_type: str) -> Callable[..., An
             dtype = torch.get_autocast_dtype(device_type) if is_lower else torch.float32
             # The last argument first, as in torch's Linux builds: GCC evaluates a call's arguments from right to left.
             options = {name: cast(kwargs[name], dtype) for name in reversed(kwargs)}
-            return operator(*[cast(value, dtype) for value in args[::-1]][::-1], **options)
+            values = [cast(value, dtype) for value in reversed(args)]
+            return operator(*reversed(values), **options)
 
     return run
 

@@ -1,16 +1,16 @@
 """Says which operators take memory on a card that no tensor shows: sums a buffer, products a handle of cuBLAS.
 
-Covers what decides over the sizes, which are those of one card (``reductions``, ``cards``), and the buffers of layer
-norms and of backward passes of fused attention. Does not cover cuDNN (``cudnn``), biases of convolutions in channels
-last, nor sorts, also those of the gradient of a large embedding: beyond 3072 indices it takes, for a moment, up to 1.1
-times what came in, which is no line in the samples.
+Covers what decides over the sizes, which are those of one card (``reductions``, ``cards``), and the buffers of norms
+and of backward passes of fused attention. Does not cover cuDNN (``cudnn``), biases of convolutions in channels last,
+nor what is no line in the samples: sorts, among them the one in the backward pass of an embedding of more than 3072
+indices, which briefly takes up to 1.1 times the size of the incoming gradient; partial sums of a norm's weight over
+more than 65,536 rows; flash attention that has to be deterministic.
 """
 
 # ruff: noqa: SLF001 - torch's own operators
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,13 +26,21 @@ _SUMS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _a
 _NORM = _aten.linalg_vector_norm.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
+_NORMS = tuple(
+    getattr(getattr(_aten, name, None), "default", None) for name in ("native_layer_norm", "_fused_rms_norm")
+)
+_NORM_BACKWARDS = tuple(
+    getattr(getattr(_aten, name, None), "default", None)
+    for name in ("native_layer_norm_backward", "_fused_rms_norm_backward")
+)
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 _LAYER_NORMS = {_aten.native_layer_norm.default: 1, _aten.native_layer_norm_backward.default: 2}
 """How many of their arguments they copy where these are not contiguous."""
 _FLOAT32_BYTES = 4
 _TILE, _TILE_HEADER = 64, 16
 """Rows and columns of a tile in which a query's gradient is added up, and bytes of its lock and counter."""
 _FLASH_ROWS, _FLASH_COLUMNS = 128, 32
-"""The same of flash attention: queries and widths are rounded up to multiples of these."""
+"""The same of flash attention: queries are rounded up to the first, widths to the second, above 128 to twice that."""
 
 
 def uses_cublas(func: Any) -> bool:
@@ -59,43 +67,64 @@ def find_sum(func: Any, args: tuple[Any, ...], result: Any) -> tuple[int, int] |
 
 
 def find_buffers(func: Any, args: tuple[Any, ...]) -> tuple[list[int], list[int]]:
-    """What layer norms and backward passes of fused attention take: bytes of buffers, and their order.
+    """What norms and backward passes of fused attention take beside their results: bytes of buffers, and their order.
 
     The order has the number of a buffer, from 1, where it is made, its negative where it is freed, and 0 where the
-    results are made; it is empty for other operators. By torch's ``native/transformers/cuda/attention_backward.cu``
-    and ``native/cuda/layer_norm_kernel.cu``, in the order of the real allocator (torch 2.13).
+    results are made; it is empty where nothing is taken. By torch's ``native/transformers/cuda/attention_backward.cu``
+    and ``native/cuda/layer_norm_kernel.cu``; sizes and order are the real allocator's (torch 2.13, compute capability
+    8.0).
     """
-    if func in _LAYER_NORMS:
-        return _copies(args[: _LAYER_NORMS[func]])
+    if func in _NORMS:
+        return _norm_buffers(args[0])
+    if func in _NORM_BACKWARDS:
+        return _norm_buffers(args[1], args[0])
     if func is _FLASH_BACKWARD:
         return _flash_buffers(*args[:5])
-    if func is _ATTENTION_BACKWARD and args[0].dtype == torch.float32:
-        return _efficient_buffers(*args[:2])
+    if func is _ATTENTION_BACKWARD:
+        return _efficient_buffers(*args[:3])
     return [], []
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Of those that are not contiguous, to the end."""
-    sizes = [tensor.nbytes for tensor in tensors if not tensor.is_contiguous()]
-    copies = range(1, len(sizes) + 1)
-    return sizes, [*copies, 0, *(-copy for copy in copies)] if sizes else []
+def _norm_buffers(inputs: torch.Tensor, gradient: torch.Tensor | None = None) -> tuple[list[int], list[int]]:
+    """Copies of what is not contiguous: of the input to the end, of the gradient once the results are made."""
+    sizes, order = [], [0]
+    if gradient is not None and not gradient.is_contiguous():
+        sizes.append(gradient.nbytes)
+        order += [1, -1]
+    if not inputs.is_contiguous():
+        sizes.append(inputs.nbytes)
+        order = [len(sizes), *order, -len(sizes)]
+    return sizes, order if sizes else []
 
 
-def _efficient_buffers(gradient: torch.Tensor, query: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Of memory-efficient attention, for cards of compute capability 8.0 and more.
+def _efficient_buffers(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Of memory-efficient attention: a copy of a gradient that is not contiguous, to the end; in it sums, then tiles.
 
-    A copy of a gradient that is not contiguous lasts to the end. In it first the product of the result and its
-    gradient, summed up for each query and laid out anew, then tiles (``mem_eff_attention/kernel_backward.h``).
+    In float32 the sums, a number a query, are those of the result times its gradient, and laid out anew. The tiles hold
+    the query's gradient in float32, in half precision with wide heads those of keys and values, too
+    (``mem_eff_attention/kernel_backward.h``).
     """
     samples, heads, queries, width = query.shape
-    tiles = samples * heads * -(-queries // _TILE) * -(-width // _TILE)
     sums = samples * heads * queries * _FLOAT32_BYTES
-    sizes = [gradient.nbytes, gradient.nbytes, sums, sums, tiles * (_TILE * _TILE * _FLOAT32_BYTES + _TILE_HEADER)]
+    tiles = samples * heads * _tile_bytes(queries, key.shape[2], width, is_half=gradient.dtype != torch.float32)
+    sizes = [gradient.nbytes, gradient.nbytes, sums, sums, tiles]
     copy, product, summed, laid_out, tiled = range(1, 6)
-    order = [0, product, summed, laid_out, -summed, -product, tiled, -laid_out, -tiled]
-    if heads == 1 or queries == 1:  # the sums are laid out so already
+    if gradient.dtype != torch.float32:
+        order = [0, summed, tiled, -summed, -tiled]
+    elif heads == 1 or queries == 1:  # the sums are laid out so already
         order = [0, product, summed, -product, tiled, -summed, -tiled]
+    else:
+        order = [0, product, summed, laid_out, -summed, -product, tiled, -laid_out, -tiled]
     return sizes, order if gradient.transpose(1, 2).is_contiguous() else [copy, *order, -copy]
+
+
+def _tile_bytes(queries: int, keys: int, width: int, *, is_half: bool) -> int:
+    """For one head of one sample."""
+    rows = _TILE if width <= _TILE else 2 * _TILE
+    columns = 2 * _TILE if is_half and _TILE < width <= 2 * _TILE else _TILE
+    tile_bytes = rows * columns * _FLOAT32_BYTES + _TILE_HEADER
+    of_keys = _round_up(keys, _TILE) * _round_up(width, 2 * _TILE) * _FLOAT32_BYTES
+    return -(-queries // rows) * -(-width // columns) * tile_bytes + 2 * of_keys * (is_half and width > 2 * _TILE)
 
 
 def _flash_buffers(
@@ -104,14 +133,18 @@ def _flash_buffers(
     """Of flash attention: copies of gradient and result that are not contiguous, then sums in float32.
 
     A number a query, and the query's gradient, in whole tiles (``mha_bwd`` in ``flash_attn/flash_api.cpp``). Where
-    several heads share one of keys, the gradients of keys and values for each of them come before.
+    several heads share one of keys, the gradients of keys and values for each of them come last.
     """
     samples, heads, queries, width = query.shape
-    rows = samples * heads * -(-queries // _FLASH_ROWS) * _FLASH_ROWS * _FLOAT32_BYTES
-    columns = -(-width // _FLASH_COLUMNS) * _FLASH_COLUMNS
+    rows = samples * heads * _round_up(queries, _FLASH_ROWS) * _FLOAT32_BYTES
+    columns = _round_up(width, _FLASH_COLUMNS if width <= 4 * _FLASH_COLUMNS else 2 * _FLASH_COLUMNS)
     shared = [samples * heads * key.shape[2] * width * key.element_size()] * 2 if key.shape[1] != heads else []
     copied = [part.nbytes for part in (gradient, result) if not part.transpose(1, 2).is_contiguous()]
     sizes = [*copied, rows, rows * columns, *shared]
     first, last = len(copied) + 1, len(sizes)
     copies = range(1, first)
     return sizes, [*copies, 0, *range(first, last + 1), *range(-last, -first + 1), *(-copy for copy in copies)]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -2,7 +2,7 @@
 
 Covers every storage that an operator returns (forward, backward, optimizer), the phase and submodule it was made in,
 and real tensors that the step closes over. Gradients that meet in the backward pass are added in place where torch does
-so (``operators``). Does not cover memory inside one kernel, which no tensor shows.
+so (``operators``). Which kernels take memory that no tensor shows is the matter of ``kernel_memory``.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -125,7 +125,7 @@ class Recorder(DispatchMode):
                     check_devices(func, args)
                 return first if func._schema.returns else None
         result = self._operators.run(func, args, kwargs)
-        sizes, order = find_buffers(func, args)
+        sizes, order = find_buffers(func, args) if args and is_on_device(args[0]) else ([], [])
         if order:
             self._record_buffers(sizes, order, result)
         else:
