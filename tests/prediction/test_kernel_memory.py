@@ -154,6 +154,18 @@ def test_attention_in_float32_takes_buffers_in_its_backward_pass(heads, expanded
     assert found == [*before, "+tiles", *last, "-tiles", *(expanded * ["-numbers"])]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_copies_a_gradient_that_is_not_contiguous(dtype):
+    """As its samples, queries, heads and columns lie; the copy is the first buffer and the last."""
+    operator = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    dense = torch.empty(8, 100, 4, 64, dtype=dtype, device="meta").transpose(1, 2)
+    expanded = torch.empty((), dtype=dtype, device="meta").expand(8, 4, 100, 64)
+    _, order = find_buffers(operator, (dense, dense, dense, dense))
+    _, with_copy = find_buffers(operator, (expanded, dense, dense, dense))
+    assert with_copy == [1, *order, -1]
+    assert 1 not in order
+
+
 def test_attention_in_half_takes_no_product():
     """Sums and tiles, as flash attention does not take masks; a copy of an expanded gradient as in float32."""
 
