@@ -236,20 +236,21 @@ def test_whatever_is_expected_at_most_half_of_it_is_tried_first(target, share):
 
 @pytest.mark.predicts
 def test_the_limit_is_compared_with_what_that_allocator_holds(monkeypatch):
-    """A size that fixed segments would fit, and expandable ones, in pages of 20 MiB, do not."""
+    """A size that fits where one kind of segments is used does not fit where the other is, which holds more of it."""
     batch, workload = workload_of("linear layers")
     timeline = run_apart(lambda: trace_timeline(workload, describe(batch)))
     card = make_gpu("any", 0, source="")
     estimates = [Estimate(timeline, expandable_segments=which).on_card(card) for which in (False, True)]
     fixed, expandable = (TrialReplay(estimate).reserved(500_000) for estimate in estimates)
-    assert fixed < expandable
-    sizes = useful_sizes(10**6, 10**6)
+    assert abs(fixed - expandable) >= 2**20
+    sizes, limit = useful_sizes(10**6, 10**6), max(fixed, expandable) - 1
     # Then what the environment says counts, of which torch keeps a copy otherwise.
     monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest == 500_000
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert expect_largest(workload, describe(batch), expandable - 1, sizes).largest < 500_000
+    for setting, held in (("False", fixed), ("True", expandable)):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{setting}")
+        expected = expect_largest(workload, describe(batch), limit, sizes).largest
+        assert (expected == 500_000) == (held <= limit)
+        assert expected <= 500_000
 
 
 @pytest.mark.predicts
