@@ -158,10 +158,11 @@ def train_sharded(case: Case, samples: int, device: str, micro_batches: int = 2)
         now = []
         sums.begin([*model.parameters()])
         for _ in range(micro_batches):
-            loss = case.step(model, tuple(tensor.to(device) for tensor in case.example(samples))) / micro_batches
+            samples_here = tuple(tensor.to(device) for tensor in case.example(samples))
+            loss = case.step(model, samples_here) / micro_batches
             now.append(loss.detach().float())
             loss.backward()
-            del loss
+            del loss, samples_here  # a loop holds its batch while the backward pass runs
         sums.write()
         sums.end()
         optimizer.step()

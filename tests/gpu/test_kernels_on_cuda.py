@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autobatch
 from autobatch.batch.layout import describe
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
@@ -81,7 +82,9 @@ def measure(model):
     sums = Float32Sums()
     sums.begin([*model.parameters()])
     for _ in range(2):
-        (step(model, torch.zeros(SAMPLES, WIDTH, device="cuda")) / 2).backward()
+        rows = torch.zeros(SAMPLES, WIDTH, device="cuda")
+        (step(model, rows) / 2).backward()
+        del rows  # not before: a loop holds its batch while the backward pass runs
     sums.write()
     sums.end()
     return torch.cuda.max_memory_allocated() - before
@@ -103,3 +106,23 @@ def test_a_kernel_holds_what_was_predicted(name):
     timeline = run_apart(lambda: trace_timeline(workload, layout))
     predicted = Estimate(timeline).on_card(read_card()).allocated(SAMPLES)
     assert predicted == pytest.approx(measure(model), rel=0.01)
+
+
+@pytest.mark.no_values
+def test_the_runner_holds_what_was_predicted():
+    """To some KiB, also where no gradient needs the samples: they are there until the backward pass has ended."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    model = Normalized(torch.bfloat16, torch.bfloat16).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workload, batch = Workload(model, step, None, optimizer), torch.zeros(2 * SAMPLES, WIDTH)
+    timeline = run_apart(lambda: trace_timeline(workload, describe(batch[:2])))
+    predicted = Estimate(timeline).on_card(read_card()).allocated(SAMPLES)
+    options = {"batch": batch[:2], "step": step, "optimizer": optimizer, "check": None, "progress": False}
+    plan = autobatch.fit(model, len(batch), max_micro_batch=SAMPLES, **options)
+    runner = autobatch.Runner(plan, model, step, optimizer)
+    runner.step(batch)
+    torch.cuda.reset_peak_memory_stats()
+    runner.step(batch)
+    assert predicted == pytest.approx(torch.cuda.max_memory_allocated() - before, abs=2**16)
