@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["OLDEST", "OLDEST_TO_PREDICT", "format_release", "read_release"]
+__all__ = ["LATEST_TRIED", "OLDEST", "OLDEST_TO_PREDICT", "format_release", "read_release"]
 
 OLDEST = (2, 8)
 """The oldest that the metadata allows: ``fit``, ``Runner`` and ``verify`` work in it, ``predict`` does not."""
 
 OLDEST_TO_PREDICT = (2, 10)
 """The first that lets a device be registered from Python (``torch._C._acc``): 2.9.1 has no such module."""
+
+
+LATEST_TRIED = (2, 13)
+"""The newest in which all tests were run. In later ones what is not public is not used where there is another way."""
 
 
 def read_release(version: str) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import lengths
+import options
 import peers
 import ranks
 import recomputed
@@ -40,6 +41,7 @@ _HOW = (
 )
 _PARTS: tuple[Callable[[], Table], ...] = (
     runner.measure_times,
+    options.measure,
     runner.measure_peaks,
     recomputed.measure,
     search.measure,

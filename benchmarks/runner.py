@@ -24,7 +24,7 @@ from torch import nn
 import autobatch
 from autobatch.memory.cpu import CpuDevice
 
-__all__ = ["CASES", "Case", "Comparison", "compare", "measure_peaks", "measure_times", "pair_up"]
+__all__ = ["CASES", "Case", "Comparison", "compare", "make_batch", "measure_peaks", "measure_times", "pair_up"]
 
 _MICRO_BATCHES = 4
 _SECONDS = 6.0
@@ -116,7 +116,7 @@ def compare(case: Case, pairs: int) -> Comparison:
     # A rate that leaves the weights be: what is timed must not drift towards tiny numbers, which are slow.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
     with undisturbed():
-        batch = _make_batch(case, model, optimizer)
+        batch = make_batch(case, model, optimizer)
     plan = _fit(model, optimizer, batch, near=case.near)
     runner = autobatch.Runner(plan, model, step=classify, optimizer=optimizer)
     by_hand = write_loop(model, optimizer, batch)
@@ -182,7 +182,7 @@ def _peaks_of(training: Training) -> tuple[int, int]:
         return device.usage().peak_allocated, ours
 
 
-def _make_batch(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> Batch:
+def make_batch(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> Batch:
     """As many samples as make the loop's step as long as is asked for; the update's share does not grow with them."""
     samples = 16 * _MICRO_BATCHES
     for _ in range(6):

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 
 TRANSACTION = "autobatch/training/transaction.py"
 ACCUMULATION = "autobatch/training/accumulation.py"
+BACKWARD = "autobatch/torch_internals/backward.py"
 WATCHED_BATCH = "autobatch/training/batch_mutation.py"
 MICRO_BATCHES = "autobatch/training/micro_batches.py"
 ACCUMULATION_STATE = "autobatch/training/accumulation_state.py"
@@ -65,6 +66,7 @@ RANK_FIT_TESTS = ("tests/distributed/test_fit_on_ranks.py",)
 RANK_WRAPPER_TESTS = ("tests/distributed/test_wrapper_on_ranks.py",)
 
 ACCUMULATION_TESTS = ("tests/training/test_accumulation.py",)
+BACKWARD_TESTS = ("tests/torch_internals/test_backward.py",)
 DENOMINATOR_TESTS = ("tests/training/test_loss_denominators.py",)
 SEVERAL_OPTIMIZERS_TESTS = ("tests/training/test_several_optimizers.py",)
 RUNNER_STATE_TESTS = ("tests/training/test_runner_state.py",)
@@ -726,8 +728,8 @@ MUTANTS = (
     Mutant(
         "each micro-batch weighs the same",
         DENOMINATORS,
-        'loss * (micro_batch.weights[""] / total)',
-        "loss / -(-self.samples // micro_batch.size)",
+        'loss, micro_batch.weights[""] / total, 0.0',
+        "loss, 1 / -(-self.samples // micro_batch.size), 0.0",
     ),
     Mutant(
         "the last piece is dropped",
@@ -887,14 +889,80 @@ MUTANTS = (
     Mutant(
         "a micro-batch's graph lives while the next one runs",
         ACCUMULATION,
-        "            loss = divided[0]\n",
-        "            loss = self.held = divided[0]\n",
+        "            loss, factor = divided[:2]\n",
+        "            loss, factor = self.held = divided[:2]\n",
         LIFETIME_TESTS,
+    ),
+    Mutant(
+        "a backward pass begins with 1 whatever the loss is divided by",
+        ACCUMULATION,
+        "torch.full_like(loss, factor)",
+        "torch.full_like(loss, 1.0)",
+    ),
+    Mutant(
+        "a scaled loss is not divided",
+        ACCUMULATION,
+        "self._run_scaled(loss if factor == 1 else loss * factor)",
+        "self._run_scaled(loss)",
+        RUNNER_TESTS,
+    ),
+    Mutant(
+        "the running loss is not divided",
+        ACCUMULATION_STATE,
+        "self.loss.add_(loss.detach(), alpha=factor)",
+        "self.loss.add_(loss.detach())",
+    ),
+    Mutant(
+        "the first micro-batch's loss is not divided",
+        ACCUMULATION_STATE,
+        "                self.loss, self.unit = loss.detach() * factor, unit\n",
+        "                self.loss, self.unit = loss.detach() * 1, unit\n",
+    ),
+    Mutant(
+        "a running loss in another dtype is not divided",
+        ACCUMULATION_STATE,
+        "                self.loss = self.loss + loss.detach() * factor\n",
+        "                self.loss = self.loss + loss.detach()\n",
+    ),
+    Mutant(
+        "a function in front of backward is passed by",
+        BACKWARD,
+        "    is_seen = not is_torchs_own or torch",
+        "    is_seen = torch",
+        BACKWARD_TESTS,
+    ),
+    Mutant(
+        "a mode that hears of each function does not hear of backward",
+        BACKWARD,
+        "not is_torchs_own or torch._C._is_torch_function_mode_enabled()",
+        "not is_torchs_own",
+        BACKWARD_TESTS,
+    ),
+    Mutant(
+        "a subclass's own backward is passed by",
+        BACKWARD,
+        "    if type(loss) is not torch.Tensor:\n",
+        "    if False:\n",
+        BACKWARD_TESTS,
+    ),
+    Mutant(
+        "what is not public is used in a release in which nobody tried it",
+        BACKWARD,
+        "if _IS_TRIED and not is_seen else",
+        "if not is_seen else",
+        BACKWARD_TESTS,
+    ),
+    Mutant(
+        "a backward pass keeps its graph",
+        BACKWARD,
+        "(gradient,), False, False, ()",
+        "(gradient,), True, False, ()",
+        BACKWARD_TESTS,
     ),
     Mutant(
         "finished samples are held until the update",
         ACCUMULATION_STATE,
-        "        self.todo[0].leaves.clear()  # the step",
+        "        done.leaves.clear()  # the step",
         "        pass  # the step",
         LIFETIME_TESTS,
     ),

@@ -124,22 +124,23 @@ class AccumulationState:
             InvalidStep: The step counts for one micro-batch and not for another.
         """
         if divided is not None:
-            loss, count, unit = divided
+            loss, factor, count, unit = divided
             if self.loss is None:
-                self.loss, self.unit = loss.detach(), unit
+                self.loss, self.unit = loss.detach() * factor, unit
             elif unit is not self.unit and (unit is None or self.unit is None):
                 raise InvalidStep(
                     "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
                 )
             elif self.loss.dtype is loss.dtype:
                 # A running sum in place: after the last micro-batch nothing more is allocated.
-                self.loss.add_(loss.detach())
+                self.loss.add_(loss.detach(), alpha=factor)
             else:
-                self.loss = self.loss + loss.detach()
+                self.loss = self.loss + loss.detach() * factor
             self.counted += count
         # Last: if memory ends in the addition, the micro-batch is not done and is run again.
-        self.todo[0].leaves.clear()  # the step may have given them gradients
-        self.done.append(self.todo.popleft())
+        done = self.todo.popleft()
+        done.leaves.clear()  # the step may have given them gradients
+        self.done.append(done)
         self.aux.append(aux)
 
     def fail(self) -> None:

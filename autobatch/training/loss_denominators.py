@@ -35,9 +35,9 @@ _EXACT_IN_FLOAT32 = 2**24
 _SIZE = attrgetter("size")
 _WIDE = frozenset((torch.float32, torch.float64))
 
-DividedLoss = tuple[torch.Tensor, float, "float | None"]
-"""A micro-batch's part of the step's loss, as 0-dim tensor with a graph; its count and the unit that it was divided by,
-or 0 and ``None`` where it was divided by the total."""
+DividedLoss = tuple[torch.Tensor, float, float, "float | None"]
+"""A micro-batch's part of the step's loss: a 0-dim tensor with a graph, and what it is still to be multiplied by; its
+count and the unit that it was divided by, or 0 and ``None`` where it was divided by the total."""
 
 
 _MOST_EXPECTED = 16
@@ -99,7 +99,7 @@ class Denominators:
         """
         total = self.weights.get("")
         if total and type(loss) is torch.Tensor and loss.dtype in _WIDE and not loss.ndim and loss.requires_grad:
-            return loss * (micro_batch.weights[""] / total), 0.0, None  # nearly every step, in every micro-batch
+            return loss, micro_batch.weights[""] / total, 0.0, None  # nearly every step, in every micro-batch
         return self._divide_terms(micro_batch, read_terms(loss), unit)
 
     def _divide_terms(self, micro_batch: MicroBatch, terms: Sequence[Term], unit: float | None) -> DividedLoss | None:
@@ -118,7 +118,7 @@ class Denominators:
         if "" not in weights:
             _check_names(terms, weights)
         parts = [part for term in terms if (part := self._divide_by_total(term, weights)) is not None]
-        return (functools.reduce(torch.add, parts), 0.0, None) if parts else None
+        return (functools.reduce(torch.add, parts), 1.0, 0.0, None) if parts else None
 
     def _divide_by_total(self, term: Term, weights: Mapping[str, float]) -> torch.Tensor | None:
         name = term.name if term.name in weights else ""
@@ -142,7 +142,7 @@ class Denominators:
         if unit is None:
             unit = self.unit or self._choose_unit(size, count)
         parts = [self._divide_term(term, count, unit) for term in terms]
-        return functools.reduce(torch.add, parts), count, unit
+        return functools.reduce(torch.add, parts), 1.0, count, unit
 
     def _choose_unit(self, size: int, count: float) -> float:
         """Near to the total, as far as the first micro-batch and the step before tell.

@@ -542,6 +542,22 @@ def test_the_loss_of_many_low_precision_micro_batches_is_summed_in_float32():
     assert float(done.loss) == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("first", [torch.float32, torch.float64])
+def test_a_loss_in_another_dtype_than_the_first_ones_counts_as_much(first):
+    """A step that returns float64 for some micro-batches and float32 for others, whichever comes first."""
+    model, batch = Plain().float(), make_batch(5, torch.float32)
+    later = torch.float64 if first is torch.float32 else torch.float32
+
+    def step(model, part):
+        return mean_step(model, part).to(first if len(part[1]) == 3 else later)
+
+    expected = full_batch_gradient(model, mean_step, batch)
+    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 3)
+    assert done.micro_batch_sizes == (3, 2)
+    assert relative_error(gradients_of(model), expected) <= 1e-6
+    assert done.loss.item() == pytest.approx(mean_step(model, batch).item(), rel=1e-6)
+
+
 def test_what_preparing_the_update_raises_undoes_the_step():
     """The last word before the update: gradients from before are back, and nothing else has changed."""
     model = Everything()

@@ -30,7 +30,7 @@ from autobatch.state.module_state import ModuleState
 from autobatch.state.optimizer_state import make_state
 from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.default_step import explain_default
-from autobatch.step.losses import Mean, Sum
+from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
 from autobatch.training.batch_mutation import WROTE_INTO_BATCH
 
@@ -128,16 +128,27 @@ class DryRun:
                 if is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
                     raise InvalidStep(WROTE_INTO_BATCH)
                 stamps.refuse_change()
-                share = 1 / self._circumstances.micro_batches
-                loss = reduce(torch.add, [term.loss * share for term in output.terms])
+                loss, factor = self._divide(output.terms)
                 check_leaves(loss, self._leaves)
             for tensor in tensors_of(output.aux):
                 self.recorder.label_new(tensor, "aux", first)
-            outputs.append((loss.detach().float(), output.aux))
             with original_errors():
-                (loss if self._scale is None else loss * self._scale).backward()
+                if self._scale is None:
+                    loss.backward(torch.full_like(loss, factor))
+                else:
+                    (loss * self._scale).backward()
+            if outputs:
+                outputs[0][0].add_(loss.detach(), alpha=factor)  # a running sum
+            outputs.append((None if outputs else loss.detach() * factor, output.aux))
         gc.collect()
         self._label_gradients()
+
+    def _divide(self, terms: Sequence[Term]) -> tuple[torch.Tensor, float]:
+        """The loss, and what it is still to be multiplied by, as ``loss_denominators`` does it."""
+        share = 1 / self._circumstances.micro_batches
+        if len(terms) == 1 and self._scale is None and not terms[0].is_narrow:
+            return terms[0].loss, share
+        return reduce(torch.add, [term.loss * share for term in terms]), 1.0
 
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         placed = make_fake(tensor).requires_grad_(tensor.requires_grad)
