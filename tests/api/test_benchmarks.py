@@ -122,7 +122,7 @@ def test_the_loop_by_hand_and_the_runner_peak_alike():
 def test_the_runner_keeps_what_is_clean_and_is_never_wrong():
     """On one model it runs as many samples as the same rule by hand, fewer than a restart, and no gradient is wrong."""
     training = models.make_trainings(recomputed.SAMPLES, width=4, depth=1, dtype=recomputed.torch.float64)[3]
-    table = recomputed.measure(every=9, trainings=[training])
+    table = recomputed.measure(every=3, trainings=[training])
     assert [row[0] for row in table.rows] == [training.name, "all"]
     runner_samples, clean_samples, restart_samples, naive_samples = (
         float(cell.split(",")[0]) for cell in table.rows[0][1:]

@@ -138,8 +138,11 @@ class DryRun:
                 else:
                     (loss * self._scale).backward()
             if outputs:
-                outputs[0][0].add_(loss.detach(), alpha=factor)  # a running sum
-            outputs.append((None if outputs else loss.detach() * factor, output.aux))
+                outputs[0].add_(loss.detach(), alpha=factor)  # a running sum
+            else:
+                outputs.append(loss.detach() * factor)
+                self.recorder.label(outputs[0], "activation")
+            outputs.append(output.aux)
         gc.collect()
         self._label_gradients()
 
