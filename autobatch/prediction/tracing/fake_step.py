@@ -108,7 +108,7 @@ class DryRun:
             here = _begin_rewind_point(self._modules, before.modules) if index else before
             self._run_micro_batch(batch, outputs, is_placed=is_placed)
             del here
-        self.recorder.phase = "optimizer"
+        self.recorder.log.phase = "optimizer"
         self._rank.reduce(self._parameters, self._sums)
         self._sums.end()
         self._label_gradients()
@@ -119,7 +119,7 @@ class DryRun:
 
     def _run_micro_batch(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
         with self._names:
-            first = len(self.recorder.sizes)
+            first = len(self.recorder.log.sizes)
             with self.recorder.forward():
                 stamps = GradientStamps(self._parameters, self._sums)
                 placed = map_tensors(batch, self._place)  # held to the end of the backward pass, as in training
