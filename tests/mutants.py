@@ -166,7 +166,7 @@ MUTANTS = (
     ),
     Mutant(
         "a frozen layer of a module is in train mode after map",
-        INFERENCE + "eval_mode.py",
+        INFERENCE + "guards.py",
         "        layer.training = mode\n",
         "        pass\n",
         MAP_TESTS,
@@ -313,7 +313,7 @@ MUTANTS = (
     ),
     Mutant(
         "trimming is not checked",
-        EXACTNESS + "trimming.py",
+        EXACTNESS + "verification.py",
         "    if not samples.padding.dims:\n",
         "    if True:\n",
         ("tests/fitting/test_length_search.py",),
@@ -460,7 +460,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is known of one evaluation dataset's loss is used for all",
-        TRAINER + "evaluation_kinds.py",
+        TRAINER + "evaluation_loss.py",
         "self._known.setdefault(kind, ",
         'self._known.setdefault("", ',
         ("tests/integrations/test_evaluation_loss.py",),
@@ -1960,7 +1960,7 @@ MUTANTS = (
     Mutant(
         "all batches of a Trainer are of one kind",
         TRAINER + "known_rules.py",
-        "self._kinds = [_name_kind(entries, self._left_out) for entries in said]",
+        "self._kinds = [name_kind(entries, self._left_out) for entries in said]",
         'self._kinds = ["" for _ in said]',
         RULE_TESTS,
     ),

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from autobatch.distributed.data_parallel import broadcast_buffers_of, undisturbed
+from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import GradientSlot, LossSlot
-from autobatch.distributed.shared_buffers import SharedBuffers
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidStep

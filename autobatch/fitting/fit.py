@@ -23,8 +23,7 @@ from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
 from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import Event, Hook, PlanMade, emit
-from autobatch.exactness.trimming import check_trimming
-from autobatch.exactness.verification import check_split
+from autobatch.exactness.verification import check_split, check_trimming
 from autobatch.fitting.options import check_choices, check_sizes
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.ledger.ledger import Ledger

@@ -24,8 +24,8 @@ from autobatch.distributed.ranks import world_size
 from autobatch.distributed.sharding import is_sharded
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Event, PieceRetried
-from autobatch.inference.error_notes import set_attributes
 from autobatch.inference.given_lengths import Lengths, check_lengths
+from autobatch.inference.guards import set_attributes
 from autobatch.inference.piece import Done, PieceRunner
 from autobatch.inference.results import Joined, rows_of
 from autobatch.inference.samples import (

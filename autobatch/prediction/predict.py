@@ -32,13 +32,12 @@ from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.local_card import read_card
-from autobatch.prediction.parallelism import Parallelism, read_parallelism
+from autobatch.prediction.parallelism import Parallelism, find_units, read_parallelism
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.record import Part, Strategy
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
-from autobatch.prediction.units import find_units
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms

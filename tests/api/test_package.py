@@ -36,7 +36,6 @@ TORCH_FREE += [
         "card_table",
         "cards",
         "contexts",
-        "csv_table",
         "estimate",
         "prediction",
         "sizing",

@@ -18,8 +18,7 @@ from trainers import Classes, OwnLoss, Packed, Recorder, Texts, bert, gpt2, mean
 from transformers import Trainer
 
 from autobatch.integrations.transformers import attach
-from autobatch.integrations.transformers.evaluation_kinds import EvaluationKinds
-from autobatch.integrations.transformers.evaluation_loss import EvaluationLoss, find_telling, weigh
+from autobatch.integrations.transformers.evaluation_loss import EvaluationKinds, EvaluationLoss, find_telling, weigh
 
 
 class Ignored(Classes):

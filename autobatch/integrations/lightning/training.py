@@ -25,8 +25,7 @@ from autobatch.integrations.lightning.framework import closure_classes
 from autobatch.integrations.lightning.log_rules import KnownNames, agreed_rules, find_rules
 from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
 from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
-from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
-from autobatch.integrations.lightning.outputs import join_outputs
+from autobatch.integrations.lightning.module_step import ModuleStep, hook_name, join_outputs
 from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_optimizer, refuse_target
 from autobatch.integrations.lightning.update import LightningRunner
 from autobatch.memory.devices import find_device

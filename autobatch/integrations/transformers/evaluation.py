@@ -19,12 +19,17 @@ from transformers.trainer_pt_utils import nested_concat
 
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidBatch
-from autobatch.integrations.transformers.evaluation_kinds import EvaluationKind, EvaluationKinds
-from autobatch.integrations.transformers.evaluation_loss import Part, find_telling, weigh
-from autobatch.integrations.transformers.evaluation_state import EvaluationState
+from autobatch.integrations.transformers.evaluation_loss import (
+    EvaluationKind,
+    EvaluationKinds,
+    Part,
+    find_telling,
+    weigh,
+)
 from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.samples import copy_samples, take_samples
 from autobatch.integrations.transformers.trainer_logs import TrainerLogs
+from autobatch.integrations.transformers.trainer_state import EvaluationState
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 

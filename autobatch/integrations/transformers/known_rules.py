@@ -1,21 +1,21 @@
-"""Remembers the rule of each kind of batch, which batches are compared again, and what a checkpoint saves of it.
+"""Remembers the rule of each kind of batch, and makes one of several that is exact for all.
 
 Covers batches that may have losses of their own, such as those of several datasets, also where ranks are at different
-ones. Does not cover how a rule is found (``loss_rule``), nor which is exact for several (``shared_rule``).
+ones; which of them are compared again, and what a checkpoint saves. Does not cover how a rule is found (``loss_rule``).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autobatch.integrations.transformers.cuts import Cut
-from autobatch.integrations.transformers.loss_rule import LossRule
-from autobatch.integrations.transformers.shared_rule import agree, join
+from autobatch.integrations.transformers.loss_rule import READINGS, LossRule
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 
-__all__ = ["KnownRules", "entries_of"]
+__all__ = ["KnownRules", "agree", "choose_likeliest", "entries_of", "join", "name_kind"]
 
 _log = logging.getLogger("autobatch")
 
@@ -57,7 +57,7 @@ class KnownRules:
                 exact for each.
         """
         self._batches, self._said = self._batches + 1, said
-        self._kinds = [_name_kind(entries, self._left_out) for entries in said]
+        self._kinds = [name_kind(entries, self._left_out) for entries in said]
         self._entries.update(zip(self._kinds, said, strict=True))
         if self._together in self._rules:
             return self._rules[self._together]
@@ -121,15 +121,15 @@ class KnownRules:
                 _log.warning(_LEFT_OUT, self._name, name, len(values))
                 self._left_out.add(name)
                 self._rules = rules
-                self._entries = {_name_kind(its, self._left_out): its for its in self._entries.values()}
-                self._kinds = [_name_kind(its, self._left_out) for its in self._said]
+                self._entries = {name_kind(its, self._left_out): its for its in self._entries.values()}
+                self._kinds = [name_kind(its, self._left_out) for its in self._said]
 
     def _join_without(self, name: str) -> dict[str, LossRule] | None:
         """The rules by kinds without this text; ``None`` where rules differ by it."""
         groups: dict[str, list[LossRule]] = {}
         for kind, entries in self._entries.items():
             if kind in self._rules:
-                groups.setdefault(_name_kind(entries, {*self._left_out, name}), []).append(self._rules[kind])
+                groups.setdefault(name_kind(entries, {*self._left_out, name}), []).append(self._rules[kind])
         joined = {kind: join(rules) for kind, rules in groups.items()}
         known = {kind: rule for kind, rule in joined.items() if rule is not None}
         return known if len(known) == len(groups) else None
@@ -141,10 +141,59 @@ def entries_of(inputs: Any) -> dict[str, str | int]:
     return {str(name): v if isinstance(v, str) else getattr(v, "ndim", -1) for name, v in entries}
 
 
-def _kind_of(inputs: Any) -> str:
-    """Of one batch by itself, with all of its texts."""
-    return _name_kind(entries_of(inputs))
-
-
-def _name_kind(entries: Mapping[str, str | int], left_out: Collection[str] = ()) -> str:
+def name_kind(entries: Mapping[str, str | int], left_out: Collection[str] = ()) -> str:
+    """What tells kinds of batches apart, in one text."""
     return ", ".join(sorted(f"{name} {'' if name in left_out else value}" for name, value in entries.items()))
+
+
+def agree(rules: Sequence[LossRule]) -> LossRule | None:
+    """The rule of one loss, of which each rank has compared another batch; ``None`` where none is exact on all.
+
+    What one rank has found out holds for the others.
+    """
+    compared = [rule for rule in rules if not rule.is_guess] or [*rules]
+    common = _find_common(compared)
+    if common is None:
+        return None
+    return replace(
+        common,
+        cut=_find_last_cut(rules),
+        open=tuple(one for one in READINGS if one != common.reading and all(one in rule.readings for rule in compared)),
+        is_tried=any(rule.is_tried for rule in compared),
+        is_exact=all(rule.is_exact for rule in compared),
+    )
+
+
+def join(rules: Sequence[LossRule]) -> LossRule | None:
+    """A rule that is exact for losses of several kinds in one step; ``None`` where there is none.
+
+    What is open for one of them stays open.
+    """
+    common = _find_common([rule for rule in rules if not rule.is_guess] or rules)
+    if common is None:
+        return None
+    return replace(
+        common,
+        cut=_find_last_cut(rules),
+        open=tuple(one for one in READINGS if one != common.reading and any(one in rule.readings for rule in rules)),
+        is_tried=all(rule.is_tried for rule in rules),
+        is_exact=all(rule.is_exact for rule in rules),
+        is_guess=any(rule.is_guess for rule in rules),
+    )
+
+
+def choose_likeliest(rules: Sequence[LossRule]) -> LossRule:
+    """The one to take where none is exact for all."""
+    reading = max(rules, key=lambda rule: READINGS.index(rule.reading))
+    return replace(reading, cut=_find_last_cut(rules), is_exact=False)
+
+
+def _find_common(rules: Sequence[LossRule]) -> LossRule | None:
+    """The first with a reading that none of them has refuted."""
+    common = [one for one in rules[0].readings if all(one in rule.readings for rule in rules)]
+    return replace(rules[0], reading=common[0]) if common else None
+
+
+def _find_last_cut(rules: Sequence[LossRule]) -> Cut:
+    """Others were tried before it, in vain."""
+    return max((rule.cut for rule in rules), key=lambda cut: cut.place)

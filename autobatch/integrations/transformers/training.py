@@ -20,7 +20,7 @@ from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import DoesNotFit, InexactSplit
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
-from autobatch.integrations.transformers.known_rules import KnownRules, entries_of
+from autobatch.integrations.transformers.known_rules import KnownRules, choose_likeliest, entries_of
 from autobatch.integrations.transformers.loss_rule import (
     OTHERWISE,
     LossRule,
@@ -29,7 +29,6 @@ from autobatch.integrations.transformers.loss_rule import (
     refutes,
 )
 from autobatch.integrations.transformers.samples import collate_largest, take_samples
-from autobatch.integrations.transformers.shared_rule import choose_likeliest
 from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.memory.device import Device

@@ -23,8 +23,9 @@ from autobatch.errors import InvalidStep
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors
 from autobatch.prediction.tracing.fake_model import FakeModel
-from autobatch.prediction.tracing.rank import take_part
 from autobatch.prediction.tracing.recording import Recorder, make_fake
+from autobatch.prediction.tracing.replicated import OneRank, Replicated
+from autobatch.prediction.tracing.sharded import FullySharded
 from autobatch.state.gradients import Float32Sums, GradientStamps
 from autobatch.state.module_state import ModuleState
 from autobatch.state.optimizer_state import make_state
@@ -59,7 +60,7 @@ class DryRun:
     def __init__(
         self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
     ) -> None:
-        self._rank = take_part(circumstances.parallelism, workload.model, recorder, fakes)
+        self._rank = _choose_rank(circumstances.parallelism, workload.model, recorder, fakes)
         self.recorder, self._names = recorder, names
         self._workload, self._circumstances = _without_counts(workload), circumstances
         self._modules = [*workload.model.modules()]
@@ -186,3 +187,12 @@ def _without_count(loss: Any) -> Any:
     if isinstance(loss, Sum) and isinstance(loss.count, torch.Tensor):
         return replace(loss, count=1)
     return loss
+
+
+def _choose_rank(parallelism: Parallelism | None, model: nn.Module, recorder: Recorder, fakes: FakeModel) -> OneRank:
+    """The rank whose step is traced; ``model`` holds fake tensors now."""
+    if parallelism is None:
+        return OneRank()
+    if parallelism.strategy == "ddp":
+        return Replicated(model, recorder)
+    return FullySharded(model, recorder, fakes.shards, parallelism.world_size)

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autobatch.prediction.parallelism import find_units
 from autobatch.prediction.tracing.fake_device import DEVICE
-from autobatch.prediction.tracing.one_rank import OneRank
 from autobatch.prediction.tracing.recording import Recorder
-from autobatch.prediction.units import find_units
+from autobatch.prediction.tracing.replicated import OneRank
 
 __all__ = ["FullySharded"]
 
