@@ -1096,7 +1096,7 @@ MUTANTS = (
     ),
     Mutant(
         "one cuBLAS workspace instead of two",
-        f"{PREDICTION}estimate.py",
+        f"{PREDICTION}kernel_blocks.py",
         "_HANDLES = 2\n",
         "_HANDLES = 1\n",
         ("tests/prediction/test_estimate.py",),
@@ -1293,14 +1293,14 @@ MUTANTS = (
     ),
     Mutant(
         "a check that could not be done is no warning",
-        "autobatch/fitting/fit.py",
+        "autobatch/fitting/split_check.py",
         "return (*known, str(verdict)) if verdict.unchecked else known",
         "return known",
         ("tests/exactness/test_check_in_fit.py",),
     ),
     Mutant(
         "what could not be checked does not raise",
-        "autobatch/fitting/fit.py",
+        "autobatch/fitting/split_check.py",
         "    if strict and splits:\n",
         "    if strict and known:\n",
         ("tests/exactness/test_check_in_fit.py",),
@@ -1967,13 +1967,13 @@ MUTANTS = (
     Mutant(
         "a Trainer's rule that is a guess is never compared",
         TRAINER + "loss_rule.py",
-        "if self.is_guess and _count",
-        "if False and _count",
+        "if self.is_guess and count",
+        "if False and count",
         UNLIKE_TESTS,
     ),
     Mutant(
         "a later batch with nothing to compare ends the training",
-        TRAINER + "loss_rule.py",
+        TRAINER + "rule_search.py",
         "if known is not None and reason:",
         "if False:",
         UNLIKE_TESTS,

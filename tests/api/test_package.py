@@ -38,7 +38,9 @@ TORCH_FREE += [
         "contexts",
         "estimate",
         "prediction",
+        "kernel_blocks",
         "sizing",
+        "tables",
         "text",
         "timeline",
     )

@@ -22,7 +22,7 @@ from autobatch.integrations.lightning.logs import LogCall, combine, read_call
 from autobatch.integrations.lightning.metrics import metrics_in
 from autobatch.step.workload import Weigh
 
-__all__ = ["MicroBatchOutput", "ModuleStep", "hook_name", "join_outputs"]
+__all__ = ["MicroBatchOutput", "ModuleStep", "StepOutputs", "hook_name", "join_outputs"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,21 @@ class ModuleStep:
 
 def _sum_of(counted: Any) -> float:
     return math.fsum(map(float, counted.values())) if isinstance(counted, Mapping) else float(counted)
+
+
+class StepOutputs:
+    """The outputs of the micro-batches that stay, as an object that a Runner keeps: references, not copies."""
+
+    def __init__(self, step: ModuleStep) -> None:
+        self._step = step
+
+    def take(self) -> list[Any]:
+        """Those that are there."""
+        return [*self._step.outputs]
+
+    def put(self, taken: list[Any]) -> None:
+        """Make it these again."""
+        self._step.outputs[:] = taken
 
 
 @contextmanager

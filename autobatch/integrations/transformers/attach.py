@@ -15,15 +15,13 @@ from autobatch._arguments import check_target
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
-from autobatch.fitting.options import check_options
+from autobatch.fitting.options import Options
 from autobatch.integrations.transformers.evaluation import EvaluationStep
 from autobatch.integrations.transformers.samples import SampleKeeper
 from autobatch.integrations.transformers.trainer_state import AutobatchState
-from autobatch.integrations.transformers.training import Options, TrainingStep
+from autobatch.integrations.transformers.training import TrainingStep
 from autobatch.memory.device import Device
 from autobatch.planning.planner import Objective
-from autobatch.state.user_objects import check_objects
-from autobatch.training.step_events import check_hooks
 
 __all__ = ["attach"]
 
@@ -89,23 +87,22 @@ def attach(
             f"after an error that names one, make a new Trainer"
         )
     _refuse_unsupported(trainer)
-    hooks, keep = check_hooks(hooks), check_objects(keep)
     passed_on = {
         "budget": budget,
         "headroom": headroom,
         "max_micro_batch": max_micro_batch,
         "objective": objective,
         "accumulate_in_float32": accumulate_in_float32,
+        "check": check,
         "reuse": reuse,
         "progress": progress,
     }
     target = find_target(trainer, target_batch)
-    check_options({**passed_on, "check": check}, target=target, device=device, timeout=timeout)
+    options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep, timeout=timeout)
     merge_batch(trainer, target)
-    options = Options(fit=passed_on, check=check, device=device, hooks=hooks, keep=keep, timeout=timeout)
     collate = trainer.data_collator
     step = TrainingStep(trainer, collate, options)
-    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, keep)
+    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, options.keep)
     trainer.training_step = step
     trainer.data_collator = SampleKeeper(collate)
     trainer.add_callback(AutobatchState(step.state))

@@ -1,6 +1,6 @@
 """Says which operators take memory on a card that no tensor shows: sums a buffer, products a handle of cuBLAS.
 
-Covers what decides over the sizes, which are those of one card (``reductions``, ``cards``), and the buffers of norms
+Covers what decides over the sizes, which are those of one card (``kernel_blocks``, ``cards``), and the buffers of norms
 and of backward passes of fused attention. Does not cover cuDNN (``cudnn``), biases of convolutions in channels last,
 nor what does not grow linearly with the samples: sorts, among them the one in the backward pass of an embedding of more
 than 3072 indices, which briefly takes up to 1.1 times the size of the incoming gradient; partial sums of a norm's
