@@ -30,10 +30,12 @@ from autobatch.state.value_copy import is_copied_by_value
 from autobatch.step.reachable import attributes_of, parts_of, walk
 from autobatch.torch_internals.storages import storages_of
 
-__all__ = ["OutsideState", "OutsideTensors"]
+__all__ = ["OutsideState"]
 
 _RECORDED = (LRScheduler, AcceleratedScheduler, torch.amp.GradScaler, Accelerator, GradientState)
 """Whose attributes a training step changes; what an attempt has prepared stays in lists of the last two."""
+_LEAST_BYTES = 16 * 1024**2  # as of arrays; so much is copied beside any model
+_AVERAGES = 2  # times the model
 
 
 class OutsideState:
@@ -63,7 +65,7 @@ class OutsideState:
         of_model = [*modules.parameters(), *modules.buffers(), *_states_of(optimizers)]
         taken = _storages_in(of_model)
         values = [tensor for tensor in tensors if not taken.keys() & _storages_in([tensor]).keys()]
-        self._values = OutsideTensors(
+        self._values = _OutsideTensors(
             values, model_bytes=sum(storage.nbytes() for storage in taken.values()), host_bytes=host_bytes // 2
         )
         self._state.restore()  # the hooks of the optimizers, which recording has removed
@@ -107,11 +109,7 @@ def _storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStor
     return {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
 
 
-_LEAST_BYTES = 16 * 1024**2  # as of arrays; so much is copied beside any model
-_AVERAGES = 2  # times the model
-
-
-class OutsideTensors:
+class _OutsideTensors:
     """The values of tensors at one moment, in host memory."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, model_bytes: int, host_bytes: int) -> None:
@@ -122,7 +120,7 @@ class OutsideTensors:
             model_bytes: What the modules and optimizers take.
             host_bytes: Host memory that copies may take.
         """
-        storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
+        storages = _storages_in(tensors)
         left = min(max(_AVERAGES * model_bytes, _LEAST_BYTES), host_bytes)
         self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for storage in sorted(storages.values(), key=torch.UntypedStorage.nbytes):

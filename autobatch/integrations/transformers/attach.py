@@ -1,7 +1,7 @@
 """Attaches autobatch to a Hugging Face ``Trainer``: checks it, merges its batch, and takes the place of three methods.
 
 Covers what is done before ``train()``, and Trainers that are refused there: what they and their arguments show. What is
-done in it: ``training``, ``evaluation``, ``trainer_state``. Losses that compare samples show there (``loss_rule``).
+done in it: ``training``, ``evaluation``, ``trainer_state``. Losses that compare samples show there (``rule_search``).
 """
 
 from __future__ import annotations

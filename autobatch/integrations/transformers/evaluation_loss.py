@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from autobatch.integrations.transformers.cuts import IGNORED
-from autobatch.integrations.transformers.known_rules import entries_of, name_kind
+from autobatch.integrations.transformers.known_rules import DATASET, entries_of, name_kind
 from autobatch.integrations.transformers.trainer_logs import TOLERANCES, Key, Way, is_near, is_number
 
-__all__ = ["EvaluationKind", "EvaluationKinds", "EvaluationLoss", "Part", "find_telling", "weigh"]
+__all__ = ["EvaluationKind", "EvaluationKinds", "EvaluationLoss", "Part", "find_contrast", "weigh"]
 
 _log = logging.getLogger("autobatch")
 
@@ -110,7 +110,7 @@ def weigh(trainer: Any, part: Any, samples: int) -> dict[str, float]:
     return {**found, "mean over samples": float(samples)}
 
 
-def find_telling(inputs: Any, count: int, few: int, first: int) -> int:
+def find_contrast(inputs: Any, count: int, few: int, first: int) -> int:
     """Where those neighbours begin by whose parts one can best tell a mean over labels from one over samples."""
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, torch.Tensor) or not labels.ndim or len(labels) != count or labels.is_floating_point():
@@ -142,8 +142,6 @@ def _combine(way: str, parts: Sequence[Part]) -> Any:
 
 _MOST_KINDS = 32
 """More are no datasets but texts that differ in each batch, such as names of files; each costs passes of its own."""
-_DATASET = "dataset_name"
-"""Where sentence-transformers names the dataset, by which it takes the loss: never one of those texts."""
 
 
 @dataclass
@@ -172,7 +170,7 @@ class EvaluationKinds:
         """What is known of the kind of a batch: nothing, where none of it has come before."""
         kind = _kind_of(inputs)
         if kind not in self._known and len(self._known) >= _MOST_KINDS and isinstance(inputs, Mapping):
-            texts = {name: "" for name, value in inputs.items() if isinstance(value, str) and name != _DATASET}
+            texts = {name: "" for name, value in inputs.items() if isinstance(value, str) and name != DATASET}
             self._warn(texts)
             kind = _kind_of({**inputs, **texts})
         return self._known.setdefault(kind, EvaluationKind(EvaluationLoss(self._trainer)))

@@ -1,21 +1,22 @@
 """Remembers the rule of each kind of batch, and makes one of several that is exact for all.
 
 Covers batches that may have losses of their own, such as those of several datasets, also where ranks are at different
-ones; which of them are compared again, and what a checkpoint saves. Does not cover how a rule is found (``loss_rule``).
+ones; which of them are compared again, and what a checkpoint saves. Does not cover how a rule is found:
+``rule_search``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autobatch.integrations.transformers.cuts import Cut
-from autobatch.integrations.transformers.loss_rule import READINGS, LossRule
+from autobatch.integrations.transformers.loss_rule import READINGS, LossRule, Reading
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 
-__all__ = ["KnownRules", "agree", "choose_likeliest", "entries_of", "join", "name_kind"]
+__all__ = ["DATASET", "KnownRules", "agree", "choose_likeliest", "entries_of", "join", "name_kind"]
 
 _log = logging.getLogger("autobatch")
 
@@ -25,7 +26,7 @@ _LEFT_OUT = (
     "autobatch: %s: the text %r of a batch has had %d values, and none has changed how the loss is divided: from now "
     "on it is not looked at; where the loss depends on it, name it 'dataset_name'"
 )
-_DATASET = "dataset_name"
+DATASET = "dataset_name"
 """Where sentence-transformers names the dataset of a batch, by which it takes the loss."""
 
 
@@ -115,7 +116,7 @@ class KnownRules:
     def _leave_out_texts(self) -> None:
         """Leave texts out of kinds that differ in each batch and change nothing, such as names of files."""
         texts = {name for entries in self._said for name, value in entries.items() if isinstance(value, str)}
-        for name in sorted(texts - self._left_out - {_DATASET}):
+        for name in sorted(texts - self._left_out - {DATASET}):
             values = {entries[name] for entries in self._entries.values() if name in entries}
             if len(values) >= _MOST_TEXTS and (rules := self._join_without(name)) is not None:
                 _log.warning(_LEFT_OUT, self._name, name, len(values))
@@ -152,16 +153,11 @@ def agree(rules: Sequence[LossRule]) -> LossRule | None:
     What one rank has found out holds for the others.
     """
     compared = [rule for rule in rules if not rule.is_guess] or [*rules]
-    common = _find_common(compared)
+    common = _make_common(rules, lambda reading: all(reading in rule.readings for rule in compared))
     if common is None:
         return None
-    return replace(
-        common,
-        cut=_find_last_cut(rules),
-        open=tuple(one for one in READINGS if one != common.reading and all(one in rule.readings for rule in compared)),
-        is_tried=any(rule.is_tried for rule in compared),
-        is_exact=all(rule.is_exact for rule in compared),
-    )
+    is_tried, is_exact = any(rule.is_tried for rule in compared), all(rule.is_exact for rule in compared)
+    return replace(common, is_tried=is_tried, is_exact=is_exact)
 
 
 def join(rules: Sequence[LossRule]) -> LossRule | None:
@@ -169,17 +165,11 @@ def join(rules: Sequence[LossRule]) -> LossRule | None:
 
     What is open for one of them stays open.
     """
-    common = _find_common([rule for rule in rules if not rule.is_guess] or rules)
+    common = _make_common(rules, lambda reading: any(reading in rule.readings for rule in rules))
     if common is None:
         return None
-    return replace(
-        common,
-        cut=_find_last_cut(rules),
-        open=tuple(one for one in READINGS if one != common.reading and any(one in rule.readings for rule in rules)),
-        is_tried=all(rule.is_tried for rule in rules),
-        is_exact=all(rule.is_exact for rule in rules),
-        is_guess=any(rule.is_guess for rule in rules),
-    )
+    is_tried, is_exact = all(rule.is_tried for rule in rules), all(rule.is_exact for rule in rules)
+    return replace(common, is_tried=is_tried, is_exact=is_exact, is_guess=any(rule.is_guess for rule in rules))
 
 
 def choose_likeliest(rules: Sequence[LossRule]) -> LossRule:
@@ -188,10 +178,14 @@ def choose_likeliest(rules: Sequence[LossRule]) -> LossRule:
     return replace(reading, cut=_find_last_cut(rules), is_exact=False)
 
 
-def _find_common(rules: Sequence[LossRule]) -> LossRule | None:
-    """The first with a reading that none of them has refuted."""
-    common = [one for one in rules[0].readings if all(one in rule.readings for rule in rules)]
-    return replace(rules[0], reading=common[0]) if common else None
+def _make_common(rules: Sequence[LossRule], stays_open: Callable[[Reading], bool]) -> LossRule | None:
+    """The first rule with a reading that none that was compared has refuted, and the other readings that stay open."""
+    compared = [rule for rule in rules if not rule.is_guess] or rules
+    common = [one for one in compared[0].readings if all(one in rule.readings for rule in compared)]
+    if not common:
+        return None
+    still_open = tuple(one for one in READINGS if one != common[0] and stays_open(one))
+    return replace(compared[0], reading=common[0], cut=_find_last_cut(rules), open=still_open)
 
 
 def _find_last_cut(rules: Sequence[LossRule]) -> Cut:

@@ -172,17 +172,17 @@ def _try_rule(
     Of samples that tell most and cannot be compared, as with a gradient of 0, the batch is asked.
     """
     batch = rule.cut.batch_of(inputs, samples)
-    telling = _pick_telling(rule.cut, batch) if rule.reading in _MEANS else None
+    contrast = _pick_contrast(rule.cut, batch) if rule.reading in _MEANS else None
     compared = batch
-    if telling is not None:
-        verdict = verify(model, telling, rule.run, rule.weigh, device=device)
+    if contrast is not None:
+        verdict = verify(model, contrast, rule.run, rule.weigh, device=device)
         if not verdict.exact and not verdict.unchecked:
-            return verdict, rule.cut.inputs_of(telling)
-        compared = telling if verdict.exact else batch
+            return verdict, rule.cut.inputs_of(contrast)
+        compared = contrast if verdict.exact else batch
     return verify(model, batch, rule.run, rule.weigh, device=device), rule.cut.inputs_of(compared)
 
 
-def _pick_telling(cut: Cut, batch: Any) -> Any:
+def _pick_contrast(cut: Cut, batch: Any) -> Any:
     """The samples by which means over labels and over samples differ most; ``None`` where labels are not by sample."""
     counts = count_by_sample(cut.inputs_of(batch))
     if not counts or len(counts[_LABELS]) != describe(batch).count:

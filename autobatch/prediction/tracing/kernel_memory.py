@@ -33,8 +33,6 @@ _NORM_BACKWARDS = tuple(
     for name in ("native_layer_norm_backward", "_fused_rms_norm_backward")
 )
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
-_LAYER_NORMS = {_aten.native_layer_norm.default: 1, _aten.native_layer_norm_backward.default: 2}
-"""How many of their arguments they copy where these are not contiguous."""
 _FLOAT32_BYTES = 4
 _TILE, _TILE_HEADER = 64, 16
 """Rows and columns of a tile in which a query's gradient is added up, and bytes of its lock and counter."""

@@ -23,10 +23,11 @@ from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.block_log import BlockLog, StorageReference
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
-from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
+from autobatch.prediction.tracing.gradient_sums import Holders, holders_of
 from autobatch.prediction.tracing.kernel_memory import find_buffers
 from autobatch.prediction.tracing.operators import Operators, check_devices, is_on_device, only_writes, tensors_in
 from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.storages import is_dense
 
 __all__ = ["FakeMode", "Recorder", "make_fake"]
 
