@@ -24,13 +24,13 @@ from tables import Table
 from torch import nn
 
 from autobatch.batch.layout import describe, map_tensors
+from autobatch.memory.cuda import uses_expandable_segments
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.local_card import read_card
 from autobatch.prediction.tracing.trace import trace_timeline
 from autobatch.state.gradients import Float32Sums
 from autobatch.step.workload import Workload
-from autobatch.torch_internals.allocator_settings import uses_expandable_segments
 
 __all__ = ["Cell", "measure", "measure_cells"]
 

@@ -25,8 +25,7 @@ from autobatch.batch.layout import describe
 from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.rule import estimate_workspace
-from autobatch.prediction.cudnn.workspaces import Workspaces
+from autobatch.prediction.cudnn.workspaces import Workspaces, estimate_workspace
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
 from autobatch.step.workload import Workload

@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "a frozen layer of a module is in train mode after map",
-        INFERENCE + "eval_mode.py",
+        INFERENCE + "guards.py",
         "        layer.training = mode\n",
         "        pass\n",
         MAP_TESTS,
@@ -315,7 +315,7 @@ MUTANTS = (
     ),
     Mutant(
         "trimming is not checked",
-        EXACTNESS + "trimming.py",
+        EXACTNESS + "verification.py",
         "    if not samples.padding.dims:\n",
         "    if True:\n",
         ("tests/fitting/test_length_search.py",),
@@ -462,7 +462,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is known of one evaluation dataset's loss is used for all",
-        TRAINER + "evaluation_kinds.py",
+        TRAINER + "evaluation_loss.py",
         "self._known.setdefault(kind, ",
         'self._known.setdefault("", ',
         ("tests/integrations/test_evaluation_loss.py",),
@@ -1164,7 +1164,7 @@ MUTANTS = (
     ),
     Mutant(
         "one cuBLAS workspace instead of two",
-        f"{PREDICTION}estimate.py",
+        f"{PREDICTION}kernel_blocks.py",
         "_HANDLES = 2\n",
         "_HANDLES = 1\n",
         ("tests/prediction/test_estimate.py",),
@@ -1361,14 +1361,14 @@ MUTANTS = (
     ),
     Mutant(
         "a check that could not be done is no warning",
-        "autobatch/fitting/fit.py",
+        "autobatch/fitting/split_check.py",
         "return (*known, str(verdict)) if verdict.unchecked else known",
         "return known",
         ("tests/exactness/test_check_in_fit.py",),
     ),
     Mutant(
         "what could not be checked does not raise",
-        "autobatch/fitting/fit.py",
+        "autobatch/fitting/split_check.py",
         "    if strict and splits:\n",
         "    if strict and known:\n",
         ("tests/exactness/test_check_in_fit.py",),
@@ -2028,20 +2028,20 @@ MUTANTS = (
     Mutant(
         "all batches of a Trainer are of one kind",
         TRAINER + "known_rules.py",
-        "self._kinds = [_name_kind(entries, self._left_out) for entries in said]",
+        "self._kinds = [name_kind(entries, self._left_out) for entries in said]",
         'self._kinds = ["" for _ in said]',
         RULE_TESTS,
     ),
     Mutant(
         "a Trainer's rule that is a guess is never compared",
         TRAINER + "loss_rule.py",
-        "if self.is_guess and _count",
-        "if False and _count",
+        "if self.is_guess and count",
+        "if False and count",
         UNLIKE_TESTS,
     ),
     Mutant(
         "a later batch with nothing to compare ends the training",
-        TRAINER + "loss_rule.py",
+        TRAINER + "rule_search.py",
         "if known is not None and reason:",
         "if False:",
         UNLIKE_TESTS,

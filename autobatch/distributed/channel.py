@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.interrupts import deferred_interrupts
-from autobatch.distributed.processes import Process, find_process
-from autobatch.distributed.roll_call import RollCall, in_words
+from autobatch.distributed.roll_call import Process, RollCall, find_process, in_words
 from autobatch.errors import RankLost
 
 __all__ = ["Channel", "open_channel"]

@@ -1,25 +1,39 @@
-"""What ``DistributedDataParallel`` does by itself, and how it is kept from doing it while the Runner trains.
+"""Prevents what ``DistributedDataParallel`` does by itself while the Runner trains, and sends its buffers in its stead.
 
-Covers the module inside it, what of it cannot be supported, and steps in which it sums and broadcasts nothing. Does not
+Covers the module inside it, what of it cannot be supported, steps in which it sums and broadcasts nothing, and one
+collective for the buffers of each dtype. Does not
 cover the sum of the gradients (``reduction``).
 """
+
 # ruff: noqa: SLF001 - torch has no public name for what a DistributedDataParallel was made with
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch._wrappers import members_of
+from autobatch.distributed.channel import Channel
 from autobatch.distributed.sharding import is_sharded
 from autobatch.errors import InvalidArgument, InvalidStep
 
-__all__ = ["broadcast_buffers_of", "module_of", "refuse_sharded_optimizer", "refuse_unsupported", "undisturbed"]
+__all__ = [
+    "SharedBuffers",
+    "broadcast_buffers_of",
+    "module_of",
+    "refuse_sharded_optimizer",
+    "refuse_unsupported",
+    "undisturbed",
+]
 
 _CALLED = (
     "step() called the DistributedDataParallel model itself, which would talk to the other ranks in the middle of a "
@@ -156,3 +170,38 @@ def _reset(model: DistributedDataParallel) -> None:
 
 def _refuse_call(*_: Any) -> None:
     raise InvalidStep(_CALLED)
+
+
+class SharedBuffers:
+    """Some buffers of the first rank, which all others take: a copy of them in one tensor for each dtype.
+
+    Attributes:
+        description: What differs where two ranks have other buffers.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Make the copies: here memory may end, and after this nothing more is needed."""
+        alike: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+        for buffer in buffers:
+            alike[buffer.dtype, buffer.device].append(buffer.detach())
+        self._groups = [(group, torch.cat([buffer.reshape(-1) for buffer in group])) for group in alike.values()]
+        facts = [(str(buffer.dtype), tuple(buffer.shape)) for buffer in buffers]
+        self.description = hashlib.sha256(repr(facts).encode()).hexdigest()[:16] if facts else ""
+
+    @torch.no_grad()
+    def take_first(self, group: dist.ProcessGroup | None, channel: Channel) -> None:
+        """Make the buffers those of the group's first rank.
+
+        Raises:
+            RankLost: A rank is gone.
+        """
+        with _disable_current_modes():  # a budget that raised in here would leave the others waiting
+            for _, numbers in self._groups:
+                try:
+                    dist.broadcast(numbers.view(torch.uint8), group=group, group_src=0)
+                except RuntimeError as error:
+                    reason = f"sending the buffers broke off: {error}".strip().partition("\n")[0]
+                    raise channel.lose(reason) from error
+        for buffers, numbers in self._groups:
+            for buffer, values in zip(buffers, numbers.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(values.view(buffer.shape))

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autobatch.distributed.channel import Channel
 from autobatch.memory.oom import is_oom
 from autobatch.state.gradients import NARROW, gradient_dtype
+from autobatch.torch_internals.storages import is_dense
 
 __all__ = ["GradientSlot", "LossSlot", "Reduction", "Slot"]
 
@@ -235,20 +236,11 @@ def _attempt(failures: list[BaseException], action: Callable[[], None]) -> None:
         failures.append(error.with_traceback(None))
 
 
-def _has_no_gaps(value: torch.Tensor) -> bool:
-    end = 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride != end:
-            return False
-        end *= size
-    return True
-
-
 def _lies_like(value: torch.Tensor, like: torch.Tensor) -> bool:
     """Whether it lies in memory as ``torch.empty_like`` would make it."""
-    if not _has_no_gaps(like):
+    if not is_dense(like):
         return value.is_contiguous()
-    return value.stride() == like.stride() and _has_no_gaps(value)
+    return value.stride() == like.stride() and is_dense(value)
 
 
 def _flatten(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,28 @@
 """Finds out which ranks are lost after a collective broke off, so that every rank says the same of it.
 
-Covers whose process has ended, who does not answer in the store, and the one text that all take. Does not cover when to
-ask (``channel``).
+Covers whose process has ended (on Linux, by ``/proc``; of a rank on another machine nothing is known), who does not
+answer in the store, and the one text that all take. Does not cover when to ask (``channel``), nor whether a rank is
+making progress.
 """
+
 # ruff: noqa: SLF001 - torch has no public name for its default store
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from autobatch.distributed.processes import Process, describe_state
-
-__all__ = ["RollCall", "in_words"]
+__all__ = ["Process", "RollCall", "describe_state", "find_process", "in_words"]
 
 _SECONDS = 2.0
 
@@ -124,3 +127,54 @@ def in_words(time_limit: timedelta) -> str:
     """Seconds, or minutes where these are many."""
     seconds = time_limit.total_seconds()
     return f"{seconds:g} s" if seconds < 120 else f"{seconds / 60:g} min"
+
+
+_STOPPED = frozenset("Tt")
+_ENDED = frozenset("ZX")
+
+
+class Process(NamedTuple):
+    """A process, as another one on the same machine finds it.
+
+    Attributes:
+        host: The machine's name.
+        namespace: Within which the number counts; empty where that is unknown.
+        pid: Its number.
+        started: When it started, in ticks of the kernel's clock: a number may be given to another process later.
+    """
+
+    host: str
+    namespace: str
+    pid: int
+    started: int
+
+
+def find_process() -> Process:
+    """This process."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    _, started = _read_stat(os.getpid())
+    return Process(socket.gethostname(), namespace, os.getpid(), started)
+
+
+def describe_state(process: Process) -> str:
+    """What has become of it: ``"has ended"``, ``"is stopped"``, ``"is running"``, or ``""`` where that is unknown."""
+    here = find_process()
+    if not here.namespace or here[:2] != process[:2]:
+        return ""
+    state, started = _read_stat(process.pid)
+    if started != process.started or state in _ENDED:
+        return "has ended"
+    return "is stopped" if state in _STOPPED else "is running"
+
+
+def _read_stat(pid: int) -> tuple[str, int]:
+    """State and start of a process (``man 5 proc``); ``("", 0)`` if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", 0
+    fields = text.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    return fields[0], int(fields[19])

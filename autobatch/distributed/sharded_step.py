@@ -16,8 +16,7 @@ from autobatch.distributed.lockstep import Lockstep
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import LossSlot
 from autobatch.distributed.sharding import has_shards
-from autobatch.distributed.shared_step import OTHERS_TRAINED, SharedStep, describe_slots, find_wanted, make_slots
-from autobatch.errors import InvalidStep
+from autobatch.distributed.shared_step import SharedStep, describe_slots, find_wanted, make_slots
 from autobatch.state.gradients import gradient_dtype
 
 __all__ = ["ShardedStep", "begin_step"]
@@ -113,19 +112,13 @@ class ShardedStep(SharedStep):
                 runs=loss is not None,
                 wide=loss is not None and loss.dtype is torch.float64,
             )
-            if len({one["trains"] for one in said}) > 1:
-                raise self._agreement.refuse(InvalidStep(OTHERS_TRAINED))
-            stated = [one["counted"] for one in said if one["runs"]]
-            if len({one is None for one in stated}) > 1:
-                raise self._agreement.refuse(
-                    InvalidStep("step() states a count (Mean, Sum) on one rank and none on another: always state it")
-                )
+            stated = self._read_counts(said)
             if not stated:
                 self._agreement.end()
                 return None
             # Also on a rank in whose samples nothing counts: it has its part of the others' gradients.
             unit = next(one["unit"] for one in said if one["runs"])
-            factor = 1.0 if unit is None else unit / math.fsum(stated)
+            factor = 1.0 if unit is None else unit / math.fsum(one or 0.0 for one in stated)
             last = LossSlot(loss, results[torch.float64 if any(one["wide"] for one in said) else torch.float32])
             reduction.sum([*find_wanted(slots, said), last], factor)
         _correct([parameter for parameter in parameters if has_shards(parameter)], sums, factor)

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from autobatch.distributed.data_parallel import broadcast_buffers_of, undisturbed
+from autobatch.distributed.data_parallel import SharedBuffers, broadcast_buffers_of, undisturbed
 from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import GradientSlot, LossSlot
-from autobatch.distributed.shared_buffers import SharedBuffers
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.distributed.value_digest import digest_values
 from autobatch.errors import InvalidStep
@@ -155,6 +154,11 @@ class SharedStep:
             runs=loss is not None,
             wide=loss is not None and loss.dtype is torch.float64,
         )
+        stated = self._read_counts(said)
+        return find_wanted(slots, said), math.fsum(one or 0.0 for one in stated), any(one["wide"] for one in said)
+
+    def _read_counts(self, said: Sequence[dict[str, Any]]) -> list[float | None]:
+        """What the ranks that ran anything have counted: each a number, or none does."""
         if len({one["trains"] for one in said}) > 1:
             raise self._agreement.refuse(InvalidStep(OTHERS_TRAINED))
         stated = [one["counted"] for one in said if one["runs"]]
@@ -162,7 +166,7 @@ class SharedStep:
             raise self._agreement.refuse(
                 InvalidStep("step() states a count (Mean, Sum) on one rank and none on another: always state it")
             )
-        return find_wanted(slots, said), math.fsum(one or 0.0 for one in stated), any(one["wide"] for one in said)
+        return stated
 
     def begin_update(self, begin: Callable[[], None]) -> None:
         """Call ``begin`` when no rank has anything left that could fail before the optimizer's step.

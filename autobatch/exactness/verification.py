@@ -1,4 +1,4 @@
-"""Asks whether splitting a step is exact, and if not, why: ``verify`` for users, ``check_split`` for ``fit``.
+"""Asks whether splitting a step is exact, and trimming padding, and if not, why: for users (``verify``) and ``fit``.
 
 A few samples are compared first, and then, as a step may depend on how many samples its micro-batch has, the whole
 target or batch, or as many samples as fit at once. Does not cover the comparison itself (``compare_split``), nor a
@@ -21,7 +21,6 @@ from autobatch.batch.samples_by_length import SamplesByLength
 from autobatch.distributed.data_parallel import module_of
 from autobatch.exactness.compare_split import SplitComparison
 from autobatch.exactness.partitions import divide_at_full_size, wholes_of
-from autobatch.exactness.trimming import check_trimming
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
@@ -31,7 +30,7 @@ from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 
-__all__ = ["check_split", "compare_many", "verify"]
+__all__ = ["check_split", "check_trimming", "compare_many", "verify"]
 
 _MOST_SAMPLES = 16
 """Enough to distinguish the causes by parts of unlike sizes; few enough to run each sample by itself."""
@@ -168,3 +167,50 @@ def compare_many(
     at_most = f"at most {compared} of {target} samples were compared at once: {reason}" if compared < target else ""
     seconds = few.seconds + time.perf_counter() - started
     return verdict.model_copy(update={"not_compared": at_most, "seconds": seconds})
+
+
+_MOST_TRIMMED = 8
+"""Samples, each run by itself: of lengths from the longest to the shortest. Half as many where memory ends."""
+
+_FEWEST_TRIMMED = 2
+"""The longest, and a shorter one."""
+
+_CAUSE = (
+    "trimming padding changes the gradient: the step looks at padding. A mean over all positions instead of those that "
+    "count (ignore_index=, a mask, weigh=), a layer that mixes positions without a mask (attention, convolution, a "
+    "recurrent layer that runs backwards, pooling), positions that are counted from the padded end, BatchNorm over "
+    "positions, or noise that is drawn for each position: leave padding out of it, or plan without lengths="
+)
+
+
+def check_trimming(
+    verdict: Verdict, workload: Workload, samples: SamplesByLength, lengths: Lengths, device: Device
+) -> Verdict:
+    """The verdict of a split that is exact, or that trimming makes inexact.
+
+    Args:
+        verdict: Without trimming; exact.
+        workload: What is run, in the mode in which its model is.
+        samples: Samples of the example, by length.
+        lengths: How long samples are.
+        device: Where, inside the limit that holds for the comparison.
+    """
+    if not samples.padding.dims:
+        return verdict
+    started, layout = time.perf_counter(), samples.in_order()
+    comparison = SplitComparison(
+        workload, layout, device, 0, after_trials=True, trim=lambda few: samples.trim_parts(few, lengths)
+    )
+    found, ended, count = None, "", min(layout.count, _MOST_TRIMMED)
+    while found is None and count >= _FEWEST_TRIMMED:
+        found, ended = comparison.attempt(count, ((1,) * count,))
+        device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+        count //= 2
+    seconds = verdict.seconds + time.perf_counter() - started
+    if found is None or found.unchecked:
+        reason = f"trimming padding could not be checked: {ended if found is None else found.unchecked}"
+        return verdict.model_copy(update={"exact": False, "unchecked": reason, "seconds": seconds})
+    if not found.exact:
+        return found.model_copy(update={"causes": (_CAUSE,), "seconds": seconds})
+    error = max(verdict.relative_error, found.relative_error)
+    return verdict.model_copy(update={"relative_error": error, "seconds": seconds})

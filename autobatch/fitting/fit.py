@@ -1,7 +1,7 @@
 """Fits a plan to a model and a target batch, and leaves the model as it was.
 
 Covers the way from arguments to a plan. Does not cover the search (``size_search``), how a trial is run (``probe``),
-nor how a plan is applied (``training.runner``).
+whether splitting is exact (``split_check``), nor how a plan is applied (``training.runner``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
-from autobatch.errors import InexactSplit, InvalidArgument
+from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, PlanMade, emit
-from autobatch.exactness.trimming import check_trimming
-from autobatch.exactness.verification import check_split
 from autobatch.fitting.options import check_choices, check_sizes
 from autobatch.fitting.size_search import SizeSearch
+from autobatch.fitting.split_check import Checked, check_found
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device, collecting_new_objects
 from autobatch.memory.devices import Allowance, find_allowance, find_device
@@ -36,21 +35,14 @@ from autobatch.planning.planner import Objective, balance
 from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.remembered_plan import Wanted
 from autobatch.planning.shares import Share
-from autobatch.records import Padding, Verdict
+from autobatch.records import Padding
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
-from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import default_step
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 
 __all__ = ["fit"]
-
-_NOT_CHECKED = Verdict(
-    exact=False,
-    relative_error=0.0,
-    unchecked="parameters are sharded; run autobatch.verify() on the model in one process, before fully_shard()",
-)
 
 
 def fit(
@@ -189,7 +181,7 @@ def fit(
                     found.run(batch)
                     said.append({"rate": found.rate})
                 with all_or_none(ranks, "fit(), the check", is_last=True) as plans:
-                    checked = _check(found, division.divide(said), check)
+                    checked = check_found(found, division.divide(said), check)
                     plans.append(_describe_own(found, division).model_dump())
             memory.reclaim()
     plan = _make_plan(found, division, division.read_plans(plans), checked, time.perf_counter() - started)
@@ -239,50 +231,6 @@ def _record(workload: Workload, memory: Device) -> TrainingState:
     )
 
 
-_Checked = tuple[Verdict | None, tuple[str, ...]]
-
-
-def _check(found: SizeSearch, target: int, check: str | None) -> _Checked:
-    """The verdict on the split and its warnings, after the last trial has restored the modules' modes."""
-    found.finish(target)
-    verdict = None
-    if check is not None and target > 1:
-        verdict = _NOT_CHECKED if found.shared.are_shared else _compare(found)
-    return verdict, _judge(found, verdict, target, strict=check == "raise")
-
-
-def _compare(found: SizeSearch) -> Verdict:
-    target, memory = found.wanted.target_batch, found.memory
-    sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
-    with memory.limit(found.wanted.limit_bytes):
-        verdict = check_split(found.workload, found.example, memory, found.samples, **sizes)
-        if found.samples is None or found.lengths is None or not verdict.exact:
-            return verdict
-        return check_trimming(verdict, found.workload, found.samples, found.lengths, memory)
-
-
-def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:
-    """Warnings of a split that is not exact or could not be checked, the latter also where only a retry would split.
-
-    With ``strict`` they are raised as ``InexactSplit`` where the plan splits.
-    """
-    if verdict is None or verdict.exact:
-        return ()
-    splits = found.size < target
-    known: tuple[str, ...] = ()
-    if splits and not verdict.unchecked:
-        known = (str(verdict),)
-    elif splits and found.batch_norms:  # no check is needed to know that these are not exact
-        known = (warn_of_batch_norms(found.batch_norms, found.size, target),)
-    if strict and splits:
-        raise InexactSplit(
-            known[0]
-            if known
-            else f"it could not be checked whether splitting is exact: {verdict.unchecked}; check='warn' plans without"
-        )
-    return (*known, str(verdict)) if verdict.unchecked else known
-
-
 def _balance(found: SizeSearch) -> tuple[int, ...]:
     """The micro-batches of this rank's share."""
     samples = found.wanted.target_batch
@@ -305,7 +253,7 @@ def _describe_own(found: SizeSearch, division: Division) -> RankPlan:
 
 
 def _make_plan(
-    found: SizeSearch, division: Division, plans: Sequence[RankPlan], checked: _Checked, seconds: float
+    found: SizeSearch, division: Division, plans: Sequence[RankPlan], checked: Checked, seconds: float
 ) -> Plan:
     """The plan of this rank, which has what each runs; ``plans`` of one rank are its own alone."""
     wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload

@@ -1,11 +1,13 @@
-"""Checks arguments of ``fit`` that mean nothing whatever the model: sizes, choices, a budget, a device.
+"""Checks arguments that mean nothing whatever the model: sizes, choices, a budget, a device.
 
-Covers what integrations are given before there is a batch, so that they refuse it at once, as ``fit`` does. Does not
-cover what only the device shows, such as a headroom that is more than its memory.
+Covers ``fit`` and what integrations are given before there is a batch, so that they refuse it at once. Does not cover
+what only the device shows, such as a headroom that is more than its memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from autobatch._arguments import (
@@ -17,23 +19,63 @@ from autobatch._arguments import (
     parse_bytes,
 )
 from autobatch.distributed.ranks import read_timeout
+from autobatch.events import Hook
 from autobatch.memory.devices import parse_device, parse_headroom
+from autobatch.state.user_objects import check_objects
+from autobatch.step.workload import Weigh, check_weigh
+from autobatch.training.step_events import check_hooks
 
-__all__ = ["check_choices", "check_options", "check_sizes"]
+__all__ = ["Options", "check_choices", "check_sizes"]
 
 
-def check_options(options: dict[str, Any], *, target: int | None, device: Any | None, timeout: Any | None) -> None:
-    """Check what an integration passes on to ``fit``.
+@dataclass(frozen=True)
+class Options:
+    """What the user gave to an integration, checked.
 
-    Args:
-        options: Arguments of ``fit``, by name.
-        target: The target batch, where it is known.
-        device: A device's name, or what stands in for one; ``None``: where the model is.
-        timeout: Seconds.
-
-    Raises:
-        InvalidArgument: One of them cannot mean anything.
+    Attributes:
+        target: Samples of an optimizer step over all ranks; ``None``: what the loader gives.
+        fit: Arguments of ``fit``, by name.
+        device: The device's memory; ``None``: where the model is.
+        hooks: Called with the Runner's events.
+        keep: Objects of the user that the step changes.
+        timeout: How many seconds a rank waits for the others.
+        weigh: What the loss is a mean over, where the user says that.
     """
+
+    target: int | None
+    fit: Mapping[str, Any]
+    device: Any
+    hooks: Sequence[Hook]
+    keep: Sequence[Any]
+    timeout: float | None
+    weigh: Weigh | None = None
+
+    @classmethod
+    def read(
+        cls,
+        passed_on: Mapping[str, Any],
+        *,
+        target: int | None,
+        device: Any | None,
+        hooks: Any,
+        keep: Any,
+        timeout: Any | None,
+        weigh: Any | None = None,
+    ) -> Options:
+        """Check all of it; ``passed_on`` are the arguments of ``fit``.
+
+        Raises:
+            InvalidArgument: One of them cannot mean anything.
+        """
+        _check_passed_on(passed_on, target=target, device=device, timeout=timeout)
+        check_weigh(weigh)
+        return cls(target, passed_on, device, check_hooks(hooks), check_objects(keep), timeout, weigh)
+
+
+def _check_passed_on(
+    options: Mapping[str, Any], *, target: int | None, device: Any | None, timeout: Any | None
+) -> None:
+    """Check what an integration passes on to ``fit``; ``target`` is ``None`` where it is not known yet."""
     rest = dict(options)
     bound = rest.pop("max_micro_batch")
     if target is not None:

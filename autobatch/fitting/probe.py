@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -23,10 +23,11 @@ from torch import nn
 from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit
+from autobatch.fitting.readings import Readings
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.prediction.trial_replay import FIRST_SIZE
-from autobatch.records import MemoryUsage, Phase, Trial
+from autobatch.records import MemoryUsage, Trial
 from autobatch.state.optimizer_state import count_state, is_making_state, make_state
 from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
@@ -39,20 +40,6 @@ from autobatch.training.accumulation_state import AccumulationState, Shortage
 __all__ = ["Probe"]
 
 _LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attribute, without another trial
-
-
-@dataclass
-class _Readings:
-    """What one trial has measured so far."""
-
-    resident: int = 0  # bytes, as in Trial
-    held: int = 0  # bytes, as in Trial
-    after_forward: int = 0  # bytes in tensors after the forward pass of the first step
-    backward: MemoryUsage = field(default_factory=MemoryUsage)
-    optimizer: MemoryUsage = field(default_factory=MemoryUsage)
-    retries_before: int = 0  # how often the allocator had freed its cache before the trial
-    seconds: float = 0.0  # as in Trial
-    phase: Phase = "forward"
 
 
 @dataclass
@@ -70,7 +57,7 @@ class Probe:
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
     state_bytes: int = 0  # the most that the optimizer's state has taken
     aux_bytes: int = 0  # the most that a step has returned beside the loss of one micro-batch
-    _now: _Readings = field(default_factory=_Readings)
+    _now: Readings = field(default_factory=Readings)
     _is_warm: bool = False
     _leaves_are_known: bool = False
     _holds_activations: bool = False
@@ -86,7 +73,7 @@ class Probe:
         """Try one size; of errors only out of memory is an outcome, measured up to the point where memory ended."""
         self.device.watch(self.workload.resident_tensors())
         usage = self.device.usage()
-        self._now, reason = _Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
+        self._now, reason = Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
         if not self._is_warm:
             reason = self._run_first_step(min(size, FIRST_SIZE))
         if reason is None:
@@ -97,7 +84,9 @@ class Probe:
                 reason = self._attempt(self._measure, size)
         if reason is not None:
             self.errors[size] = reason
-        return self.shared.agree(self._summarise(size, has_ended=reason is not None))
+        parameters = self.workload.parameters()
+        trial = self._now.summarise(size, self.device, self.limit_bytes, parameters, has_ended=reason is not None)
+        return self.shared.agree(trial)
 
     def find_smallest(self) -> int:
         """The fewest samples whose forward pass runs: 1, or 2 where one alone raises an error (trials run two)."""
@@ -117,7 +106,7 @@ class Probe:
     def measure_forward(self) -> int | None:
         """Run the first step now; returns the bytes that its forward pass leaves, ``None`` where memory ended."""
         self.device.watch(self.workload.resident_tensors())
-        self._now = _Readings(resident=self.device.usage().allocated)
+        self._now = Readings(resident=self.device.usage().allocated)
         if self._is_warm or self._run_first_step(FIRST_SIZE) is not None:
             return None
         return self._now.after_forward - self._now.resident
@@ -173,7 +162,7 @@ class Probe:
     def _warm_up(self, size: int) -> None:
         """Run a first step, which makes the optimizer's state and loads kernels: later steps do neither."""
         batch = self._copy_batch(size)
-        with self._read("backward"):
+        with self._now.read(self.device, "backward"):
             self._accumulate([batch], size)
             if self.workload.optimizer is not None:
                 self._now.phase = "optimizer state"
@@ -187,16 +176,16 @@ class Probe:
         if self._holds_activations:
             # Those of the step before are still held; a Runner learns that in its first step, and so holds them too.
             self._learnt.moves_modules = True
-            with self._read("backward"):
+            with self._now.read(self.device, "backward"):
                 self._accumulate([batch], size)
                 self._drop_gradients()
             begun = self.device.usage().allocated
             now.resident = min(before.allocated, begun)  # before it there may have been an earlier trial's
             now.held = begun - now.resident
         started = time.perf_counter()
-        with self._read("backward"):
+        with self._now.read(self.device, "backward"):
             accumulated = self._accumulate([batch, batch], size)
-        with self._read("optimizer"):
+        with self._now.read(self.device, "optimizer"):
             self._update()
         del accumulated  # not before: in training its loss is held during the optimizer's step, too
         now.seconds = time.perf_counter() - started
@@ -275,37 +264,3 @@ class Probe:
         batch = self.example.grown(size)
         self.device.watch(tensors_of(batch.batch))
         return batch
-
-    @contextmanager
-    def _read(self, part: str) -> Iterator[None]:
-        self.device.reset_peak()
-        try:
-            yield
-            self.device.synchronize()
-        finally:
-            setattr(self._now, part, self.device.usage())
-
-    def _summarise(self, size: int, *, has_ended: bool) -> Trial:
-        now = self._now
-        retries = max(self.device.usage().alloc_retries - now.retries_before, 0)  # the step may reset the statistics
-        return Trial(
-            micro_batch_size=size,
-            outcome="oom" if has_ended else "thrash" if retries > 0 else "fits",
-            peak_allocated=max(now.backward.peak_allocated, now.optimizer.peak_allocated),
-            peak_reserved=max(now.backward.peak_reserved, now.optimizer.peak_reserved),
-            optimizer_peak=now.optimizer.peak_allocated,
-            alloc_retries=retries,
-            seconds=now.seconds,
-            backward_allocated=now.backward.peak_allocated,
-            backward_reserved=now.backward.peak_reserved,
-            resident_bytes=now.resident,
-            held_bytes=now.held,
-            ended_in=self._judge_phase() if has_ended else None,
-        )
-
-    def _judge_phase(self) -> Phase:
-        """The phase in which memory ended; of a backward pass that cannot hold all gradients, ``gradients``."""
-        gradients = sum(bytes_of(p) for p in self.workload.parameters() if p.requires_grad)
-        resident, phase = self._now.resident, self._now.phase
-        is_hopeless = 0 < self.limit_bytes < resident + gradients
-        return "gradients" if phase == "backward" and is_hopeless and resident < self.limit_bytes else phase

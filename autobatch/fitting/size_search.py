@@ -203,10 +203,7 @@ class SizeSearch:
 
         def try_size(length: int, size: int) -> Trial:
             self._probe.example, length = samples.at(length)
-            trial = self._probe.run(size).model_copy(update={"length": length})
-            self.shorter_trials.append(trial)
-            emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes, **self._of), self.hooks)
-            return trial
+            return self._add(self._probe.run(size), length)
 
         longest = SizeAtLength(length=samples.longest, micro_batch_size=self.size, peak_bytes=self.peak_bytes)
         limit = self.allowance.limit_bytes if self.wanted.objective == "throughput" else self.peak_bytes
@@ -267,11 +264,13 @@ class SizeSearch:
         sizes = useful_sizes(target, bound) if self.lengths is None else range(1, bound + 1)
         return tuple(size for size in sizes if size >= least)
 
-    def _add(self, trial: Trial) -> None:
-        if self.samples is not None:
-            trial = trial.model_copy(update={"length": self.samples.longest})
-        self.trials.append(trial)
+    def _add(self, trial: Trial, shorter: int | None = None) -> Trial:
+        """Note and report a trial of the longest samples, or of those of a ``shorter`` length."""
+        length = shorter or (self.samples.longest if self.samples else None)
+        trial = trial.model_copy(update={"length": length})
+        (self.shorter_trials if shorter else self.trials).append(trial)
         emit(TrialFinished(trial=trial, limit_bytes=self.allowance.limit_bytes, **self._of), self.hooks)
+        return trial
 
     def _try_size(self, size: int) -> Trial:
         try:

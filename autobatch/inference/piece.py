@@ -22,9 +22,7 @@ from autobatch._formatting import format_bytes
 from autobatch.batch.layout import map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
-from autobatch.inference.array_writes import WatchedArrays
-from autobatch.inference.error_notes import add_note, set_attributes
-from autobatch.inference.eval_mode import eval_mode
+from autobatch.inference.guards import WatchedArrays, add_note, eval_mode, set_attributes
 from autobatch.inference.results import Indices, check_result
 from autobatch.inference.samples import Waiting
 from autobatch.memory.device import Device

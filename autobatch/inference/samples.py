@@ -26,8 +26,8 @@ from autobatch.batch.list_rules import Fields
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import field_names, is_array, leaves_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
-from autobatch.inference.error_notes import add_note, set_attributes
 from autobatch.inference.given_lengths import Lengths, measure_all, measure_length
+from autobatch.inference.guards import add_note, set_attributes
 from autobatch.memory.device import Device
 
 __all__ = ["BatchSamples", "Collate", "SingleSamples", "Waiting", "are_samples", "count_samples", "iterate"]

@@ -8,6 +8,7 @@ measured or limited there.
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,13 @@ import torch
 from autobatch.memory import nvml
 from autobatch.memory.device import Device
 from autobatch.records import DeviceInfo, MemoryUsage
-from autobatch.torch_internals.allocator_settings import caches_memory, uses_expandable_segments
 
-__all__ = ["CudaDevice", "find_fraction"]
+__all__ = ["CudaDevice", "caches_memory", "find_fraction", "uses_expandable_segments"]
 
 _MAPPED_BEYOND = 18 * 2**20
 """With expandable segments torch compares a request, a multiple of 2 MiB, with the limit, then maps units of 20 MiB."""
+_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with the allocator's settings; of several that are set the first counts."""
 
 
 @dataclass
@@ -155,3 +157,21 @@ def find_fraction(limit_bytes: int, total_bytes: int) -> float:
     than one while the limit is below 2**52 bytes.
     """
     return 1.0 if limit_bytes >= total_bytes else math.nextafter(limit_bytes / total_bytes, 1.0)
+
+
+def caches_memory() -> bool:
+    """Whether there is a cache: without, each tensor is a ``cudaMalloc``, nothing is counted, and no limit holds."""
+    return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ  # set to anything, as torch reads it
+
+
+def uses_expandable_segments() -> bool:
+    """Whether segments grow: then memory is mapped in units of 20 MiB."""
+    return "expandable_segments:True" in "".join(_read_settings().split()).split(",")
+
+
+def _read_settings() -> str:
+    """As last set, by the environment or while the process ran; older versions of torch report only the former."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)  # noqa: SLF001 - the only one without a snapshot
+    if read is not None:
+        return str(read())
+    return next((os.environ[name] for name in _SETTINGS if name in os.environ), "")

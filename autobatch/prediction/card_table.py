@@ -19,8 +19,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from autobatch._bounds import LISTED, Bytes, Count, Text
-from autobatch.prediction.contexts import Chip, choose_context
-from autobatch.prediction.csv_table import read_table
+from autobatch.prediction.contexts import Chip, choose_context, read_table
 from autobatch.records import Record
 
 __all__ = ["COMMON", "GPUS", "Gpu", "known_cards", "make_gpu"]

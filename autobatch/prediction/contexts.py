@@ -4,19 +4,30 @@ Covers which reading stands for a card and a version of CUDA. Of errors of torch
 in use" leaves without what torch allocated and reserved, and the most that their rounding to 0.01 GiB allows. It grows
 with the threads that a card runs at once, whose local memory is set aside: from 158 MiB of a T4 to 760 MiB of an H100.
 Does not cover CUDA before 11.7 nor ``CUDA_MODULE_LOADING=EAGER``, which load all kernels at once, nor NCCL's buffers.
+
+Also reads the tables that are shipped beside the code, of which it is one.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import csv
+from importlib.resources import files
+from typing import NamedTuple, TypeVar
 
 from autobatch._bounds import Text
-from autobatch.prediction.csv_table import read_table
 from autobatch.records import Record
 
-__all__ = ["Chip", "Context", "Reading", "choose_context"]
+__all__ = ["Chip", "Context", "Reading", "choose_context", "read_table"]
 
 _MIB = 2**20
+_Row = TypeVar("_Row", bound=Record)
+
+
+def read_table(name: str, kind: type[_Row]) -> tuple[_Row, ...]:
+    """The rows of a file whose first line names the fields; an empty cell is left out, so that the default holds."""
+    text = files("autobatch.prediction").joinpath(name).read_text(encoding="utf-8")
+    cells = csv.DictReader(text.splitlines())
+    return tuple(kind.model_validate({key: cell for key, cell in row.items() if cell}) for row in cells)
 
 
 class Chip(NamedTuple):

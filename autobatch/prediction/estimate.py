@@ -7,7 +7,7 @@ made of. Does not cover what a process takes outside the allocator (``cards``). 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,18 +17,14 @@ from autobatch.prediction.cards import Gpu
 from autobatch.prediction.cudnn.convolution import Convolution
 from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.estimate_cache import CardCache, Measured, SharedCache
-from autobatch.prediction.reductions import buffer_bytes
+from autobatch.prediction.kernel_blocks import HANDLE, find_kernel_blocks, unseen_handles
 from autobatch.prediction.step_parts import has_parts, without_second_micro_batch
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, most_alive
 
 __all__ = ["Estimate"]
 
-_HANDLES = 2
-"""cuBLAS has a workspace a handle, and a handle a thread: the caller's, and autograd's for the backward pass."""
-
 _TRACED_MICRO_BATCHES = 2
 
-_HANDLE = "cuBLAS workspace"
 _NO_WORKSPACES = Workspaces("unknown", 0)
 _ROUNDS = 4
 """Of questions to cuDNN: the second mostly says what the first did."""
@@ -167,7 +163,7 @@ class Estimate:
             holds beside all kinds: sizes rounded up, and what other moments of the step need.
         """
         kinds = self._sum_alive(n, lambda block: block.kind)
-        kinds[_HANDLE] += _unseen_handles(self.step(n)) * self.workspace_bytes
+        kinds[HANDLE] += unseen_handles(self.step(n)) * self.workspace_bytes
         kinds["cuDNN workspace"] += self._loose_bytes(n)
         kinds["aux"] += self.aux_bytes(n)
         kinds += Counter()  # drops what has none
@@ -268,41 +264,22 @@ class Estimate:
         sizes = step.tensor_sizes()
         for index, byte_count in self._kernel_blocks(step):
             sizes[index] = byte_count
-        first, unseen = len(sizes) + 1, _unseen_handles(step)
+        first, unseen = len(sizes) + 1, unseen_handles(step)
         return [*range(first, first + unseen), *step.order], [*sizes, *[self.workspace_bytes] * unseen]
 
     def _kernel_blocks(self, step: TracedStep) -> list[tuple[int, int]]:
         """Which blocks are a kernel's own memory, and bytes of each on this card."""
         known = self._own.kernels
         if step.samples not in known:
-            known[step.samples] = [*self._find_kernel_blocks(step)]
+            known[step.samples] = [
+                *find_kernel_blocks(step, self.workspaces, self.workspace_bytes, self.resident_threads)
+            ]
         return known[step.samples]
-
-    def _find_kernel_blocks(self, step: TracedStep) -> Iterator[tuple[int, int]]:
-        # By the object: equal ones are mostly one, and to compare them takes as long as to judge them.
-        workspaces = {id(run): self.workspaces.find(run) for run in _each_once(step.convolutions.values())}
-        for index in step.kernel_blocks:
-            kind = step.blocks[index].kind
-            if kind == _HANDLE:
-                yield index, self.workspace_bytes
-            elif kind == "partial sums":
-                yield index, buffer_bytes(step.sizes[index - 1], step.sizes[index], self.resident_threads)
-            elif kind == "cuDNN workspace":
-                yield index, workspaces[id(step.convolutions[index])]
-
-
-def _each_once(runs: Iterable[Convolution]) -> Iterable[Convolution]:
-    return {id(run): run for run in runs}.values()
-
-
-def _unseen_handles(step: TracedStep) -> int:
-    """Handles of cuBLAS that the traced operators did not take, and others may: they are there from the beginning."""
-    return _HANDLES - sum(block.kind == _HANDLE for block in step.blocks)
 
 
 def _streams_of(step: TracedStep) -> list[int]:
     """Of each block of ``Estimate.with_workspaces``."""
-    return [*step.streams, *[0] * _unseen_handles(step)] if step.streams else []
+    return [*step.streams, *[0] * unseen_handles(step)] if step.streams else []
 
 
 def _sizes_of(kind: str, step: TracedStep) -> list[int]:

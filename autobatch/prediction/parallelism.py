@@ -1,12 +1,13 @@
 """Reads on how many ranks a predicted step will run, and how these share the model.
 
-Covers the arguments and the module inside ``DistributedDataParallel``. Does not cover what a rank allocates
-(``tracing.rank``).
+Covers the arguments, the module inside ``DistributedDataParallel``, and which modules are worth a unit of their own, to
+shard or to checkpoint. Does not cover what a rank allocates (``tracing.replicated``, ``tracing.sharded``).
 """
 
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from autobatch.distributed.data_parallel import module_of
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.record import Strategy
 
-__all__ = ["STRATEGIES", "Parallelism", "read_parallelism"]
+__all__ = ["STRATEGIES", "Parallelism", "find_units", "read_parallelism"]
 
 STRATEGIES = ("ddp", "fsdp2")
 _DEFAULT: Strategy = "ddp"
@@ -75,3 +76,27 @@ def _refuse_sharded(model: nn.Module) -> None:
                 f"the parameter {name} is sharded (DTensor): predict with the model as it is before fully_shard(), and "
                 f"with world_size= and data_parallel='fsdp2'"
             )
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """The modules that one would call ``fully_shard`` with, one by one, before the model itself.
+
+    Those are the children of a container (``ModuleList``, ``ModuleDict``, ``Sequential``) that are of one class and
+    have modules of their own: single layers are no units. Nothing inside a unit is another one.
+    """
+    return [*_find(model)]
+
+
+def _find(module: nn.Module) -> Iterator[nn.Module]:
+    children = [*module.children()]
+    blocks = [child for child in children if [*child.children()]] if isinstance(module, _CONTAINERS) else []
+    kinds = [type(block) for block in blocks]
+    units = [block for block in blocks if kinds.count(type(block)) > 1 and next(block.parameters(), None) is not None]
+    yield from units
+    chosen = set(map(id, units))
+    for child in children:
+        if id(child) not in chosen:
+            yield from _find(child)

@@ -10,7 +10,7 @@ import numbers
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,13 +32,12 @@ from autobatch.prediction.cards import Gpu, explain_choice, find_gpu
 from autobatch.prediction.child_process import begin_apart, run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.local_card import read_card
-from autobatch.prediction.parallelism import Parallelism, read_parallelism
+from autobatch.prediction.parallelism import Parallelism, find_units, read_parallelism
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.record import Part, Strategy
 from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
-from autobatch.prediction.units import find_units
 from autobatch.prediction.what_if import try_changes
 from autobatch.records import DeviceInfo, Trial
 from autobatch.step.batch_norm import batch_norms_in_train_mode, may_refuse_one_sample, warn_of_batch_norms
@@ -132,8 +131,16 @@ def predict(
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, shares[0])
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
-    question = _Question(workload, example.layout, circumstances, card, shares[0], float(margin))
-    sizing, proof = question.find_sizing(expandable_segments=expandable_segments, all_cards=all_cards)
+    sizing, proof = _find_sizing(
+        workload,
+        example.layout,
+        circumstances,
+        card=card,
+        share=shares[0],
+        margin=float(margin),
+        expandable_segments=expandable_segments,
+        all_cards=all_cards,
+    )
     explained = (run_apart(lambda: explain_loss(workload, example.layout)),) if workload.step is default_step else ()
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, example.layout, sizing, proof, warnings, all_cards=all_cards)
@@ -145,41 +152,38 @@ def predict(
     return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})
 
 
-@dataclass(frozen=True)
-class _Question:
-    """How large a micro-batch of this step may be, on this card."""
+def _find_sizing(
+    workload: Workload,
+    layout: Layout,
+    circumstances: Circumstances,
+    *,
+    card: Gpu,
+    share: int,
+    margin: float,
+    expandable_segments: bool,
+    all_cards: bool,
+) -> tuple[Sizing, Proof]:
+    """Trace the step, estimate it, and trace it once more at the size that fits; ``share``: samples of the rank."""
 
-    workload: Workload
-    layout: Layout
-    circumstances: Circumstances
-    card: Gpu
-    share: int  # samples that the rank runs in an optimizer step
-    margin: float
+    def prove(sizing: Sizing) -> tuple[Sizing, Proof]:
+        """While it is traced, the tables are made for the first time: half a second that this process has."""
+        return prove_sizing(
+            sizing, workload, layout, circumstances, lambda now: (now.points(), now.cards(every=all_cards))
+        )
 
-    def find_sizing(self, *, expandable_segments: bool, all_cards: bool) -> tuple[Sizing, Proof]:
-        """Trace the step, estimate it, and trace it once more at the size that fits."""
-        workload, layout, circumstances, share = self.workload, self.layout, self.circumstances, self.share
-
-        def prove(sizing: Sizing) -> tuple[Sizing, Proof]:
-            """While it is traced, the tables are made for the first time: half a second that this process has."""
-            return prove_sizing(
-                sizing, workload, layout, circumstances, lambda now: (now.points(), now.cards(every=all_cards))
-            )
-
-        model = workload.model
-        # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
-        is_doubtful = share > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
-        with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
-            timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
-            smallest = ask_smallest() if ask_smallest else None
-        estimate = Estimate(timeline, expandable_segments=expandable_segments, target=share).on_card(self.card)
-        sizing = Sizing(estimate, self.card, share, self.margin, smallest or 1, torch.version.cuda)
-        sizing, proof = prove(sizing)
-        # A division that ends in one sample needs a model that can run it.
-        ends_in_one = sizing.largest > 0 and min(balance(share, sizing.largest)) == 1 < share
-        if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
-            sizing, proof = prove(replace(sizing, smallest=2))
-        return sizing, proof
+    model = workload.model
+    # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
+    is_doubtful = share > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
+    with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:
+        timeline = run_apart(lambda: trace_timeline(workload, layout, circumstances))
+        smallest = ask_smallest() if ask_smallest else None
+    estimate = Estimate(timeline, expandable_segments=expandable_segments, target=share).on_card(card)
+    sizing, proof = prove(Sizing(estimate, card, share, margin, smallest or 1, torch.version.cuda))
+    # A division that ends in one sample needs a model that can run it.
+    ends_in_one = sizing.largest > 0 and min(balance(share, sizing.largest)) == 1 < share
+    if smallest is None and ends_in_one and run_apart(lambda: find_smallest(workload, layout)) > 1:
+        sizing, proof = prove(replace(sizing, smallest=2))
+    return sizing, proof
 
 
 def _predict(

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autobatch.batch.layout import Layout
+from autobatch.memory.cuda import uses_expandable_segments
 from autobatch.planning.forecast import Forecast
 from autobatch.prediction.cards import Gpu, make_gpu
 from autobatch.prediction.child_process import run_apart
@@ -25,7 +26,6 @@ from autobatch.prediction.timeline import Timeline
 from autobatch.prediction.tracing.trace import SIZES, Circumstances, trace_timeline
 from autobatch.prediction.trial_replay import TrialReplay
 from autobatch.step.workload import Workload
-from autobatch.torch_internals.allocator_settings import uses_expandable_segments
 
 __all__ = ["Expectation", "FirstStep", "expect_largest"]
 

@@ -11,9 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from textwrap import wrap
 
 from autobatch._formatting import format_bytes, plural
-from autobatch.prediction.card_table import GPUS
-from autobatch.prediction.record import CardFit, Change, PredictionRecord
-from autobatch.report.sections import Bytes, Cell, Section, Table, format_cell
+from autobatch.prediction.record import Change, PredictionRecord
+from autobatch.prediction.tables import (
+    NOMINAL,
+    by_memory,
+    card_cells,
+    module_rows,
+    name_change,
+    part_rows,
+    point_rows,
+    table_sections,
+    title_cards,
+)
+from autobatch.report.sections import Bytes, Section, format_cell
 from autobatch.report.text import describe_division
 
 __all__ = [
@@ -26,7 +36,6 @@ __all__ = [
 ]
 
 _WIDTH = 98  # and two of indentation
-_NOMINAL = "* its memory is a nominal figure"
 FAMILIES_REASON = "in 3 of 22 families of networks a quarter to a third of the peaks were more than 10 % above"
 """``make accuracy``, in benchmarks/RESULTS.md."""
 
@@ -47,11 +56,11 @@ def explain_prediction(prediction: PredictionRecord) -> str:
             summarise_prediction(prediction),
             *_section("The ranks", _wrapped(_rank_lines(prediction))),
             *_section(f"What fits: {prediction.gpu.name}", _reach_lines(prediction)),
-            *_section(f"Where the memory goes at {size}", _part_lines(_parts(prediction))),
-            *_section(f"Its tensors at {size}, by module", _part_lines(_modules(prediction))),
+            *_section(f"Where the memory goes at {size}", _part_lines(part_rows(prediction))),
+            *_section(f"Its tensors at {size}, by module", _part_lines(module_rows(prediction))),
             *_section("Memory by size", _point_lines(prediction)),
             *_section("What would help", _change_lines(prediction)),
-            *_section(_title_cards(prediction), _card_lines(prediction)),
+            *_section(title_cards(prediction), _card_lines(prediction)),
             *_section("How sure this is", _wrapped(_trust_lines(prediction))),
             *_section("Warnings", _wrapped(f"! {warning}" for warning in prediction.warnings)),
         ]
@@ -144,31 +153,14 @@ def _of_target(size: int, target: int) -> str:
     return f"all {size}" if size == target else str(size or "none")
 
 
-def _parts(prediction: PredictionRecord) -> Iterator[tuple[Bytes, str]]:
-    yield from ((Bytes(part.byte_count), part.name) for part in prediction.breakdown)
-    yield Bytes(prediction.context_bytes), "CUDA's own, outside the allocator"
-    yield Bytes(prediction.peak_bytes), "in all: the peak of the process, without the margin"
-
-
-def _modules(prediction: PredictionRecord) -> Iterator[tuple[Bytes, str]]:
-    for part in prediction.modules:
-        yield Bytes(part.byte_count), part.name or "the model itself, outside its submodules"
-
-
 def _part_lines(parts: Iterable[tuple[Bytes, str]]) -> Iterator[str]:
     return (f"{format_bytes(count):>12}   {name}" for count, name in parts)
-
-
-def _points(prediction: PredictionRecord) -> Iterator[tuple[int, Bytes, Bytes, Bytes]]:
-    for point in prediction.points:
-        held = Bytes(point.reserved)
-        yield point.size, Bytes(point.allocated), held, Bytes(held + prediction.context_bytes)
 
 
 def _point_lines(prediction: PredictionRecord) -> Iterator[str]:
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     yield f"{'size':>8}{'allocated':>14}{'reserved':>14}{'process':>14}"
-    for size, *peaks in _points(prediction):
+    for size, *peaks in point_rows(prediction):
         mark = "   <- the plan" if size == chosen else ""
         yield f"{size:>8}{''.join(f'{format_bytes(peak):>14}' for peak in peaks)}{mark}"
     more = prediction.per_sample_bytes
@@ -197,41 +189,19 @@ def _describe_change(change: Change) -> Iterator[str]:
         yield from wrap(f"{'?':>12}{'?':>14}   {change.name}: {change.failed}", _WIDTH, subsequent_indent=indent)
         return
     saved = format_bytes(change.saved_bytes) if change.saved_bytes else "no change"
-    yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {_name_change(change)}"
-
-
-def _name_change(change: Change) -> str:
-    return f"{change.name} ({change.effect})" if change.effect else change.name
+    yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {name_change(change)}"
 
 
 def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> Iterator[str]:
     yield f"{'card':<32}{'memory':>11}{'micro-batch':>13}{'steps':>9}{'peak':>12}"
-    for card in _by_memory(prediction):
-        name, total, size, steps, peak = map(format_cell, _card_cells(card))
+    for card in by_memory(prediction):
+        name, total, size, steps, peak = map(format_cell, card_cells(card))
         line = f"{name:<32}{total:>11}{size:>13}{steps:>9}{peak:>12}"
         yield line + (mark if card.gpu == prediction.gpu.name else "")
     if not all(card.measured for card in prediction.cards):
-        yield _NOMINAL
+        yield NOMINAL
     if len({card.micro_batch_size for card in prediction.cards}) > 1:
         yield f"{prediction.judged_size} was traced, if nothing else is said; other sizes follow from fewer samples"
-
-
-def _title_cards(prediction: PredictionRecord) -> str:
-    """Those that are left out can be asked for."""
-    every = len(prediction.cards) >= len(GPUS)
-    return (
-        "On every card that is known" if every else f"On common cards (all_cards=True: all {len(GPUS)} that are known)"
-    )
-
-
-def _by_memory(prediction: PredictionRecord) -> list[CardFit]:
-    return sorted(prediction.cards, key=lambda card: (card.total_bytes, card.gpu))
-
-
-def _card_cells(card: CardFit) -> tuple[Cell, ...]:
-    name = card.gpu if card.measured else f"{card.gpu} *"
-    peak = Bytes(card.peak_bytes) if card.micro_batch_size else "-"
-    return (name, Bytes(card.total_bytes), card.micro_batch_size or "none", card.accumulation_steps or "-", peak)
 
 
 def _trust_lines(prediction: PredictionRecord) -> Iterator[str]:
@@ -282,27 +252,7 @@ def render_prediction(prediction: PredictionRecord) -> str:
         warnings=prediction.warnings,
         sections=[
             *([Section("The ranks", items=list(_rank_lines(prediction)))] if prediction.data_parallel else []),
-            *(section for section in _table_sections(prediction) if section.table and section.table.rows),
+            *(section for section in table_sections(prediction) if section.table and section.table.rows),
             Section("How sure this is", items=list(_trust_lines(prediction))),
         ],
     )
-
-
-def _table_sections(prediction: PredictionRecord) -> Iterator[Section]:
-    size = plural(prediction.judged_size, "sample")
-    chosen = prediction.plan.micro_batch_size if prediction.plan else None
-    changes = tuple(map(_change_cells, prediction.changes))
-    cards = tuple(map(_card_cells, _by_memory(prediction)))
-    points = Table(("size", "allocated", "reserved", "process"), tuple(_points(prediction)))
-    yield Section(f"Where the memory goes at {size}", table=Table(("bytes", "part"), tuple(_parts(prediction))))
-    yield Section(f"Its tensors at {size}, by module", table=Table(("bytes", "module"), tuple(_modules(prediction))))
-    yield Section("Memory by size", table=points, planned=chosen)
-    yield Section("What would help", table=Table(("saves", "micro-batch", "change"), changes))
-    headings = ("card", "memory", "micro-batch", "steps", "peak")
-    yield Section(_title_cards(prediction), table=Table(headings, cards, (_NOMINAL,)))
-
-
-def _change_cells(change: Change) -> tuple[Cell, ...]:
-    if change.failed:
-        return ("?", "?", f"{change.name}: {change.failed}")
-    return (Bytes(change.saved_bytes), change.micro_batch_size or "none", _name_change(change))

@@ -48,7 +48,7 @@ Kind = Literal[
     "reduce-scatter",  # its input
     "cuDNN workspace",  # without bytes: what cuDNN takes for a convolution is the card's
     "addends",  # no bytes, but how many numbers each result of a sum adds up; "partial sums" is next
-    "partial sums",  # bytes of a sum's results: the buffer that it takes follows from both (``reductions``)
+    "partial sums",  # bytes of a sum's results: the buffer that it takes follows from both (``kernel_blocks``)
     "cuBLAS workspace",  # without bytes: where a thread takes its handle, whose workspace is the card's
 ]
 _NO_TENSORS = frozenset({"cuDNN workspace", "addends", "partial sums", "cuBLAS workspace"})

@@ -20,7 +20,7 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.rank_plan import find_slowest
 from autobatch.report.breakdown import memory_parts
 from autobatch.report.charts import memory_bar, peak_chart, run_chart, speed_chart
-from autobatch.report.rank_chart import rank_chart
+from autobatch.report.ranks import rank_chart
 from autobatch.report.sections import Section, Table, format_cell, number_columns
 from autobatch.report.svg import cross, dot, element, polyline, replace_unprintable, triangle
 from autobatch.report.tables import breakdown_table, newest, plan_sections, run_sections

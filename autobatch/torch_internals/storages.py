@@ -1,4 +1,7 @@
-"""Finds the storages behind a tensor of any layout, which ``memory.cpu`` counts and ``state`` copies."""
+"""Finds the storages behind a tensor of any layout, which ``memory.cpu`` counts and ``state`` copies.
+
+Covers also whether a tensor fills its part of one without gaps.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["bytes_of", "storage_key", "storages_of"]
+__all__ = ["bytes_of", "is_dense", "storage_key", "storages_of"]
 
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -67,3 +70,13 @@ def _parts_of(wrapper: Any) -> list[torch.Tensor]:
     """The tensors inside; a DTensor names its mesh among them (torch 2.13)."""
     parts = (getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0])
     return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's numbers lie side by side, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

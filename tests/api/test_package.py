@@ -36,10 +36,11 @@ TORCH_FREE += [
         "card_table",
         "cards",
         "contexts",
-        "csv_table",
         "estimate",
         "prediction",
+        "kernel_blocks",
         "sizing",
+        "tables",
         "text",
         "timeline",
     )

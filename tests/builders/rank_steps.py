@@ -22,10 +22,9 @@ from torch.nn.parallel import distributed as ddp
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.parallelism import Parallelism
+from autobatch.prediction.parallelism import Parallelism, find_units
 from autobatch.prediction.timeline import Timeline, align
 from autobatch.prediction.tracing.trace import Circumstances, trace
-from autobatch.prediction.units import find_units
 from autobatch.records import DeviceInfo
 from autobatch.state.gradients import Float32Sums
 from autobatch.step.workload import Workload

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from autobatch.memory import nvml
-from autobatch.memory.cuda import CudaDevice
+from autobatch.memory.cuda import CudaDevice, uses_expandable_segments
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.torch_internals.allocator_settings import uses_expandable_segments
 
 pytestmark = [
     pytest.mark.gpu,

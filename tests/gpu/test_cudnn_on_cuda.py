@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from autobatch.prediction.cudnn.answers import ask_cudnn
-from autobatch.prediction.cudnn.library import find_libraries
+from autobatch.prediction.cudnn.answers import ask_cudnn, find_libraries
 from autobatch.prediction.tracing.convolutions import find_calls, find_layout
 
 pytestmark = [

@@ -18,8 +18,7 @@ from trainers import Classes, OwnLoss, Packed, Recorder, Texts, bert, gpt2, mean
 from transformers import Trainer
 
 from autobatch.integrations.transformers import attach
-from autobatch.integrations.transformers.evaluation_kinds import EvaluationKinds
-from autobatch.integrations.transformers.evaluation_loss import EvaluationLoss, find_telling, weigh
+from autobatch.integrations.transformers.evaluation_loss import EvaluationKinds, EvaluationLoss, find_contrast, weigh
 
 
 class Ignored(Classes):
@@ -126,10 +125,10 @@ def test_a_loss_in_bfloat16():
 def test_samples_that_tell_most():
     """Neighbours of which one part has many labels and no part has none."""
     labels = torch.tensor([-100, -100, -100, 1, 1, 1, 1, -100, 1, -100, 1, 1])
-    start = find_telling({"labels": labels}, 12, 4, 2)
+    start = find_contrast({"labels": labels}, 12, 4, 2)
     counted = (labels[start : start + 4] != -100).reshape(2, 2).sum(1).tolist()
     assert sorted(counted) == [1, 2]
-    assert find_telling({"labels": torch.ones(12)}, 12, 4, 2) == 0
+    assert find_contrast({"labels": torch.ones(12)}, 12, 4, 2) == 0
 
 
 class Squares(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autobatch.torch_internals.allocator_settings import uses_expandable_segments
+from autobatch.memory.cuda import uses_expandable_segments
 
 
 @pytest.mark.parametrize(

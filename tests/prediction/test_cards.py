@@ -25,8 +25,7 @@ from autobatch.prediction.cards import (
     known_cards,
     make_gpu,
 )
-from autobatch.prediction.contexts import READINGS, Reading
-from autobatch.prediction.csv_table import read_table
+from autobatch.prediction.contexts import READINGS, Reading, read_table
 
 GIB, MIB = 2**30, 2**20
 

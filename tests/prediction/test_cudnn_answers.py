@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autobatch.prediction.cudnn import answers
-from autobatch.prediction.cudnn.answers import Answers, ask_cudnn
+from autobatch.prediction.cudnn.answers import Answers, ask_cudnn, find_libraries
 from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.library import find_libraries
-from autobatch.prediction.cudnn.rule import estimate_workspace
+from autobatch.prediction.cudnn.workspaces import estimate_workspace
 
 VERSION = 92000
 

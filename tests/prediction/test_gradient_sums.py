@@ -12,10 +12,11 @@ from torch import nn
 from autobatch.batch.layout import describe
 from autobatch.prediction.tracing import gradient_sums
 from autobatch.prediction.tracing.fake_device import present
-from autobatch.prediction.tracing.gradient_sums import is_dense, sole_holder
+from autobatch.prediction.tracing.gradient_sums import sole_holder
 from autobatch.prediction.tracing.recording import FakeMode
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
+from autobatch.torch_internals.storages import is_dense
 
 SIZE = 50 * 64 * 4
 

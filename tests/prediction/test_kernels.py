@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from autobatch.batch.layout import describe
 from autobatch.errors import CannotPredict
 from autobatch.prediction.child_process import run_apart
-from autobatch.prediction.tracing.grouped_products import find_grouped_product
+from autobatch.prediction.tracing.kernels import find_grouped_product
 from autobatch.prediction.tracing.trace import Circumstances, trace
 from autobatch.step.workload import Workload
 

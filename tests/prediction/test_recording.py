@@ -23,7 +23,7 @@ def _record(run):
     with present(), FakeMode() as mode, Recorder(mode, lambda: "here") as recorder:
         run()
         gc.collect()
-        traced = recorder.finish(2)
+        traced = recorder.log.finish(2)
     return [traced.sizes[abs(event) - 1] * (1 if event > 0 else -1) for event in traced.order], traced
 
 
@@ -89,7 +89,7 @@ def test_blocks_say_when_and_where_they_were_made():
     held = []
     with present(), FakeMode() as mode, Recorder(mode, lambda: "here") as recorder:
         run()
-        traced = recorder.finish(2)
+        traced = recorder.log.finish(2)
     labels = [(block.phase, block.kind, block.module) for block in traced.blocks]
     assert labels == [
         ("forward", "activation", "here"), ("forward", "temporary", "here"), ("backward", "temporary", "here"),
@@ -116,9 +116,9 @@ def test_other_layouts_are_refused(make):
 def test_values_of_the_optimizers_own_scalars_are_made_up():
     """Its norms and rates decide nothing that is allocated; elsewhere there are none."""
     with present(), FakeMode() as mode, Recorder(mode, lambda: "") as recorder:
-        recorder.phase = "optimizer"
+        recorder.log.phase = "optimizer"
         assert _empty(1).sum().item() == 1.0
-        recorder.phase = "forward"
+        recorder.log.phase = "forward"
         with pytest.raises(Exception, match="_local_scalar_dense"):
             _empty(1).sum().item()
 

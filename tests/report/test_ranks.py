@@ -10,8 +10,7 @@ from report_cases import CASES, Page, make_rank_run, with_class
 
 from autobatch._formatting import format_bytes
 from autobatch.report.html import render_fragment
-from autobatch.report.rank_chart import rank_chart
-from autobatch.report.ranks import advise_ranks, format_seconds
+from autobatch.report.ranks import advise_ranks, format_seconds, rank_chart
 from autobatch.report.text import explain_plan, show_plan
 
 pytestmark = pytest.mark.quick

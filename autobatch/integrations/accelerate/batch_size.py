@@ -12,7 +12,6 @@ import logging
 import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,22 +83,15 @@ def find_executable_batch_size(
             headroom=headroom,
             device=device,
         )
-    sizes = _BatchSizes(function, starting_batch_size, reduce_batch_size_fn, _Options(budget, headroom, device))
+    sizes = _BatchSizes(
+        function, starting_batch_size, reduce_batch_size_fn, budget=budget, headroom=headroom, device=device
+    )
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         return sizes.run(args, kwargs)
 
     return run
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What the user gave beside accelerate's own arguments."""
-
-    budget: int | str | None
-    headroom: float | str | None
-    device: torch.device | str | Device | None
 
 
 class _BatchSizes:
@@ -110,11 +102,15 @@ class _BatchSizes:
         function: Callable[..., Any],
         starting_batch_size: int,
         reduce_batch_size_fn: Callable[[], int] | None,
-        options: _Options,
+        *,
+        budget: int | str | None,
+        headroom: float | str | None,
+        device: torch.device | str | Device | None,
     ) -> None:
         self._function, self._size, self._reduce_fn = function, starting_batch_size, reduce_batch_size_fn
         self._name: str = getattr(function, "__name__", type(function).__name__)  # a partial has none
-        self._options, self._is_searched = options, False
+        self._budget, self._headroom, self._device = budget, headroom, device
+        self._is_searched = False
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the function with the largest size that fits."""
@@ -123,16 +119,15 @@ class _BatchSizes:
             raise InvalidArgument(f"starting_batch_size={show_value(self._size)} must be an int: it counts samples")
         if self._reduce_fn is not None and not callable(self._reduce_fn):
             raise InvalidArgument(f"reduce_batch_size_fn={show_value(self._reduce_fn)} must be a function")
-        options = self._options
-        device = open_device(_current_device() if options.device is None else options.device)
+        device = open_device(_current_device() if self._device is None else self._device)
         device.reclaim()
         outside = OutsideState(self._function, args, kwargs, device)
         try:
             calls = Calls(
                 lambda size: self._function(size, *args, **kwargs),
                 device,
-                find_allowance(device, options.budget, options.headroom),
-                options.budget is not None or not device.counting_takes_time,
+                find_allowance(device, self._budget, self._headroom),
+                self._budget is not None or not device.counting_takes_time,
                 outside,
             )
             can_measure = self._can_measure(device) and trains(self._function, [*args, *kwargs.values()])

@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from autobatch._wrappers import SeveralOptimizers
-from autobatch.integrations.accelerate.outside_tensors import OutsideTensors
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.state.containers import VALUES_OF, children_of, find_contents
@@ -35,6 +34,8 @@ __all__ = ["OutsideState"]
 
 _RECORDED = (LRScheduler, AcceleratedScheduler, torch.amp.GradScaler, Accelerator, GradientState)
 """Whose attributes a training step changes; what an attempt has prepared stays in lists of the last two."""
+_LEAST_BYTES = 16 * 1024**2  # as of arrays; so much is copied beside any model
+_AVERAGES = 2  # times the model
 
 
 class OutsideState:
@@ -64,7 +65,7 @@ class OutsideState:
         of_model = [*modules.parameters(), *modules.buffers(), *_states_of(optimizers)]
         taken = _storages_in(of_model)
         values = [tensor for tensor in tensors if not taken.keys() & _storages_in([tensor]).keys()]
-        self._values = OutsideTensors(
+        self._values = _OutsideTensors(
             values, model_bytes=sum(storage.nbytes() for storage in taken.values()), host_bytes=host_bytes // 2
         )
         self._state.restore()  # the hooks of the optimizers, which recording has removed
@@ -106,3 +107,42 @@ def _states_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.Tensor
 
 def _storages_in(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
+
+
+class _OutsideTensors:
+    """The values of tensors at one moment, in host memory."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, model_bytes: int, host_bytes: int) -> None:
+        """Copy them, the smallest first.
+
+        Args:
+            tensors: What to copy; those that share memory are copied once.
+            model_bytes: What the modules and optimizers take.
+            host_bytes: Host memory that copies may take.
+        """
+        storages = _storages_in(tensors)
+        left = min(max(_AVERAGES * model_bytes, _LEAST_BYTES), host_bytes)
+        self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        for storage in sorted(storages.values(), key=torch.UntypedStorage.nbytes):
+            left -= storage.nbytes()
+            if left < 0:
+                return
+            copy = torch.UntypedStorage(storage.nbytes(), device="cpu")
+            self._copies.append((storage, copy.copy_(storage, non_blocking=False)))
+
+    def restore(self) -> None:
+        """Put the values back that have changed. Can be done any number of times."""
+        for storage, copy in self._copies:
+            if storage.nbytes() != copy.nbytes():  # resize_ was called on it
+                storage.resize_(copy.nbytes())
+            # On the host it may be a file that is open for reading, and to write into that ends the process.
+            if storage.device.type != "cpu" or not torch.equal(_bytes_in(storage), _bytes_in(copy)):
+                storage.copy_(copy, non_blocking=False)
+
+    def drop(self) -> None:
+        """Free the copies."""
+        self._copies = []
+
+
+def _bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))

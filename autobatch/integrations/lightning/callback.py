@@ -10,18 +10,16 @@ from typing import Any, Literal
 
 from autobatch._arguments import check_target
 from autobatch.events import Hook
-from autobatch.fitting.options import check_options
+from autobatch.fitting.options import Options
 from autobatch.integrations.lightning.framework import callback_bases
 from autobatch.integrations.lightning.refusals import refuse_unsupported
-from autobatch.integrations.lightning.training import Optimization, Options
+from autobatch.integrations.lightning.training import Optimization
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective
 from autobatch.result import StepResult
 from autobatch.runner import Runner
-from autobatch.state.user_objects import check_objects
-from autobatch.step.workload import Weigh, check_weigh
-from autobatch.training.step_events import check_hooks
+from autobatch.step.workload import Weigh
 
 __all__ = ["Autobatch"]
 
@@ -91,17 +89,9 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
             "progress": progress,
         }
         target = None if target_batch is None else check_target(target_batch)
-        check_options(passed_on, target=target, device=device, timeout=timeout)
-        check_weigh(weigh)
         self._optimization: Optimization | None = None
-        self._options = Options(
-            target=target,
-            fit=passed_on,
-            weigh=weigh,
-            device=device,
-            hooks=check_hooks(hooks),
-            keep=check_objects(keep),
-            timeout=timeout,
+        self._options = Options.read(
+            passed_on, target=target, device=device, hooks=hooks, keep=keep, timeout=timeout, weigh=weigh
         )
 
     @property

@@ -1,13 +1,14 @@
 """Runs a module's own ``training_step`` on one micro-batch, and takes down what it logs.
 
-Covers the loss, Lightning's backward pass with its hooks, and what is beside the loss. Does not cover what is done with
-all of it when the step is whole (``training``).
+Covers the loss, Lightning's backward pass with its hooks, and what is beside the loss: rows of several micro-batches
+are put end to end, numbers are a mean, and of anything else there is a list. Does not cover what is done with all of it
+when the step is whole (``training``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,11 @@ import torch
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidStep
 from autobatch.integrations.attributes import replaced
-from autobatch.integrations.lightning.logs import LogCall, read_call
+from autobatch.integrations.lightning.logs import LogCall, combine, read_call
 from autobatch.integrations.lightning.metrics import metrics_in
 from autobatch.step.workload import Weigh
 
-__all__ = ["MicroBatchOutput", "ModuleStep", "hook_name"]
+__all__ = ["MicroBatchOutput", "ModuleStep", "StepOutputs", "hook_name", "join_outputs"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,21 @@ def _sum_of(counted: Any) -> float:
     return math.fsum(map(float, counted.values())) if isinstance(counted, Mapping) else float(counted)
 
 
+class StepOutputs:
+    """The outputs of the micro-batches that stay, as an object that a Runner keeps: references, not copies."""
+
+    def __init__(self, step: ModuleStep) -> None:
+        self._step = step
+
+    def take(self) -> list[Any]:
+        """Those that are there."""
+        return [*self._step.outputs]
+
+    def put(self, taken: list[Any]) -> None:
+        """Make it these again."""
+        self._step.outputs[:] = taken
+
+
 @contextmanager
 def hook_name(module: Any, name: str | None) -> Iterator[None]:
     """While this lasts, Lightning takes what is logged for that hook's; it does not so itself where one raises."""
@@ -124,3 +140,30 @@ def hook_name(module: Any, name: str | None) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = earlier  # noqa: SLF001 - the same
+
+
+def join_outputs(
+    outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int], weights: Sequence[float]
+) -> dict[str, Any]:
+    """What ``training_step`` returned beside its losses, for ``on_train_batch_end``: one dict for all micro-batches.
+
+    Args:
+        outputs: Without the loss.
+        sizes: Samples of each.
+        weights: What each counts for.
+    """
+    names = [name for name in outputs[0] if all(name in output for output in outputs)] if outputs else []
+    return {name: _join([output[name] for output in outputs], sizes, weights) for name in names}
+
+
+def _join(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    if len(values) == 1:
+        return values[0]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        is_number = all(isinstance(value, float) for value in values)
+        return combine("mean", values, weights) if is_number else [*values]
+    if all(value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)):
+        return torch.cat([*values])
+    if all(not value.dim() and value.is_floating_point() for value in values):
+        return combine("mean", values, weights).to(values[0].dtype)
+    return [*values]

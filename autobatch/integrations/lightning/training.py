@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +17,14 @@ from torch import nn
 from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import AutobatchError, DoesNotFit
-from autobatch.events import Hook
 from autobatch.fitting.fit import fit
+from autobatch.fitting.options import Options
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.framework import closure_classes
 from autobatch.integrations.lightning.log_rules import KnownNames, agreed_rules, find_rules
 from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
 from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
-from autobatch.integrations.lightning.module_step import ModuleStep, hook_name
-from autobatch.integrations.lightning.outputs import join_outputs
+from autobatch.integrations.lightning.module_step import ModuleStep, StepOutputs, hook_name, join_outputs
 from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_optimizer, refuse_target
 from autobatch.integrations.lightning.update import LightningRunner
 from autobatch.memory.devices import find_device
@@ -35,38 +33,14 @@ from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.state.rewind_point import StepState
 from autobatch.state.user_objects import check_objects
-from autobatch.step.workload import Weigh
 
-__all__ = ["Optimization", "Options"]
+__all__ = ["Optimization"]
 
 _log = logging.getLogger("autobatch")
 
 
 class _NewNames(Exception):
     """The step has logged names whose rules are not known."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user gave to ``Autobatch``.
-
-    Attributes:
-        target: Samples of an optimizer step over all ranks; ``None``: what the loader gives.
-        fit: Arguments of ``fit``, by name.
-        weigh: What the loss is a mean over.
-        device: The device's memory; ``None``: where the module is.
-        hooks: Called with the Runner's events.
-        keep: Objects of the user that the step changes.
-        timeout: How many seconds a rank waits for the others.
-    """
-
-    target: int | None
-    fit: Mapping[str, Any]
-    weigh: Weigh | None
-    device: Any
-    hooks: Sequence[Hook]
-    keep: Sequence[Any]
-    timeout: float | None
 
 
 class Optimization:
@@ -286,7 +260,7 @@ class Optimization:
 
     def _kept(self) -> list[Any]:
         """What a step changes outside the module."""
-        return [_Outputs(self._step), ResultsKeeper(self._trainer), self._loop.optim_progress, *self._options.keep]
+        return [StepOutputs(self._step), ResultsKeeper(self._trainer), self._loop.optim_progress, *self._options.keep]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has of it; nothing before the first step, but what an earlier one had."""
@@ -304,16 +278,3 @@ class Optimization:
 
     def _device(self) -> Any:
         return find_device([*self._module.parameters()], type(self._module).__name__, self._options.device)
-
-
-class _Outputs:
-    """The outputs of the micro-batches that stay, as an object that a Runner keeps: references, not copies."""
-
-    def __init__(self, step: ModuleStep) -> None:
-        self._step = step
-
-    def take(self) -> list[Any]:
-        return [*self._step.outputs]
-
-    def put(self, taken: list[Any]) -> None:
-        self._step.outputs[:] = taken

@@ -7,7 +7,7 @@
 
 Covers any ``Trainer``, those of TRL and sentence-transformers included. The Trainer's own ``training_step`` runs once a
 micro-batch with its backward pass held back; clipping, scaler, optimizer, scheduler, callbacks, logging and saving stay
-the Trainer's. Does not cover loops that generate inside a step, nor engines that own the backward pass: ``refusals``.
+the Trainer's. Does not cover loops that generate inside a step, nor engines that own the backward pass: ``attach``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Attaches autobatch to a Hugging Face ``Trainer``: checks it, merges its batch, and takes the place of three methods.
 
-Covers what is done before ``train()``. What is done in it: ``training``, ``evaluation``, ``trainer_state``.
+Covers what is done before ``train()``, and Trainers that are refused there: what they and their arguments show. What is
+done in it: ``training``, ``evaluation``, ``trainer_state``. Losses that compare samples show there (``rule_search``).
 """
 
 from __future__ import annotations
@@ -11,19 +12,16 @@ from typing import Any, Literal
 from transformers import Trainer
 
 from autobatch._arguments import check_target
-from autobatch._formatting import name_type
+from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
-from autobatch.fitting.options import check_options
+from autobatch.fitting.options import Options
 from autobatch.integrations.transformers.evaluation import EvaluationStep
-from autobatch.integrations.transformers.refusals import refuse_unsupported
 from autobatch.integrations.transformers.samples import SampleKeeper
 from autobatch.integrations.transformers.trainer_state import AutobatchState
-from autobatch.integrations.transformers.training import Options, TrainingStep
+from autobatch.integrations.transformers.training import TrainingStep
 from autobatch.memory.device import Device
 from autobatch.planning.planner import Objective
-from autobatch.state.user_objects import check_objects
-from autobatch.training.step_events import check_hooks
 
 __all__ = ["attach"]
 
@@ -88,24 +86,23 @@ def attach(
             f"attach() was called before with this {type(trainer).__name__}: call it once; for other arguments, as "
             f"after an error that names one, make a new Trainer"
         )
-    refuse_unsupported(trainer)
-    hooks, keep = check_hooks(hooks), check_objects(keep)
+    _refuse_unsupported(trainer)
     passed_on = {
         "budget": budget,
         "headroom": headroom,
         "max_micro_batch": max_micro_batch,
         "objective": objective,
         "accumulate_in_float32": accumulate_in_float32,
+        "check": check,
         "reuse": reuse,
         "progress": progress,
     }
     target = find_target(trainer, target_batch)
-    check_options({**passed_on, "check": check}, target=target, device=device, timeout=timeout)
+    options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep, timeout=timeout)
     merge_batch(trainer, target)
-    options = Options(fit=passed_on, check=check, device=device, hooks=hooks, keep=keep, timeout=timeout)
     collate = trainer.data_collator
     step = TrainingStep(trainer, collate, options)
-    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, keep)
+    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, options.keep)
     trainer.training_step = step
     trainer.data_collator = SampleKeeper(collate)
     trainer.add_callback(AutobatchState(step.state))
@@ -135,3 +132,63 @@ def merge_batch(trainer: Any, target: int) -> None:
         )
     arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = share, 1
     trainer._train_batch_size = arguments.train_batch_size  # noqa: SLF001 - what the loader is made with, and nothing public sets it
+
+
+_GENERATING = frozenset(
+    ("GRPOTrainer", "RLOOTrainer", "GKDTrainer", "DistillationTrainer", "PPOTrainer", "OnlineDPOTrainer", "XPOTrainer")
+)
+"""TRL's Trainers whose ``training_step`` generates samples and divides them by itself."""
+
+
+def _refuse_unsupported(trainer: Any) -> None:
+    """Raise InvalidArgument for a Trainer whose steps cannot be run in micro-batches of any size."""
+    reason = _find_reason(trainer) or _find_parallelism(trainer)
+    if reason:
+        raise InvalidArgument(f"{type(trainer).__name__}: {reason}")
+
+
+def _find_reason(trainer: Any) -> str:
+    arguments = trainer.args
+    if arguments.auto_find_batch_size:
+        return (
+            "auto_find_batch_size=True restarts training from step 0 and changes the target batch; switch it off, "
+            "autobatch does its work"
+        )
+    if "lomo" in str(arguments.optim).lower():
+        return (
+            f"optim={show_value(str(getattr(arguments.optim, 'value', arguments.optim)))} (LOMO) updates parameters "
+            f"inside the backward pass, which cannot be undone; choose another optimizer"
+        )
+    if any(base.__name__ in _GENERATING for base in type(trainer).__mro__):
+        return (
+            "it generates inside its step and splits its own batches; set per_device_train_batch_size and "
+            "steps_per_generation there"
+        )
+    return ""
+
+
+def _find_parallelism(trainer: Any) -> str:
+    if trainer.is_deepspeed_enabled:
+        return "DeepSpeed owns the backward pass and counts its calls; use plan.settings('deepspeed')"
+    if trainer.is_fsdp_enabled:
+        return (
+            "FSDP gathers parameters inside the passes, where ranks that run different micro-batches would wait for "
+            "each other; use DistributedDataParallel (torchrun), or plan.settings('huggingface')"
+        )
+    if trainer.args.world_size > 1 and isinstance(getattr(trainer, "loss", None), dict):
+        return (
+            f"it has a loss for each dataset, and each of {trainer.args.world_size} ranks may be at another: train on "
+            f"one rank, or with one loss"
+        )
+    if trainer.args.n_gpu > 1:
+        return (
+            f"nn.DataParallel over {trainer.args.n_gpu} GPUs divides the batch by itself; start with torchrun, or show "
+            f"one GPU with CUDA_VISIBLE_DEVICES"
+        )
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if any((getattr(parallelism, f"{name}_size", 1) or 1) > 1 for name in ("cp", "sp", "tp")):
+        return (
+            "context, sequence and tensor parallelism divide a sample, not a batch; use DistributedDataParallel "
+            "(torchrun)"
+        )
+    return ""

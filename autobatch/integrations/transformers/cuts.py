@@ -1,7 +1,7 @@
 """Divides a Trainer's batch along its samples: by rows, by rows without the padding, or by collating samples anew.
 
 Covers what the Runner is given to divide, and what the Trainer's ``training_step`` is given of a micro-batch. Which of
-the ways is exact is found by trying (``loss_rule``): two rows may be one sample (a preference pair), and all samples
+the ways is exact is found by trying (``rule_search``): two rows may be one sample (a preference pair), and all samples
 may be one row (packing).
 """
 
@@ -17,7 +17,7 @@ from autobatch.batch.layout import describe, map_tensors
 from autobatch.errors import InvalidBatch
 from autobatch.integrations.transformers.samples import Collated, copy_samples
 
-__all__ = ["IGNORED", "CollatedSamples", "Cut", "Rows", "TrimmedRows"]
+__all__ = ["IGNORED", "CollatedSamples", "Cut", "Rows", "TrimmedRows", "count_rows"]
 
 IGNORED = -100
 """The label of a position that has no loss, as everywhere in Hugging Face's libraries."""
@@ -75,7 +75,7 @@ class Rows(Cut):
 
     def can_divide(self, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
         """Whether it has as many rows as samples."""
-        rows = _count_rows(inputs)
+        rows = count_rows(inputs)
         return rows is not None and (samples is None or rows == len(samples))
 
 
@@ -135,7 +135,7 @@ class CollatedSamples(Cut):
         return type(inputs := micro_batch.collated())(inputs)
 
 
-def _count_rows(inputs: Mapping[str, Any]) -> int | None:
+def count_rows(inputs: Any) -> int | None:
     """Rows of all its tensors; ``None`` where they differ."""
     try:
         return describe(inputs).count

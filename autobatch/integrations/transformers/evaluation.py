@@ -18,13 +18,18 @@ from typing import Any, NamedTuple
 from transformers.trainer_pt_utils import nested_concat
 
 from autobatch.batch.layout import describe
-from autobatch.errors import InvalidBatch
-from autobatch.integrations.transformers.evaluation_kinds import EvaluationKind, EvaluationKinds
-from autobatch.integrations.transformers.evaluation_loss import Part, find_telling, weigh
-from autobatch.integrations.transformers.evaluation_state import EvaluationState
+from autobatch.integrations.transformers.cuts import count_rows
+from autobatch.integrations.transformers.evaluation_loss import (
+    EvaluationKind,
+    EvaluationKinds,
+    Part,
+    find_contrast,
+    weigh,
+)
 from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.samples import copy_samples, take_samples
 from autobatch.integrations.transformers.trainer_logs import TrainerLogs
+from autobatch.integrations.transformers.trainer_state import EvaluationState
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 
@@ -100,8 +105,8 @@ class EvaluationStep:
         losses = [(part.outputs[0], part.weights) for part in parts]
         kind = self._kinds.find(inputs)
         self._logs.ways = kind.log_ways
-        run, telling = partial(self._run, part_of, model, options), partial(find_telling, inputs, count)
-        self._learn(model, run, telling, kind, losses)
+        run, contrast = partial(self._run, part_of, model, options), partial(find_contrast, inputs, count)
+        self._learn(model, run, contrast, kind, losses)
         self._logs.write(sizes)
         return (kind.loss.join(losses), *_join([part.outputs for part in parts]))
 
@@ -137,7 +142,7 @@ class EvaluationStep:
         self,
         model: Any,
         run: Callable[[int, int], Part],
-        telling: Callable[[int, int], int],
+        contrast: Callable[[int, int], int],
         kind: EvaluationKind,
         losses: Sequence[Part],
     ) -> None:
@@ -148,7 +153,7 @@ class EvaluationStep:
         Args:
             model: The Trainer's.
             run: Runs samples of the batch, from one to before another.
-            telling: Where the samples begin that tell most, by how many they are and how many are the first part.
+            contrast: Where the samples begin that tell most, by how many they are and how many are the first part.
             kind: What is known of it.
             losses: Of the batch's own parts.
         """
@@ -163,7 +168,7 @@ class EvaluationStep:
                     kind.knows_logs = True
                     self._learn_logs(run, (first, few - first))
                 if learns_loss:
-                    start = telling(few, first)
+                    start = contrast(few, first)
                     (whole, _), (again, _) = run(start, start + few), run(start, start + few)
                     parts = [run(start, start + first), run(start + first, start + few)]
                     kind.loss.learn(whole, again, parts, self.size or 1)
@@ -218,22 +223,15 @@ class EvaluationStep:
             return (
                 type(inputs)(inputs) if isinstance(inputs, dict) else inputs
             )  # the Trainer's code may take entries out
-        if samples is None or _count_rows(inputs) == count:
+        if samples is None or count_rows(inputs) == count:
             return describe(inputs).take(start, stop)
         return self._collate(copy_samples(samples[start:stop]))
 
 
 def _count(inputs: Any, samples: Sequence[Any] | None) -> int:
     """Samples of a batch; 1 where it cannot be divided."""
-    rows = _count_rows(inputs)
+    rows = count_rows(inputs)
     return len(samples) if samples is not None else rows or 1
-
-
-def _count_rows(inputs: Any) -> int | None:
-    try:
-        return describe(inputs).count
-    except InvalidBatch:
-        return None
 
 
 def _join(parts: Sequence[Outputs]) -> list[Any]:

@@ -2,21 +2,24 @@
 
 Covers means over labels, over shifted labels and over samples, and sums: which it is, is found by comparing a few
 samples whole and in two parts. Does not cover losses that are none of these, such as those with class weights: what
-comes out for them is near the whole's, and a warning says so.
+comes out for them is near the whole's, and a warning says so. What was found is remembered for each kind of batch: each
+of several evaluation datasets may have a loss of its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from autobatch.integrations.transformers.cuts import IGNORED
-from autobatch.integrations.transformers.trainer_logs import TOLERANCES, is_near, is_number
+from autobatch.integrations.transformers.known_rules import DATASET, entries_of, name_kind
+from autobatch.integrations.transformers.trainer_logs import TOLERANCES, Key, Way, is_near, is_number
 
-__all__ = ["EvaluationLoss", "Part", "find_telling", "weigh"]
+__all__ = ["EvaluationKind", "EvaluationKinds", "EvaluationLoss", "Part", "find_contrast", "weigh"]
 
 _log = logging.getLogger("autobatch")
 
@@ -107,7 +110,7 @@ def weigh(trainer: Any, part: Any, samples: int) -> dict[str, float]:
     return {**found, "mean over samples": float(samples)}
 
 
-def find_telling(inputs: Any, count: int, few: int, first: int) -> int:
+def find_contrast(inputs: Any, count: int, few: int, first: int) -> int:
     """Where those neighbours begin by whose parts one can best tell a mean over labels from one over samples."""
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not isinstance(labels, torch.Tensor) or not labels.ndim or len(labels) != count or labels.is_floating_point():
@@ -135,3 +138,55 @@ def _combine(way: str, parts: Sequence[Part]) -> Any:
     total = sum(weights[way] for _, weights in parts)
     counting = [loss * (weights[way] / total) for loss, weights in parts if weights[way]]
     return sum(counting) if counting else parts[0][0]
+
+
+_MOST_KINDS = 32
+"""More are no datasets but texts that differ in each batch, such as names of files; each costs passes of its own."""
+
+
+@dataclass
+class EvaluationKind:
+    """What is known of the batches of one kind.
+
+    Attributes:
+        loss: How losses are put together.
+        log_ways: How logged values are, by call and name.
+        knows_logs: Whether that was looked for.
+    """
+
+    loss: EvaluationLoss
+    log_ways: dict[tuple[Key, str], Way] = field(default_factory=dict)
+    knows_logs: bool = False
+
+
+class EvaluationKinds:
+    """The kinds of batches that ran in parts."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._known = trainer, dict[str, EvaluationKind]()
+        self._has_warned = False
+
+    def find(self, inputs: Any) -> EvaluationKind:
+        """What is known of the kind of a batch: nothing, where none of it has come before."""
+        kind = _kind_of(inputs)
+        if kind not in self._known and len(self._known) >= _MOST_KINDS and isinstance(inputs, Mapping):
+            texts = {name: "" for name, value in inputs.items() if isinstance(value, str) and name != DATASET}
+            self._warn(texts)
+            kind = _kind_of({**inputs, **texts})
+        return self._known.setdefault(kind, EvaluationKind(EvaluationLoss(self._trainer)))
+
+    def _warn(self, texts: Collection[str]) -> None:
+        if texts and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "autobatch: evaluation batches of %s have come in %d kinds: those that differ by a new text in %s only "
+                "are one kind from now on, whose parts' losses are put together in one way",
+                type(self._trainer).__name__,
+                len(self._known),
+                ", ".join(texts),
+            )
+
+
+def _kind_of(inputs: Any) -> str:
+    """Of one batch by itself, with all of its texts."""
+    return name_kind(entries_of(inputs))

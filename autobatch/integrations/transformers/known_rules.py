@@ -1,21 +1,22 @@
-"""Remembers the rule of each kind of batch, which batches are compared again, and what a checkpoint saves of it.
+"""Remembers the rule of each kind of batch, and makes one of several that is exact for all.
 
 Covers batches that may have losses of their own, such as those of several datasets, also where ranks are at different
-ones. Does not cover how a rule is found (``loss_rule``), nor which is exact for several (``shared_rule``).
+ones; which of them are compared again, and what a checkpoint saves. Does not cover how a rule is found:
+``rule_search``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autobatch.integrations.transformers.cuts import Cut
-from autobatch.integrations.transformers.loss_rule import LossRule
-from autobatch.integrations.transformers.shared_rule import agree, join
+from autobatch.integrations.transformers.loss_rule import READINGS, LossRule, Reading
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 
-__all__ = ["KnownRules", "entries_of"]
+__all__ = ["DATASET", "KnownRules", "agree", "choose_likeliest", "entries_of", "join", "name_kind"]
 
 _log = logging.getLogger("autobatch")
 
@@ -25,7 +26,7 @@ _LEFT_OUT = (
     "autobatch: %s: the text %r of a batch has had %d values, and none has changed how the loss is divided: from now "
     "on it is not looked at; where the loss depends on it, name it 'dataset_name'"
 )
-_DATASET = "dataset_name"
+DATASET = "dataset_name"
 """Where sentence-transformers names the dataset of a batch, by which it takes the loss."""
 
 
@@ -57,7 +58,7 @@ class KnownRules:
                 exact for each.
         """
         self._batches, self._said = self._batches + 1, said
-        self._kinds = [_name_kind(entries, self._left_out) for entries in said]
+        self._kinds = [name_kind(entries, self._left_out) for entries in said]
         self._entries.update(zip(self._kinds, said, strict=True))
         if self._together in self._rules:
             return self._rules[self._together]
@@ -115,21 +116,21 @@ class KnownRules:
     def _leave_out_texts(self) -> None:
         """Leave texts out of kinds that differ in each batch and change nothing, such as names of files."""
         texts = {name for entries in self._said for name, value in entries.items() if isinstance(value, str)}
-        for name in sorted(texts - self._left_out - {_DATASET}):
+        for name in sorted(texts - self._left_out - {DATASET}):
             values = {entries[name] for entries in self._entries.values() if name in entries}
             if len(values) >= _MOST_TEXTS and (rules := self._join_without(name)) is not None:
                 _log.warning(_LEFT_OUT, self._name, name, len(values))
                 self._left_out.add(name)
                 self._rules = rules
-                self._entries = {_name_kind(its, self._left_out): its for its in self._entries.values()}
-                self._kinds = [_name_kind(its, self._left_out) for its in self._said]
+                self._entries = {name_kind(its, self._left_out): its for its in self._entries.values()}
+                self._kinds = [name_kind(its, self._left_out) for its in self._said]
 
     def _join_without(self, name: str) -> dict[str, LossRule] | None:
         """The rules by kinds without this text; ``None`` where rules differ by it."""
         groups: dict[str, list[LossRule]] = {}
         for kind, entries in self._entries.items():
             if kind in self._rules:
-                groups.setdefault(_name_kind(entries, {*self._left_out, name}), []).append(self._rules[kind])
+                groups.setdefault(name_kind(entries, {*self._left_out, name}), []).append(self._rules[kind])
         joined = {kind: join(rules) for kind, rules in groups.items()}
         known = {kind: rule for kind, rule in joined.items() if rule is not None}
         return known if len(known) == len(groups) else None
@@ -141,10 +142,52 @@ def entries_of(inputs: Any) -> dict[str, str | int]:
     return {str(name): v if isinstance(v, str) else getattr(v, "ndim", -1) for name, v in entries}
 
 
-def _kind_of(inputs: Any) -> str:
-    """Of one batch by itself, with all of its texts."""
-    return _name_kind(entries_of(inputs))
-
-
-def _name_kind(entries: Mapping[str, str | int], left_out: Collection[str] = ()) -> str:
+def name_kind(entries: Mapping[str, str | int], left_out: Collection[str] = ()) -> str:
+    """What tells kinds of batches apart, in one text."""
     return ", ".join(sorted(f"{name} {'' if name in left_out else value}" for name, value in entries.items()))
+
+
+def agree(rules: Sequence[LossRule]) -> LossRule | None:
+    """The rule of one loss, of which each rank has compared another batch; ``None`` where none is exact on all.
+
+    What one rank has found out holds for the others.
+    """
+    compared = [rule for rule in rules if not rule.is_guess] or [*rules]
+    common = _make_common(rules, lambda reading: all(reading in rule.readings for rule in compared))
+    if common is None:
+        return None
+    is_tried, is_exact = any(rule.is_tried for rule in compared), all(rule.is_exact for rule in compared)
+    return replace(common, is_tried=is_tried, is_exact=is_exact)
+
+
+def join(rules: Sequence[LossRule]) -> LossRule | None:
+    """A rule that is exact for losses of several kinds in one step; ``None`` where there is none.
+
+    What is open for one of them stays open.
+    """
+    common = _make_common(rules, lambda reading: any(reading in rule.readings for rule in rules))
+    if common is None:
+        return None
+    is_tried, is_exact = all(rule.is_tried for rule in rules), all(rule.is_exact for rule in rules)
+    return replace(common, is_tried=is_tried, is_exact=is_exact, is_guess=any(rule.is_guess for rule in rules))
+
+
+def choose_likeliest(rules: Sequence[LossRule]) -> LossRule:
+    """The one to take where none is exact for all."""
+    reading = max(rules, key=lambda rule: READINGS.index(rule.reading))
+    return replace(reading, cut=_find_last_cut(rules), is_exact=False)
+
+
+def _make_common(rules: Sequence[LossRule], stays_open: Callable[[Reading], bool]) -> LossRule | None:
+    """The first rule with a reading that none that was compared has refuted, and the other readings that stay open."""
+    compared = [rule for rule in rules if not rule.is_guess] or rules
+    common = [one for one in compared[0].readings if all(one in rule.readings for rule in compared)]
+    if not common:
+        return None
+    still_open = tuple(one for one in READINGS if one != common[0] and stays_open(one))
+    return replace(compared[0], reading=common[0], cut=_find_last_cut(rules), open=still_open)
+
+
+def _find_last_cut(rules: Sequence[LossRule]) -> Cut:
+    """Others were tried before it, in vain."""
+    return max((rule.cut for rule in rules), key=lambda cut: cut.place)

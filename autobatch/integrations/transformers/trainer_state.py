@@ -1,25 +1,30 @@
-"""Records what a step changes in the Trainer itself, and what a checkpoint needs to go on in the same micro-batches.
+"""Records what steps and evaluations change, of the Trainer's own too, and what a checkpoint needs to go on.
 
 Covers numbers and small containers in the Trainer's attributes, which a step that is undone must put back, and lists of
-TRL's metrics however long they are; and the callback that saves plan and size in ``trainer_state.json``. Does not cover
-objects of other classes in attributes, which are named with ``keep=``.
+TRL's metrics however long they are; of an evaluation also random numbers and what the model holds, but no parameters:
+none changes them; and the callback that saves plan and size in ``trainer_state.json``. Does not cover objects of other
+classes in attributes, which are named with ``keep=``.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from autobatch.integrations.transformers.metrics import MetricLengths
+from autobatch.memory.device import Device
 from autobatch.state.containers import Found, find_contents
+from autobatch.state.rewind_point import RewindPoint, StepState
 
-__all__ = ["AutobatchState", "TrainerAttributes"]
+__all__ = ["AutobatchState", "EvaluationState", "TrainerAttributes"]
 
 _MOST_ENTRIES = 1000
 """Of a container in an attribute; a larger one is data, not a count."""
@@ -147,3 +152,56 @@ def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
     elif not torch.equal(tensor, value):
         with torch.inference_mode(tensor.is_inference()):
             tensor.copy_(value)
+
+
+class EvaluationState:
+    """What passes of one Trainer's evaluations may change.
+
+    Args:
+        trainer: Whose attributes are recorded.
+        device: Whose random numbers are.
+        keep: Objects of the user that a pass changes.
+    """
+
+    def __init__(self, trainer: Any, device: Callable[[], Device], keep: Sequence[Any]) -> None:
+        self._attributes, self._device, self._keep = TrainerAttributes(trainer), device, keep
+        self._of: tuple[nn.Module, StepState] | None = None
+        self._begun: tuple[Attributes, RewindPoint] | None = None
+
+    def begin(self, model: nn.Module) -> RewindPoint:
+        """Record all of it before a pass, in the place of what was recorded before another."""
+        self.end()
+        point = self._state_of(model).begin()
+        self._begun = self._attributes.take(), point
+        return point
+
+    @contextmanager
+    def undone(self, model: nn.Module) -> Iterator[None]:
+        """A block after which all of it is as before, and all memory that is written into in it, whoever holds it."""
+        try:
+            with self.begin(model).record(()):
+                yield
+        finally:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Make it what it was; nothing is done where memory ended before all of it was recorded."""
+        if self._begun is None:
+            return
+        taken, point = self._begun
+        with ExitStack() as parts:  # what one of them raises leaves the other not out
+            parts.callback(point.restore)  # last: it puts random numbers back
+            parts.callback(self._attributes.put, taken)
+        self.end()
+
+    def end(self) -> None:
+        """Drop the record: the pass was the evaluation's own."""
+        if self._begun is not None:
+            self._begun[1].release()
+        self._begun = None
+
+    def _state_of(self, model: nn.Module) -> StepState:
+        """One for all passes of a model: what has not changed is not recorded anew."""
+        if self._of is None or self._of[0] is not model:
+            self._of = model, StepState(model, self._device().torch_device, self._keep, records=False)
+        return self._of[1]

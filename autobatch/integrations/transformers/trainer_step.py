@@ -83,8 +83,7 @@ class TrainerStep:
         layout = describe(cut.batch_of(inputs, samples))
         few = layout.take(0, min(2, layout.count))
         workload = Workload(model, lambda model, micro_batch: self.loss_of(model, cut.inputs_of(micro_batch)))
-        device = next(model.parameters()).device
-        before = RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
+        before = self._begin(model)
         counted, losses = self.num_items, []
         try:
             for factor in (1, 2):
@@ -95,6 +94,11 @@ class TrainerStep:
             self.num_items = counted
         return losses[0] != losses[1]
 
+    def _begin(self, model: nn.Module) -> RewindPoint:
+        """What a few passes may change, as it is now."""
+        device = next(model.parameters()).device
+        return RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
+
     def learn_logs(self, model: nn.Module, cut: Cut, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> None:
         """Find how numbers that it logs are put together, on a few samples; without it they are means over samples."""
         batch = cut.batch_of(inputs, samples)
@@ -103,8 +107,7 @@ class TrainerStep:
         if few < 2:
             return
         spread = [index * (count - 1) // (few - 1) for index in range(few)]
-        device = next(model.parameters()).device
-        before = RewindPoint([*model.modules()], device, objects=[TrainerAttributes(self.trainer), self.metrics.tokens])
+        before = self._begin(model)
 
         def run(sizes: Sequence[int]) -> None:
             with deterministic(model, [*model.parameters()]) as random:

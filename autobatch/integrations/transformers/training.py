@@ -7,29 +7,22 @@ cover clipping, the update and all that follows, which are the Trainer's.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from autobatch.distributed.data_parallel import module_of
 from autobatch.distributed.ranks import all_or_none, find_ranks
 from autobatch.errors import DoesNotFit, InexactSplit
-from autobatch.events import Hook
 from autobatch.fitting.fit import fit
-from autobatch.integrations.transformers.known_rules import KnownRules, entries_of
-from autobatch.integrations.transformers.loss_rule import (
-    OTHERWISE,
-    LossRule,
-    cuts_for,
-    find_rule,
-    refutes,
-)
+from autobatch.fitting.options import Options
+from autobatch.integrations.transformers.known_rules import KnownRules, choose_likeliest, entries_of
+from autobatch.integrations.transformers.loss_rule import LossRule
+from autobatch.integrations.transformers.rule_search import OTHERWISE, cuts_for, find_rule, refutes
 from autobatch.integrations.transformers.samples import collate_largest, take_samples
-from autobatch.integrations.transformers.shared_rule import choose_likeliest
 from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.memory.device import Device
@@ -42,31 +35,10 @@ from autobatch.state.random_state import RandomState
 from autobatch.state.rewind_point import StepState
 from autobatch.state.user_objects import check_objects
 
-__all__ = ["Options", "TrainingStep"]
+__all__ = ["TrainingStep"]
 
 _log = logging.getLogger("autobatch")
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user gave to ``attach``.
-
-    Attributes:
-        fit: Arguments of ``fit``, by name.
-        check: What to do where no exact split is found.
-        device: The device's memory; ``None``: where the model is.
-        hooks: Called with the Runner's events.
-        keep: Objects of the user that the step changes.
-        timeout: How many seconds a rank waits for the others.
-    """
-
-    fit: Mapping[str, Any]
-    check: Literal["warn", "raise"] | None
-    device: Any
-    hooks: Sequence[Hook]
-    keep: Sequence[Any]
-    timeout: float | None
 
 
 class TrainingStep:
@@ -150,8 +122,10 @@ class TrainingStep:
         cuts, options = cuts_for(self._trainer, self._collate), self._options
         name = type(self._trainer).__name__
         with self._all_or_none(model, "attach(), the loss") as said:
-            device, check = options.device, options.check
-            own = find_rule(self._step, cuts, _unwrap(model), inputs, samples, device=device, check=check, known=known)
+            device, check = options.device, options.fit["check"]
+            own = find_rule(
+                self._step, cuts, module_of(model), inputs, samples, device=device, check=check, known=known
+            )
             self._learn_logs(model, own, inputs, samples)
             said.append((own.cut.name, own.reading, own.open, own.is_tried, own.is_exact, own.is_guess))
         by_name = {cut.name: cut for cut in cuts}
@@ -172,9 +146,9 @@ class TrainingStep:
             f"{name}: no way was found to split this loss exactly: the ranks' batches have different losses ({ways}); "
             f"check='warn' trains all the same"
         )
-        if self._options.check == "raise":
+        if self._options.fit["check"] == "raise":
             raise refusal
-        if self._options.check == "warn":
+        if self._options.fit["check"] == "warn":
             _log.warning("autobatch: %s", f"{refusal}".removesuffix(OTHERWISE))
 
     def _entries_of_all(self, model: nn.Module, inputs: Any) -> Sequence[Any]:
@@ -184,8 +158,8 @@ class TrainingStep:
         return said
 
     def _learn_logs(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> None:
-        if self._options.check is not None:
-            self._step.learn_logs(_unwrap(model), rule.cut, inputs, samples)
+        if self._options.fit["check"] is not None:
+            self._step.learn_logs(module_of(model), rule.cut, inputs, samples)
 
     def _fit(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> Plan:
         """A plan that the dataset's largest samples fit."""
@@ -203,9 +177,8 @@ class TrainingStep:
             optimizer=self._trainer.optimizer,
             weigh=rule.weigh,
             device=self._options.device,
-            check=None,
             timeout=self._options.timeout,
-            **self._options.fit,
+            **{**self._options.fit, "check": None},  # the rule was compared
         )
 
     def _bind(self, model: nn.Module, rule: LossRule, plan: Plan) -> Runner:
@@ -283,7 +256,7 @@ class TrainingStep:
     def _is_refuted(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> bool:
         try:
             with self._leaves_no_trace():
-                return refutes(rule, _unwrap(model), inputs, samples, self._options.device)
+                return refutes(rule, module_of(model), inputs, samples, self._options.device)
         except Exception as error:
             if not is_oom(error):
                 raise
@@ -326,7 +299,3 @@ class TrainingStep:
                 reason = describe_error(error)
             self.device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
         raise DoesNotFit(f"memory ended while the batch was divided ({reason}); everything is as before the step")
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,8 +1,9 @@
-"""Remembers what cuDNN answered, and asks it for the rest in a process of its own.
+"""Finds cuDNN, remembers what it answered, and asks it for the rest in a process of its own.
 
 Covers the process (cuDNN may abort it, and brings half a gigabyte of libraries), and answers on disk, by the library's
-file, the card's architecture and its multiprocessors. Does not cover the questions (``plans``) nor what is done without
-an answer (``rule``). Imports no torch.
+file, the card's architecture and its multiprocessors. The library is one that torch's CUDA builds bring along, or that
+the loader finds by itself. Does not cover the questions (``plans``) nor what is done without an answer
+(``workspaces``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from typing import NamedTuple
 
 from autobatch.ledger.database import find_home, is_enabled
 from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.cudnn.described_cards import DEVICES
-from autobatch.prediction.cudnn.library import find_libraries
+from autobatch.prediction.cudnn.graph_api import DEVICES
 
-__all__ = ["Answers", "ask_cudnn"]
+__all__ = ["Answers", "ask_cudnn", "find_libraries"]
 
 _MOST_SECONDS = 60.0
 """For all questions of one call; a question takes 13 ms, so 60 s is for thousands."""
@@ -166,3 +166,24 @@ def _make_tables(database: sqlite3.Connection) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+_CUDNN = ("nvidia/cudnn/lib/libcudnn.so.9", "torch/lib/libcudnn.so.9")
+_CUBLAS = (
+    "nvidia/cu13/lib/libcublasLt.so.13",
+    "nvidia/cublas/lib/libcublasLt.so.13",
+    "nvidia/cublas/lib/libcublasLt.so.12",
+    "torch/lib/libcublasLt.so.13",
+    "torch/lib/libcublasLt.so.12",
+)
+
+
+def find_libraries() -> tuple[Path, Path] | None:
+    """The files of cuDNN 9 and of cuBLASLt; ``None`` where either is missing: cuDNN aborts without cuBLASLt."""
+    cudnn, cublas = _find_first(_CUDNN), _find_first(_CUBLAS)
+    return None if cudnn is None or cublas is None else (cudnn, cublas)
+
+
+def _find_first(names: tuple[str, ...]) -> Path | None:
+    places = (Path(folder, name) for name in names for folder in sys.path if folder)
+    return next((place for place in places if place.exists()), None)

@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autobatch.prediction.cudnn.convolution import Convolution, Pass
-from autobatch.prediction.cudnn.described_cards import DEVICES, describe_device
-from autobatch.prediction.cudnn.graph_api import Attribute, Descriptor, Note, Type
+from autobatch.prediction.cudnn.graph_api import DEVICES, Attribute, Descriptor, Note, Type, describe_device
 
 __all__ = ["Planner"]
 

@@ -4,7 +4,7 @@ Covers what torch's Python code asks of a device, and the user's names for one w
 torch's one free backend slot (PrivateUse1), so it works on every build: fake ``cuda`` tensors abort the process on
 builds without CUDA, and fail in the backward pass on CUDA builds without a GPU (measured with torch 2.13 and 2.11).
 Torch cannot unregister it; afterwards ``torch.accelerator`` names it, though as not available. Does not cover which
-kernels CUDA would choose (``attention``, ``autocast``, ``cudnn``, ``linear``).
+kernels CUDA would choose (``attention``, ``autocast``, ``convolutions``, ``kernels``).
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release
 from autobatch.errors import CannotPredict
-from autobatch.prediction.tracing import attention, autocast, linear, normalization, recurrent
+from autobatch.prediction.tracing import attention, autocast, kernels, recurrent
 
 __all__ = ["DEVICE", "DEVICE_TYPE", "DeviceNames", "original_errors", "present", "register", "without_waiting"]
 
@@ -123,22 +123,21 @@ def register() -> None:
             return device_type
 
     device_type = torch._C._autograd.DeviceType.PrivateUse1
-    hooks, guard, kernels = Hooks(), Guard(), torch.library.Library("aten", "IMPL")
+    hooks, guard, library = Hooks(), Guard(), torch.library.Library("aten", "IMPL")
     torch.utils.backend_registration.rename_privateuse1_backend(DEVICE_TYPE)
     torch._register_device_module(DEVICE_TYPE, _module)
     acc.register_python_privateuseone_hook(hooks)
     acc.register_python_privateuseone_device_guard(guard)
     for operator in _ONE_KERNEL:
         if hasattr(torch.ops.aten, operator):  # older versions of torch do not have each
-            kernels.impl(operator, _never_run, "PrivateUse1")
+            library.impl(operator, _never_run, "PrivateUse1")
     libraries = (
         attention.register(),
         autocast.register(DEVICE_TYPE),
         recurrent.register(DEVICE_TYPE),
-        linear.register(),
-        normalization.register(),
+        kernels.register(),
     )
-    _registered.extend((hooks, guard, kernels, *libraries))
+    _registered.extend((hooks, guard, library, *libraries))
 
 
 def _never_run(*_: Any) -> torch.Tensor:

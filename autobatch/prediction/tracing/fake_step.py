@@ -23,8 +23,9 @@ from autobatch.errors import InvalidStep
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors
 from autobatch.prediction.tracing.fake_model import FakeModel
-from autobatch.prediction.tracing.rank import take_part
 from autobatch.prediction.tracing.recording import Recorder, make_fake
+from autobatch.prediction.tracing.replicated import OneRank, Replicated
+from autobatch.prediction.tracing.sharded import FullySharded
 from autobatch.state.gradients import Float32Sums, GradientStamps
 from autobatch.state.module_state import ModuleState
 from autobatch.state.optimizer_state import make_state
@@ -59,7 +60,7 @@ class DryRun:
     def __init__(
         self, workload: Workload, recorder: Recorder, fakes: FakeModel, names: DeviceNames, circumstances: Circumstances
     ) -> None:
-        self._rank = take_part(circumstances.parallelism, workload.model, recorder, fakes)
+        self._rank = _choose_rank(circumstances.parallelism, workload.model, recorder, fakes)
         self.recorder, self._names = recorder, names
         self._workload, self._circumstances = _without_counts(workload), circumstances
         self._modules = [*workload.model.modules()]
@@ -108,7 +109,7 @@ class DryRun:
             here = _begin_rewind_point(self._modules, before.modules) if index else before
             self._run_micro_batch(batch, outputs, is_placed=is_placed)
             del here
-        self.recorder.phase = "optimizer"
+        self.recorder.log.phase = "optimizer"
         self._rank.reduce(self._parameters, self._sums)
         self._sums.end()
         self._label_gradients()
@@ -119,7 +120,7 @@ class DryRun:
 
     def _run_micro_batch(self, batch: Any, outputs: list[Any], *, is_placed: bool) -> None:
         with self._names:
-            first = len(self.recorder.sizes)
+            first = len(self.recorder.log.sizes)
             with self.recorder.forward():
                 stamps = GradientStamps(self._parameters, self._sums)
                 placed = map_tensors(batch, self._place)  # held to the end of the backward pass, as in training
@@ -200,3 +201,12 @@ def _without_count(loss: Any) -> Any:
     if isinstance(loss, Sum) and isinstance(loss.count, torch.Tensor):
         return replace(loss, count=1)
     return loss
+
+
+def _choose_rank(parallelism: Parallelism | None, model: nn.Module, recorder: Recorder, fakes: FakeModel) -> OneRank:
+    """The rank whose step is traced; ``model`` holds fake tensors now."""
+    if parallelism is None:
+        return OneRank()
+    if parallelism.strategy == "ddp":
+        return Replicated(model, recorder)
+    return FullySharded(model, recorder, fakes.shards, parallelism.world_size)

@@ -19,8 +19,9 @@ import torch
 
 from autobatch.prediction.tracing.fake_device import DEVICE, original_errors
 from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.storages import is_dense
 
-__all__ = ["Holders", "holders_of", "is_dense", "sole_holder"]
+__all__ = ["Holders", "holders_of", "sole_holder"]
 
 Holders = tuple[int, int, int]
 """Counts of a gradient: who holds the tensor in C++, its storage, and the tensor in Python. Ours are among them."""
@@ -96,13 +97,3 @@ def _try_sum(branch: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Ho
         total.backward()
     (seen,) = observer.seen
     return seen
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers lie side by side, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

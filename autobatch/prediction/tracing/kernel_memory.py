@@ -1,10 +1,10 @@
 """Says which operators take memory on a card that no tensor shows: sums a buffer, products a handle of cuBLAS.
 
-Covers what decides over the sizes, which are those of one card (``reductions``, ``cards``), and the buffers of norms
+Covers what decides over the sizes, which are those of one card (``kernel_blocks``, ``cards``), and the buffers of norms
 and of backward passes of fused attention. Does not cover cuDNN (``cudnn``), biases of convolutions in channels last,
-nor what is no line in the samples: sorts, among them the one in the backward pass of an embedding of more than 3072
-indices, which briefly takes up to 1.1 times the size of the incoming gradient; partial sums of a norm's weight over
-more than 65,536 rows; flash attention that has to be deterministic.
+nor what does not grow linearly with the samples: sorts, among them the one in the backward pass of an embedding of more
+than 3072 indices, which briefly takes up to 1.1 times the size of the incoming gradient; partial sums of a norm's
+weight over more than 65,536 rows; flash attention that has to be deterministic.
 """
 
 # ruff: noqa: SLF001 - torch's own operators
@@ -25,7 +25,6 @@ _PRODUCTS = frozenset((
 _SUMS = frozenset((_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.linalg_vector_norm.default))
 _NORM = _aten.linalg_vector_norm.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward.default
-_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 _NORMS = tuple(
     getattr(getattr(_aten, name, None), "default", None) for name in ("native_layer_norm", "_fused_rms_norm")
 )
@@ -34,8 +33,6 @@ _NORM_BACKWARDS = tuple(
     for name in ("native_layer_norm_backward", "_fused_rms_norm_backward")
 )
 _FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
-_LAYER_NORMS = {_aten.native_layer_norm.default: 1, _aten.native_layer_norm_backward.default: 2}
-"""How many of their arguments they copy where these are not contiguous."""
 _FLOAT32_BYTES = 4
 _TILE, _TILE_HEADER = 64, 16
 """Rows and columns of a tile in which a query's gradient is added up, and bytes of its lock and counter."""

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from autobatch.prediction.tracing.convolutions import find_layout
 from autobatch.prediction.tracing.fake_device import DEVICE, DEVICE_TYPE
-from autobatch.prediction.tracing.grouped_products import find_grouped_product
+from autobatch.prediction.tracing.kernels import find_grouped_product
 
 __all__ = [
     "Operators",

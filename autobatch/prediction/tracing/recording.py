@@ -1,8 +1,8 @@
 """Records what a step allocates and frees on the fake device.
 
-Covers every storage that an operator returns (forward, backward, optimizer), the phase and submodule it was made in,
-and real tensors that the step closes over. Gradients that meet in the backward pass are added in place where torch does
-so (``operators``). Which kernels take memory that no tensor shows is the matter of ``kernel_memory``.
+Covers every storage that an operator returns (forward, backward, optimizer), and real tensors that the step closes
+over. Gradients that meet in the backward pass are added in place where torch does so (``gradient_sums``). What is
+written down of each storage, and of memory that no tensor shows, is the matter of ``block_log``.
 """
 
 # ruff: noqa: SLF001 - torch has no public names for what those who add devices need
@@ -10,24 +10,24 @@ so (``operators``). Which kernels take memory that no tensor shows is the matter
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autobatch.errors import CannotPredict
-from autobatch.prediction.cudnn.convolution import Convolution
-from autobatch.prediction.timeline import Block, Kind, Phase, Stream, TracedStep
-from autobatch.prediction.tracing.convolutions import find_calls
+from autobatch.prediction.timeline import Kind
+from autobatch.prediction.tracing.block_log import BlockLog, StorageReference
 from autobatch.prediction.tracing.failures import TooLong
 from autobatch.prediction.tracing.fake_device import DEVICE
-from autobatch.prediction.tracing.gradient_sums import Holders, holders_of, is_dense
-from autobatch.prediction.tracing.kernel_memory import find_buffers, find_sum, uses_cublas
+from autobatch.prediction.tracing.gradient_sums import Holders, holders_of
+from autobatch.prediction.tracing.kernel_memory import find_buffers
 from autobatch.prediction.tracing.operators import Operators, check_devices, is_on_device, only_writes, tensors_in
 from autobatch.torch_internals.dispatch_mode import DispatchMode
+from autobatch.torch_internals.storages import is_dense
 
 __all__ = ["FakeMode", "Recorder", "make_fake"]
 
@@ -69,14 +69,6 @@ def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-class _Reference(weakref.ref[torch.UntypedStorage]):
-    """A weak reference that knows which block belongs to its storage."""
-
-    __slots__ = ("block",)
-
-    block: int
-
-
 class Recorder(DispatchMode):
     """While active, records what is allocated and freed on the fake device.
 
@@ -91,17 +83,11 @@ class Recorder(DispatchMode):
         self, mode: FakeMode, module: Callable[[], str], sole: Holders | None = None, most_events: int = sys.maxsize
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.phase: Phase = "before"  # of the blocks that are made from now on
-        self._module, self._sole, self._most_events = module, sole, most_events
+        self.log = BlockLog(module)
+        self._sole, self._most_events = sole, most_events
         self._operators = Operators(mode)
-        self._events: list[Any] = []  # as ``TracedStep.order``, but for what was freed: its weak reference
-        self.sizes: list[int] = []  # bytes, by block
-        self._stream: Stream = "compute"
-        self._labels: list[tuple[Phase, Kind, str, Stream]] = []
-        self._live: dict[int, _Reference] = {}
+        self._live: dict[int, StorageReference] = {}
         self._adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._convolutions: dict[int, Convolution] = {}  # by the block of its workspace
-        self._handles: set[bool] = set()  # of cuBLAS: in the calling thread, in autograd's
         self._ignored: dict[int, torch.UntypedStorage] = {}
         self._ignores = False
 
@@ -116,21 +102,21 @@ class Recorder(DispatchMode):
             return self._read(args[0])
         if func not in _LIFTS_CONSTANT:
             args, kwargs = self._adopt_all(func, args, kwargs)
-        if func is _aten.add.Tensor and self.phase == "backward" and self._sole and holders_of(args) == self._sole:
+        if func is _aten.add.Tensor and self.log.phase == "backward" and self._sole and holders_of(args) == self._sole:
             return args[0]
         if only_writes(func):
             first = args[0] if args else None
             if all(map(is_on_device, first if isinstance(first, (list, tuple)) else (first,))):
-                if self.phase != "optimizer":
+                if self.log.phase != "optimizer":
                     check_devices(func, args)
                 return first if func._schema.returns else None
         result = self._operators.run(func, args, kwargs)
         sizes, order = find_buffers(func, args) if args and is_on_device(args[0]) else ([], [])
         if order:
-            self._record_buffers(sizes, order, result)
+            self.log.record_buffers(sizes, order, partial(self.record, result))
         else:
             self.record(result[::-1] if func in _LAST_FIRST else result)
-        self._record_kernel(func, args, result)
+        self.log.record_kernel(func, args, result)
         return result
 
     def record(self, result: Any, kind: Kind = "temporary") -> None:
@@ -155,8 +141,8 @@ class Recorder(DispatchMode):
         if is_on_device(tensor):
             self.record(tensor, kind)
             block = self._live[tensor.untyped_storage()._cdata].block
-            phase, _, before, stream = self._labels[block]
-            self._labels[block] = (phase, kind, before if module is None else module, stream)
+            phase, _, before, stream = self.log.labels[block]
+            self.log.labels[block] = (phase, kind, before if module is None else module, stream)
 
     def label_new(self, tensor: torch.Tensor, kind: Kind, first: int) -> None:
         """``label`` a tensor that was made as block ``first`` or a later one."""
@@ -165,40 +151,17 @@ class Recorder(DispatchMode):
             self.label(tensor, kind)
 
     @contextmanager
-    def on_stream(self, stream: Stream) -> Iterator[None]:
-        """What is made while this lasts is allocated on that stream."""
-        before, self._stream = self._stream, stream
-        try:
-            yield
-        finally:
-            self._stream = before
-
-    @contextmanager
     def forward(self) -> Iterator[None]:
         """The forward phase; temporaries made in it that are still alive at its end are activations."""
-        self.phase, first = "forward", len(self.sizes)
+        self.log.phase, first = "forward", len(self.log.sizes)
         try:
             yield
         finally:
-            self.phase = "backward"
+            self.log.phase = "backward"
         for reference in self._live.values():
-            phase, kind, module, stream = self._labels[reference.block]
+            phase, kind, module, stream = self.log.labels[reference.block]
             if reference.block >= first and kind == "temporary" and reference() is not None:
-                self._labels[reference.block] = (phase, "activation", module, stream)
-
-    def finish(self, samples: int) -> TracedStep:
-        """All that was recorded."""
-        made = {
-            (phase, kind, module, stream): Block(phase=phase, kind=kind, module=module, stream=stream)
-            for phase, kind, module, stream in dict.fromkeys(self._labels)
-        }
-        return TracedStep(
-            samples=samples,
-            order=tuple(event if isinstance(event, int) else -(event.block + 1) for event in self._events),
-            sizes=tuple(self.sizes),
-            blocks=tuple(made[label] for label in self._labels),
-            convolutions=self._convolutions,
-        )
+                self.log.labels[reference.block] = (phase, "activation", module, stream)
 
     def _read(self, tensor: torch.Tensor) -> Any:
         """One value: of a real tensor its own; in an optimizer's step any, since no allocation depends on it there."""
@@ -206,48 +169,9 @@ class Recorder(DispatchMode):
         if known is not None:
             with torch._C._DisableTorchDispatch():
                 return _READS(known)
-        if self.phase == "optimizer":  # Adafactor's and ASGD's norms and rates
+        if self.log.phase == "optimizer":  # Adafactor's and ASGD's norms and rates
             return 1.0 if tensor.is_floating_point() else 1
         return _READS(tensor)
-
-    def _record_kernel(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """What the operator's kernel takes beside tensors: for itself, or once and for good."""
-        for call in find_calls(func, args, result) if is_on_device(args[0] if args else None) else ():
-            self._borrow(*((copied, "temporary") for copied in call.copied_bytes), (0, "cuDNN workspace"))
-            self._convolutions[len(self.sizes) - 1] = call.convolution
-        counts = find_sum(func, args, result)
-        if counts is not None and is_on_device(args[0]):
-            self._borrow((counts[0], "addends"), (counts[1], "partial sums"))
-        if uses_cublas(func) and is_on_device(result):
-            self._take_handle()
-
-    def _record_buffers(self, sizes: Sequence[int], order: Sequence[int], result: Any) -> None:
-        """The results of an operator, and what it takes before and after they are made."""
-        blocks: dict[int, int] = {}
-        for entry in order:
-            if entry == 0:
-                self.record(result)
-            elif entry < 0:
-                self._events.append(-blocks[-entry])
-            else:
-                self._add_block(sizes[entry - 1], "temporary")
-                blocks[entry] = len(self.sizes)
-                self._events.append(blocks[entry])
-
-    def _borrow(self, *blocks: tuple[int, Kind]) -> None:
-        first = len(self.sizes) + 1
-        for byte_count, kind in blocks:
-            self._add_block(byte_count, kind)
-        numbers = range(first, len(self.sizes) + 1)
-        self._events += (*numbers, *(-number for number in numbers))
-
-    def _take_handle(self) -> None:
-        """Each thread has a handle of cuBLAS: the caller's, and autograd's for the backward pass."""
-        is_backward = torch._C._current_graph_task_id() != -1
-        if is_backward not in self._handles:
-            self._handles.add(is_backward)
-            self._add_block(0, "cuBLAS workspace")
-            self._events.append(len(self.sizes))
 
     def _record_storage(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         if self._ignores:
@@ -256,23 +180,18 @@ class Recorder(DispatchMode):
             return
         size, known = storage.nbytes(), self._find(storage)
         if known is not None:
-            if self.sizes[known.block] == size:
+            if self.log.sizes[known.block] == size:
                 return
-            self._events.append(-(known.block + 1))  # resized: another block instead
-        if len(self._events) >= self._most_events:
+            self.log.events.append(-(known.block + 1))  # resized: another block instead
+        if len(self.log.events) >= self._most_events:
             raise TooLong(f"it makes and frees tensors more than {self._most_events} times, which takes too long")
         # A C function records the end of a storage: in a Python one an interrupt would be printed and lost.
-        reference = _Reference(storage, self._events.append)
-        reference.block = len(self.sizes)
+        reference = StorageReference(storage, self.log.events.append)
+        reference.block = len(self.log.sizes)
         self._live[storage._cdata] = reference
-        self._add_block(size, kind)
-        self._events.append(len(self.sizes))
+        self.log.make(size, kind)
 
-    def _add_block(self, size: int, kind: Kind) -> None:
-        self.sizes.append(size)
-        self._labels.append((self.phase, kind, self._module(), self._stream))
-
-    def _find(self, storage: torch.UntypedStorage) -> _Reference | None:
+    def _find(self, storage: torch.UntypedStorage) -> StorageReference | None:
         """What was recorded of it; not of one that is gone and had the same address."""
         known = self._live.get(storage._cdata)
         return known if known is not None and known() is not None else None

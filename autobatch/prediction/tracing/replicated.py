@@ -1,4 +1,4 @@
-"""Allocates what a rank of ``DistributedDataParallel`` holds beside a process of its own.
+"""Allocates what a rank of ``DistributedDataParallel`` holds beside a process of its own, which holds nothing more.
 
 Covers the constructor (a broadcast of the model, then the reducer's buckets, which stay), and the Runner's own sum of
 the gradients and copies of buffers, for which its very code runs; nothing is sent. Of torch 2.13: the reducer has one
@@ -14,19 +14,33 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from autobatch.distributed.data_parallel import SharedBuffers
 from autobatch.distributed.reduction import GradientSlot, LossSlot, Reduction
-from autobatch.distributed.shared_buffers import SharedBuffers
 from autobatch.prediction.tracing.fake_device import DEVICE
-from autobatch.prediction.tracing.one_rank import OneRank
 from autobatch.prediction.tracing.recording import Recorder
 from autobatch.state.gradients import Float32Sums
 
-__all__ = ["Replicated"]
+__all__ = ["OneRank", "Replicated"]
 
 _BROADCAST_BYTES = 250 * 2**20
 """Of the model at once (``DistributedDataParallel.broadcast_bucket_size``)."""
 _IN_FLIGHT = 3
 """Broadcasts at once: a third begins before the first is waited for (torch/csrc/distributed/c10d/comm.cpp)."""
+
+
+class OneRank:
+    """The only rank, which holds the whole model and sums over no others."""
+
+    def part_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What of a parameter this rank holds, steps and has a gradient of: all of it."""
+        return parameter
+
+    def reduce(self, parameters: Sequence[torch.Tensor], sums: Float32Sums) -> None:
+        """Make each ``.grad`` what the optimizer steps with, after the last micro-batch."""
+        sums.write()
+
+    def share_buffers(self) -> None:
+        """Take the first rank's buffers, before the optimizer steps."""
 
 
 class _UnsentReduction(Reduction):

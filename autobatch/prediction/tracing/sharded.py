@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autobatch.prediction.parallelism import find_units
 from autobatch.prediction.tracing.fake_device import DEVICE
-from autobatch.prediction.tracing.one_rank import OneRank
 from autobatch.prediction.tracing.recording import Recorder
-from autobatch.prediction.units import find_units
+from autobatch.prediction.tracing.replicated import OneRank
 
 __all__ = ["FullySharded"]
 
@@ -133,7 +133,7 @@ class FullySharded(OneRank):
         """Begin an all-gather, unless there is one or its result is there."""
         if not unit.whole and not unit.gathered:
             byte_count = sum(_padded(shard, self._world_size) * shard.element_size() for _, shard in unit.pairs)
-            with self._recorder.on_stream("all-gather"):
+            with self._recorder.log.on_stream("all-gather"):
                 unit.gathered = [self._allocate(byte_count, torch.uint8, "all-gather", unit)]
 
     def _copy_out(self, unit: _Unit) -> list[torch.Tensor]:
@@ -164,7 +164,7 @@ class FullySharded(OneRank):
         count = sum(_padded(shard, self._world_size) for _, shard in found)
         self._reducing = [self._allocate(count, dtype, "reduce-scatter", unit)]
         gradients.clear()
-        with torch.no_grad(), self._recorder.on_stream("reduce-scatter"):
+        with torch.no_grad(), self._recorder.log.on_stream("reduce-scatter"):
             reduced = self._allocate(count // self._world_size, dtype, "temporary", unit)
             self._add([shard for _, shard in found], reduced)
 

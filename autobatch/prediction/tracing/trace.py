@@ -152,7 +152,7 @@ def trace(
         batch = _on_host(example, samples)
         for _ in range(circumstances.steps):
             run.step(batch, is_placed=is_placed)
-        return run.recorder.finish(samples)
+        return run.recorder.log.finish(samples)
 
 
 def explain_loss(workload: Workload, layout: Layout) -> str:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from autobatch.integrations.transformers.cuts import CollatedSamples, Rows, TrimmedRows
-from autobatch.integrations.transformers.known_rules import KnownRules, entries_of
+from autobatch.integrations.transformers.known_rules import KnownRules, agree, choose_likeliest, entries_of, join
 from autobatch.integrations.transformers.loss_rule import READINGS, LossRule
-from autobatch.integrations.transformers.shared_rule import agree, choose_likeliest, join
 
 DIVIDED, SHIFTED, LABELS, SAMPLES = READINGS
 STEP: Any = None
