@@ -1,4 +1,4 @@
-"""Wraps what is needed of torch's own objects: dispatch modes, storages, its import."""
+"""Wraps what is needed of torch's own objects: dispatch modes, storages, the engine of backward passes, its import."""
 
 from __future__ import annotations
 
