@@ -40,7 +40,7 @@ STEP = "autobatch/step/workload.py"
 EXACTNESS = "autobatch/exactness/"
 LOOP_GUARD = "autobatch/step/loop_guard.py"
 
-REMEMBERED_PLAN = "autobatch/planning/remembered_plan.py"
+REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
 PACING = "autobatch/planning/pacing.py"
 SETBACK = "autobatch/planning/setback.py"
@@ -960,6 +960,13 @@ MUTANTS = (
         BACKWARD_TESTS,
     ),
     Mutant(
+        "an interrupt leaves tensor subclasses unasked",
+        "autobatch/training/runner.py",
+        "        _set_function_state(function_state)\n",
+        "        pass\n",
+        RUNNER_TESTS,
+    ),
+    Mutant(
         "finished samples are held until the update",
         ACCUMULATION_STATE,
         "        done.leaves.clear()  # the step",
@@ -1115,17 +1122,17 @@ MUTANTS = (
     ),
     Mutant(
         "a remembered plan may need more than there is",
-        REMEMBERED_PLAN,
+        REUSE,
         "    if plan.peak_bytes > limit:",
         "    if False:",
-        ("tests/planning/test_remembered_plan.py",),
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "a remembered plan may answer another question",
-        REMEMBERED_PLAN,
+        REUSE,
         "[plan for plan in measured if not _describe_question(plan, wanted)]",
         "measured",
-        ("tests/planning/test_remembered_plan.py",),
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "a trial that differs confirms a plan",
@@ -1312,10 +1319,10 @@ MUTANTS = (
     ),
     Mutant(
         "a smaller plan hides a better one",
-        REMEMBERED_PLAN,
+        REUSE,
         "plan.micro_batch_size if fewest_steps else 0",
         "0",
-        ("tests/planning/test_remembered_plan.py",),
+        ("tests/planning/test_reuse.py",),
     ),
     Mutant(
         "one norm over all parameters judges a split",

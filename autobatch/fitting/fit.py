@@ -33,7 +33,7 @@ from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
 from autobatch.planning.planner import Objective, balance
 from autobatch.planning.rank_plan import RankPlan
-from autobatch.planning.remembered_plan import Wanted
+from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Padding
 from autobatch.state.process_lock import one_at_a_time

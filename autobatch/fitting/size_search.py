@@ -30,7 +30,7 @@ from autobatch.planning.evidence import Question
 from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, least_size, useful_sizes
-from autobatch.planning.remembered_plan import Wanted, choose_remembered, why_not_confirmed
+from autobatch.planning.reuse import Wanted, choose_remembered, why_not_confirmed
 from autobatch.prediction.prior import Expectation, FirstStep, expect_largest
 from autobatch.records import SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal

@@ -81,6 +81,10 @@ _NO_COPY = (
     "give it runner.state_dict()"
 )
 
+# No public way; torch's stubs do not know them.
+_read_function_state = torch._C._get_torch_function_state  # type: ignore[attr-defined]  # noqa: SLF001
+_set_function_state = torch._C._set_torch_function_state  # type: ignore[attr-defined]  # noqa: SLF001
+
 _ALWAYS_COUNTED = 2
 """Steps counted in any case, also after a state was loaded.
 
@@ -352,7 +356,7 @@ class StepRunner:
         raise InvalidArgument(_NO_COPY)
 
     def _run(self, batches: Iterable[Any], *, update: bool) -> StepResult:
-        started = time.perf_counter()
+        started, function_state = time.perf_counter(), _read_function_state()
         shared = self._begin_shared(update=update)
         try:
             if shared is not None:
@@ -365,9 +369,7 @@ class StepRunner:
             # Counted before anything is reported: an interrupt there must not make it a failed step.
             step, self.steps = self.steps, self.steps + (accumulated is not None and accumulated.loss is not None)
         except BaseException as error:
-            if shared is not None:
-                shared.fail(error)
-            self._events.report_failed(self.steps, error)
+            self._fail(shared, error, function_state)
             raise
         finally:
             if shared is not None:
@@ -394,6 +396,13 @@ class StepRunner:
         if pace is not self._pace:
             self._change_pace(pace, self.steps)
         return result
+
+    def _fail(self, shared: SharedStep | None, error: BaseException, function_state: Any) -> None:
+        # An interrupt as one of our blocks ends must not leave tensor subclasses unasked for good.
+        _set_function_state(function_state)
+        if shared is not None:
+            shared.fail(error)
+        self._events.report_failed(self.steps, error)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
         source = shared if isinstance(shared, ShardedStep) else self._update

@@ -52,13 +52,13 @@ def run_by_hand(model, optimizer, batch):
 
 
 class CountOperators(TorchDispatchMode):
-    """Counts torch's operators."""
+    """Counts torch's operators but ``detach``, which computes nothing."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """One more."""
-        self.count += 1
+        self.count += func is not torch.ops.aten.detach.default
         return func(*args, **(kwargs or {}))
 
 

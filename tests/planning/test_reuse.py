@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from autobatch.planning.curve import fit_curve
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, useful_sizes
-from autobatch.planning.remembered_plan import Wanted, choose_remembered, why_not_confirmed
+from autobatch.planning.reuse import Wanted, choose_remembered, why_not_confirmed
 from autobatch.records import DeviceInfo, Trial
 
 MIB = 2**20
