@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import random
@@ -72,7 +73,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collects_only_what_is_new() -> Iterator[None]:
-    """Keep what imports left behind out of the collections that each trial makes: 0.15 s each with them, measured."""
+    """Keep what imports left behind out of the collections that each trial makes: 0.15 s each with them, measured.
+
+    torch's compiler too, which comes with the first optimizer: otherwise in a test, or in each child of ``apart`` anew.
+    """
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
     yield
