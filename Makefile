@@ -75,9 +75,10 @@ accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accurac
 docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning is an error
 	"$(PYTHON_ENV)" -m sphinx --fail-on-warning --keep-going --quiet --builder html --doctree-dir site/.doctrees docs site
 
-# A file's tests stay in one process: they share what is dear to make.
+# A file's tests stay in one process: they share what is dear to make. tests/conftest.py puts the slow files first. A
+# third process works while ranks and programs that the tests of others have started wait for each other.
 test: $(INSTALLED) ## run all tests, the slow ones too, on two cores and in random order; SEED=1234 repeats one
-	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
+	"$(PYTHON_ENV)" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.
 quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every package; SEED=1234 repeats an order
