@@ -75,9 +75,10 @@ accuracy: $(BENCH_INSTALLED) ## predictions beside published peaks: make accurac
 docs: $(DOCS_INSTALLED) ## build the site in site/, with no network; a warning is an error
 	"$(PYTHON_ENV)" -m sphinx --fail-on-warning --keep-going --quiet --builder html --doctree-dir site/.doctrees docs site
 
-# A file's tests stay in one process: they share what is dear to make.
+# A file's tests stay in one process: they share what is dear to make. tests/conftest.py puts the slow files first. A
+# third process works while ranks and programs that the tests of others have started wait for each other.
 test: $(INSTALLED) ## run all tests, the slow ones too, on two cores and in random order; SEED=1234 repeats one
-	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
+	"$(PYTHON_ENV)" -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 --ignore tests/engines --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 # Only the files in which something is marked are imported: half of the time is saved.
 quick: $(INSTALLED) ## run the tests marked quick: under a minute, some of every package; SEED=1234 repeats an order
@@ -133,8 +134,8 @@ test-oldest: $(OLDEST_VENV)/.installed ## run all tests but the slow ones and th
 test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested torch: make test-pythons [PYTHONS="3.10 3.12 3.13"]
 	for python in $(PYTHONS); do .venv-$$python/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) || exit; done
 
-proof: $(INSTALLED) ## let memory end at every operation of a training step, on each of several ranks too; prints what came of it
-	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py
+proof: $(INSTALLED) ## let memory end at every operation of a training step, on several ranks too, and train for long; prints what came of it
+	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py tests/distributed/test_long_run_on_ranks.py
 
 mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
 	"$(PYTHON_ENV)" tests/mutants.py

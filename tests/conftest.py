@@ -8,6 +8,7 @@ used.
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import random
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import stand_in
 import torch
+from frozen_objects import remember_count
 from hypothesis import settings
 from process_state import read_process_state
 
@@ -33,6 +35,8 @@ settings.load_profile("fresh")
 
 # No test may meet what another one, or the developer's own training, has left behind; those of the ledger turn it on.
 os.environ["AUTOBATCH_LEDGER"] = "off"
+
+remember_count()
 
 # The models here are small: more threads only make sums of floats come out in another order.
 torch.set_num_threads(1)
@@ -55,8 +59,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"the same order and examples again: make test SEED={seed}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a CUDA device, the stand-in card, or a newer torch, where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what needs a CUDA device, the stand-in card, or a newer torch, where there is none; begin with what is slow.
+
+    The latter where several processes take files: one that begins a long file last works while the others have ended.
+    """
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
     reasons = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA device"}
     if not stand_in.is_loaded():
         reasons["card"] = "needs the stand-in card: make test-cuda"
@@ -71,12 +81,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _collects_only_what_is_new() -> Iterator[None]:
-    """Keep what imports left behind out of the collections that each trial makes: 0.15 s each with them, measured."""
+def _collects_only_what_is_new() -> None:
+    """Keep what imports left behind out of the collections that each trial makes: 0.15 s each with them, measured.
+
+    torch's compiler too, which comes with the first optimizer: otherwise in a test, or in each child of ``apart`` anew.
+    What is frozen stays so: to look through everything once more for each file took 0.3 s each.
+    """
+    importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -577,15 +577,24 @@ def _comparable(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in state.items() if not k.startswith("gradient object") and k != "runner"}
 
 
-def prove(case: Case, **options: Any) -> Tally:
-    """Let memory end at each operation of one step, a fresh training each."""
-    judge, tally = Judge(case, **options), Tally()
-    for position, place in enumerate(places_of(case, **options), start=1):
-        outcome = judge.outcome(oom_at(position))
+def prove(case: Case, stride: int = 1, **options: Any) -> Tally:
+    """Let memory end at each operation of one step, or at some in each of its places, a fresh training each."""
+    judge, tally, places = Judge(case, **options), Tally(), places_of(case, **options)
+    for position in spread_positions(places, stride, first=CASES.index(case)):
+        place, outcome = places[position - 1], judge.outcome(oom_at(position))
         if outcome in OUTCOMES and outcome not in RIGHT[place]:
             outcome = f"{outcome} at operation {position}, where only {sorted(RIGHT[place])} is right"
         tally.add(place, outcome)
     return tally
+
+
+def spread_positions(places: Sequence[str], stride: int, first: int = 0) -> list[int]:
+    """Every so-manieth operation of each place, counted from 1; of a place that is too short for that, the last."""
+    chosen: list[int] = []
+    for place in PLACES:
+        found = [position for position, name in enumerate(places, start=1) if name == place]
+        chosen += found[first % stride :: stride] or found[-1:]
+    return sorted(chosen)
 
 
 class InterruptAt(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Ten thousand steps on two ranks while memory comes and goes: nothing hangs, grows or drifts apart."""
+"""Thousands of steps on two ranks while memory comes and goes: nothing hangs, grows or drifts apart."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ import autobatch
 from autobatch.errors import DoesNotFit, RankFailed
 from autobatch.testing import FakeDevice, tenant
 
-STEPS = 10_000
+STEPS = 10_000 if "STRIDE" in os.environ else 4000
+"""The longer run is that of ``make proof``. Either may grow by as little in a step and retries as often."""
+
 WARM = 1000
+"""Steps after which memory is first looked at."""
 
 
 def train():
@@ -72,13 +75,13 @@ def read_process():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_thousand_steps_on_two_ranks():
+def test_thousands_of_steps_on_two_ranks():
     """With errors out of memory on either rank and memory that others take, weights stay the same on both."""
     answers = run_ranks(train, timeout_seconds=60, limit_seconds=550)
     first, second = values_of(answers)
     assert first[3] == second[3]
     for (done, retries, undone), grown, files, _ in (first, second):
         assert done + undone == STEPS
-        assert retries >= 100
-        assert grown < 16 * 2**20
+        assert retries >= STEPS // 100
+        assert grown < 1860 * (STEPS - WARM)  # bytes
         assert files <= 0  # what was open after the first steps may be closed since

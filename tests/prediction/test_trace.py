@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import re
-import sys
 from collections import Counter
 from contextlib import nullcontext
 
@@ -480,13 +479,15 @@ def test_what_looks_like_a_line_at_two_sizes_is_seen_at_a_third(multiple):
 
 def test_what_every_trace_needs_is_there_before_processes_are_made(monkeypatch):
     """Each of the two would load torch's compiler and register the device for itself, and be gone with it."""
-    seen, begin = [], trace_module.begin_apart
+    seen, begin, loaded = [], trace_module.begin_apart, []
 
     def observe(function):
-        seen.append((fake_device._registered != [], "torch._dynamo" in sys.modules))
+        seen.append((fake_device._registered != [], "torch._dynamo" in loaded))
         return begin(function)
 
     monkeypatch.setattr(trace_module, "begin_apart", observe)
+    # Here the compiler is loaded before any test.
+    monkeypatch.setattr(trace_module.importlib, "import_module", loaded.append)
     trace_timeline(Workload(nn.Linear(4, 4), lambda model, batch: model(batch).mean()), describe(torch.zeros(2, 4)))
     assert seen == [(True, True)] * 2
 
