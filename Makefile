@@ -135,7 +135,7 @@ test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested 
 	for python in $(PYTHONS); do .venv-$$python/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) || exit; done
 
 proof: $(INSTALLED) ## let memory end at every operation of a training step, on several ranks too, and train for long; prints what came of it
-	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py tests/distributed/test_long_run_on_ranks.py
+	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py tests/distributed/test_long_run_on_ranks.py tests/distributed/test_sharded_runner.py
 
 mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
 	"$(PYTHON_ENV)" tests/mutants.py
