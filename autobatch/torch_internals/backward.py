@@ -1,43 +1,61 @@
-"""Begins a backward pass from one loss without the checks that a single number cannot fail.
+"""Begins a backward pass in torch's engine, without the checks that a loss of one number cannot fail.
 
 ``loss.backward()`` runs 300 operations of Python before torch's engine begins: it looks for several losses, nested
 tensors, subclasses and shapes (``torch/autograd/__init__.py``). That takes 34 us a micro-batch, a third of all that a
-Runner adds to a step (torch 2.13, 2 CPU cores). So the engine is called as that function calls it. Where somebody has
-put a function of their own in front of it, or torch is a release in which this was not tried, theirs is called.
+Runner added to a step (torch 2.13, 2 CPU cores). So the engine is called as that function calls it. Does not cover what
+somebody would see the difference of: ``can_begin_in_engine`` says where there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd import graph
 
 from autobatch._torch_versions import LATEST_TRIED, OLDEST, read_release
 
-__all__ = ["choose_backward"]
+__all__ = ["IS_TRIED", "begin_in_engine", "can_begin_in_engine"]
 
 _TENSOR_BACKWARD, _BACKWARD = torch.Tensor.backward, torch.autograd.backward
-_ENGINE = getattr(graph, "_engine_run_backward", None)
-_IS_TRIED = _ENGINE is not None and OLDEST <= read_release(torch.__version__) <= LATEST_TRIED
+_ENGINE: Any = getattr(graph, "_engine_run_backward", None)
 
 
-def choose_backward() -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """``torch.Tensor.backward``, or what does the same in less time where nobody would see the difference.
+def _is_written_in(function: Any, file: str) -> bool:
+    return getattr(getattr(function, "__code__", None), "co_filename", None) == file
 
-    Returns:
-        A function of a loss, a 0-dim tensor with a graph, and the gradient that begins there, of its shape and dtype.
+
+IS_TRIED = (
+    OLDEST <= read_release(torch.__version__) <= LATEST_TRIED
+    # A tool may have been there before this was imported.
+    and _is_written_in(_TENSOR_BACKWARD, torch._tensor.__file__)  # noqa: SLF001 - where it is
+    and _is_written_in(_BACKWARD, torch.autograd.__file__)
+    and _is_written_in(_ENGINE, graph.__file__)
+)
+"""Whether torch is a release in which all tests were run, and nobody had replaced its functions."""
+
+
+def can_begin_in_engine() -> bool:
+    """Whether nobody would notice that ``loss.backward()`` is not called.
+
+    Not where a tool has replaced a function on the way, where a mode hears of each function (``set_default_device`` is
+    one, too), nor under a transform of functorch, in which that function refuses to run.
     """
-    is_torchs_own = torch.Tensor.backward is _TENSOR_BACKWARD and torch.autograd.backward is _BACKWARD
-    is_seen = not is_torchs_own or torch._C._is_torch_function_mode_enabled()  # noqa: SLF001 - no public way
-    return _run_backward if _IS_TRIED and not is_seen else torch.Tensor.backward
-
-
-def _run_backward(loss: torch.Tensor, gradient: torch.Tensor) -> None:
-    if type(loss) is not torch.Tensor:
-        loss.backward(gradient)  # a subclass may run its own
-        return
-    # Read from its module: torch's own debugging tools replace it there.
-    graph._engine_run_backward(  # noqa: SLF001 - no public way
-        (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    return (
+        IS_TRIED
+        and torch.Tensor.backward is _TENSOR_BACKWARD
+        and torch.autograd.backward is _BACKWARD
+        and torch.autograd._engine_run_backward is graph._engine_run_backward is _ENGINE  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+        and not torch._C._is_torch_function_mode_enabled()  # noqa: SLF001 - no public way
+        and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public way
     )
+
+
+def begin_in_engine(loss: torch.Tensor, gradient: torch.Tensor) -> None:
+    """``loss.backward(gradient)``.
+
+    Args:
+        loss: 0-dim, with a graph; a plain tensor, as a subclass may have a ``backward`` of its own.
+        gradient: Of its shape and dtype, on its device.
+    """
+    _ENGINE((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -32,7 +32,7 @@ from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
 from autobatch.step.gradient_hooks import HOOKS_OF, find_hooks
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
-from autobatch.torch_internals.backward import choose_backward
+from autobatch.torch_internals.backward import begin_in_engine, can_begin_in_engine
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.batch_mutation import WatchedBatch, refuse_write
 from autobatch.training.given_backward import Backward
@@ -102,7 +102,7 @@ class Accumulation:
     _parameters: Sequence[torch.Tensor] = ()
     _seen_modules: ModuleState | None = None
     _seen_held: Sequence[torch.Tensor] = ()
-    _run_backward: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.backward
+    _begins_in_engine: bool = False
 
     def __post_init__(self) -> None:
         """Find out what steps change, where ``known_state`` does not say it."""
@@ -199,7 +199,7 @@ class Accumulation:
         if not todo:  # a rank without samples
             return None
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
-        self._run_backward = choose_backward()
+        self._begins_in_engine = self.scale is None and self.backward is None and can_begin_in_engine()
         is_watched = state.is_looked_over or self.device.micro_batch(todo[0].size) is not None
         if self.in_float32 and len(todo) > 1:
             self._sums.begin(stamps.parameters)
@@ -252,24 +252,20 @@ class Accumulation:
             if not self.leaves_are_known:
                 self.workload.check_leaves(loss, self.stand_ins())
                 self.leaves_are_known = True  # going through the graph takes as long as a forward pass
-            if self.scale is None and self.backward is None:
+            if self._begins_in_engine and type(loss) is torch.Tensor:
                 # Not loss * factor: its gradient begins with the same number, and two operators less are run.
-                self._run_backward(loss, torch.full_like(loss, factor))
+                begin_in_engine(loss, torch.full_like(loss, factor))
             else:
-                self._run_scaled(loss if factor == 1 else loss * factor)
+                loss = loss * factor if self.scale is None else self.scale(loss * factor)
+                if self.backward is None:
+                    loss.backward()
+                else:
+                    self.backward(loss)
         if self.state.may_be_sparse or stamps.any_sparse:
             self._join_sparse_rows(progress, stamps)
         if [*map(_VERSION, progress.batch)] != progress.versions and not self.state.is_looked_over:
             refuse_write(stays=not self.owns_batches)
         return divided, aux
-
-    def _run_scaled(self, loss: torch.Tensor) -> None:
-        """Run a backward pass from a loss that a scaler or a function of the user's gets as a whole."""
-        loss = loss if self.scale is None else self.scale(loss)
-        if self.backward is None:
-            self._run_backward(loss, torch.ones_like(loss))
-        else:
-            self.backward(loss)
 
     def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
         transaction.begin_micro_batch(self.try_twice(_COPYING, self.state.begin_micro_batch, transaction.start))

@@ -132,7 +132,7 @@ class AccumulationState:
                     "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
                 )
             elif self.loss.dtype is loss.dtype:
-                # A running sum in place: after the last micro-batch nothing more is allocated.
+                # A running sum in place: only the first micro-batch allocates one number for it.
                 self.loss.add_(loss.detach(), alpha=factor)
             else:
                 self.loss = self.loss + loss.detach() * factor

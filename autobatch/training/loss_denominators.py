@@ -125,7 +125,7 @@ class Denominators:
         if term.count is not None:
             _check_count(term, weights[name])
         if term.kind == "part":
-            return term.multiply(1.0)  # a tensor of its own: the running loss is summed in it in place
+            return term.multiply(1.0)  # in float32 where it is narrower
         if term.kind == "per step":
             return term.multiply(self._average_part(weights))
         # 0 x nan is nan

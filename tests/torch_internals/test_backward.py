@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -12,19 +15,15 @@ from workloads import make_batch, mean_step
 
 import autobatch
 from autobatch.torch_internals import backward as internals
-from autobatch.torch_internals.backward import choose_backward
+from autobatch.torch_internals.backward import begin_in_engine
 
 
-class Ends(torch.Tensor):
-    """A tensor whose subclass hears of each function."""
+class Own(torch.Tensor):
+    """A loss with a backward pass of its own."""
 
-    heard: list = []  # noqa: RUF012 - of the class, as torch asks the class
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """Note it."""
-        cls.heard.append(func)
-        return super().__torch_function__(func, types, args, kwargs or {})
+    def backward(self):
+        """Without torch's arguments."""
+        self.as_subclass(torch.Tensor).backward()
 
 
 def with_hooks(weight):
@@ -54,24 +53,24 @@ LOSSES = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3])
-def test_gradients_are_those_of_torchs_own_function(name, factor):
-    """For each kind of loss, what it adds to .grad is the same in every bit, and so in a second pass."""
-    weights = [torch.randn(5, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2)]
-    for run, weight in zip((torch.Tensor.backward, choose_backward()), weights, strict=True):
-        for _ in range(2):
-            loss = LOSSES[name](weight)
-            run(loss, torch.full_like(loss, factor))
-    assert choose_backward() is not torch.Tensor.backward
-    assert torch.equal(*(weight.grad for weight in weights))
+def test_gradients_are_those_of_the_product(name, factor):
+    """For each kind of loss, what is added to .grad is the same in every bit, and so in a second pass."""
+    product, engine = (torch.randn(5, generator=torch.Generator().manual_seed(0), requires_grad=True) for _ in range(2))
+    for _ in range(2):
+        (LOSSES[name](product) * factor).backward()
+        loss = LOSSES[name](engine)
+        begin_in_engine(loss, torch.full_like(loss, factor))
+    assert torch.equal(product.grad, engine.grad)
 
 
 def test_the_parameter_itself_can_be_the_loss():
     """Its gradient is a tensor of its own, not the one that the pass began with."""
     weight, begins = torch.tensor(2.0, requires_grad=True), torch.tensor(0.5)
     for _ in range(2):
-        choose_backward()(weight, begins)
+        begin_in_engine(weight, begins)
     assert weight.grad is not begins
     assert (weight.grad.item(), begins.item()) == (1.0, 0.5)
 
@@ -80,19 +79,81 @@ def test_the_graph_is_gone_afterwards_and_the_gradient_has_none():
     """As after ``loss.backward()``: activations do not stay, and a second pass is refused."""
     weight = torch.ones(3, requires_grad=True)
     loss = weight.exp().sum()
-    choose_backward()(loss, torch.tensor(1.0))
+    begin_in_engine(loss, torch.tensor(1.0))
     assert not weight.grad.requires_grad
     with pytest.raises(RuntimeError, match="a second time"):
-        choose_backward()(loss, torch.tensor(1.0))
+        begin_in_engine(loss, torch.tensor(1.0))
 
 
-@pytest.mark.parametrize("owner", [torch.Tensor, torch.autograd])
-def test_a_function_that_somebody_put_in_its_place_is_called(owner, monkeypatch):
-    """A tool that counts backward passes sees those of a Runner, one a micro-batch."""
-    runner, own, calls = make_runner(), owner.backward, []
-    monkeypatch.setattr(owner, "backward", lambda *args, **options: calls.append(True) or own(*args, **options))
-    runner.step(make_batch(8))
-    assert len(calls) == 2
+def keep_loss(own, seen):
+    """A tool with torch's own signature that passes on what it wants to."""
+
+    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+        seen.append((self.item(), gradient))
+        return own(self, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+
+    return backward
+
+
+def keep_engine(own, seen):
+    """A tool in front of the engine."""
+
+    def run(outputs, gradients, *arguments, **options):
+        seen.append((outputs[0].item(), None))
+        return own(outputs, gradients, *arguments, **options)
+
+    return run
+
+
+def keep_several(own, seen):
+    """A tool in front of the function for several losses."""
+
+    def backward(tensors, *arguments, **options):
+        seen.append((tensors.item(), arguments[0]))
+        return own(tensors, *arguments, **options)
+
+    return backward
+
+
+PLACES = {
+    "Tensor.backward": (torch.Tensor, "backward", keep_loss),
+    "autograd.backward": (torch.autograd, "backward", keep_several),
+    "the engine, where backward looks for it": (torch.autograd, "_engine_run_backward", keep_engine),
+    "the engine": (graph, "_engine_run_backward", keep_engine),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_tool_on_the_way_gets_what_it_got_from_a_loop(place, monkeypatch):
+    """Wherever it stands: the divided losses, no gradient to begin with, and the gradients stay what they are."""
+    expected = make_runner()
+    result = expected.accumulate(make_batch(8))
+    runner, seen = make_runner(), []
+    owner, name, make = PLACES[place]
+    monkeypatch.setattr(owner, name, make(getattr(owner, name), seen))
+    runner.accumulate(make_batch(8))
+    if place != "the engine":  # torch's own function does not ask there
+        assert [gradient for _, gradient in seen] == [None, None]
+        assert sum(loss for loss, _ in seen) == pytest.approx(result.loss.item())
+    assert all(map(torch.equal, gradients_of(runner), gradients_of(expected)))
+
+
+def test_a_tool_that_was_there_before_the_import_is_called():
+    """Some ask to be imported first."""
+    program = """
+import torch
+own, calls = torch.Tensor.backward, []
+torch.Tensor.backward = lambda self: calls.append(self) or own(self)
+import autobatch
+model = torch.nn.Linear(6, 4)
+batch = torch.randn(8, 6)
+plan = autobatch.fit(model, 8, batch=batch, max_micro_batch=4, check=None)
+calls.clear()
+autobatch.Runner(plan, model, lambda model, part: model(part).square().mean(), None).accumulate(batch)
+print(len(calls))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.split()[-1] == "2"
 
 
 def test_a_mode_that_hears_of_each_function_hears_of_it():
@@ -109,39 +170,50 @@ def test_a_mode_that_hears_of_each_function_hears_of_it():
     assert heard.count(torch.Tensor.backward) == 2
 
 
-def test_a_subclass_hears_of_it():
-    """It may run a backward pass of its own."""
-    weight = torch.ones(3, requires_grad=True)
-    loss = weight.sum().as_subclass(Ends)
-    Ends.heard.clear()
-    choose_backward()(loss, torch.tensor(0.5))
-    assert torch.Tensor.backward in Ends.heard
-    assert weight.grad.tolist() == [0.5] * 3
+def test_a_transform_of_functorch_is_refused_as_by_torch():
+    """Inside it no gradient would arrive, and nothing would say so."""
+    factors = [torch.tensor(1.0)]
+    runner = make_runner(lambda model, part: mean_step(model, part) * factors[-1])
+    for _ in range(2):  # in which what it writes is recorded
+        runner.step(make_batch(8))
+
+    def train(factor):
+        factors.append(factor)
+        return runner.step(make_batch(8)).loss
+
+    with pytest.raises(RuntimeError, match="inside a functorch transform"):
+        torch.func.grad(train)(torch.tensor(1.0))
 
 
-def test_a_tool_in_front_of_the_engine_is_called(monkeypatch):
-    """It is looked up where torch's own function looks it up."""
-    runner, own, calls = make_runner(), graph._engine_run_backward, []
-    monkeypatch.setattr(graph, "_engine_run_backward", lambda *args, **names: calls.append(args) or own(*args, **names))
-    runner.step(make_batch(8))
-    assert len(calls) == 2
+def test_a_subclass_with_a_backward_of_its_own_is_asked():
+    """It need not take torch's arguments."""
+    plain, own = make_runner(), make_runner(lambda model, part: mean_step(model, part).as_subclass(Own))
+    for runner in (plain, own):
+        runner.accumulate(make_batch(8))
+    assert all(map(torch.equal, gradients_of(own), gradients_of(plain)))
 
 
 def test_a_release_in_which_it_was_not_tried_runs_torchs_own_function(monkeypatch):
     """What is not public may be another there; the gradient is the same."""
-    norms = []
+    found = []
     for is_tried in (True, False):
-        monkeypatch.setattr(internals, "_IS_TRIED", is_tried)
-        assert (choose_backward() is torch.Tensor.backward) is not is_tried
-        runner = make_runner(max_grad_norm=1.0)
-        norms.append(runner.step(make_batch(8)).gradient_norm)
-    assert torch.equal(*norms)
+        monkeypatch.setattr(internals, "IS_TRIED", is_tried)
+        assert internals.can_begin_in_engine() is is_tried
+        runner = make_runner()
+        runner.accumulate(make_batch(8))
+        found.append(gradients_of(runner))
+    assert all(map(torch.equal, *found))
 
 
-def make_runner(**options):
+def make_runner(step=mean_step):
     """Of two micro-batches a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer, batch = torch.optim.SGD(model.parameters(), 0.1), make_batch(8)
     plan = autobatch.fit(model, 8, batch=batch, step=mean_step, optimizer=optimizer, max_micro_batch=4)
-    return autobatch.Runner(plan, model, mean_step, optimizer, **options)
+    return autobatch.Runner(plan, model, step, optimizer)
+
+
+def gradients_of(runner):
+    """Of the Runner's model."""
+    return [parameter.grad for parameter in runner._workload.model.parameters()]

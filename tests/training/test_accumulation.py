@@ -558,6 +558,23 @@ def test_a_loss_in_another_dtype_than_the_first_ones_counts_as_much(first):
     assert done.loss.item() == pytest.approx(mean_step(model, batch).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("largest", [8, 4])
+def test_the_loss_is_a_tensor_of_its_own(largest):
+    """Also of a single micro-batch: what the step keeps and writes into later is not the result."""
+    kept, model, batch = [], Plain(), make_batch(8, torch.float64)
+
+    def step(model, part):
+        kept.append(mean_step(model, part))
+        return kept[-1]
+
+    done = Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], largest)
+    expected = mean_step(model, batch).item()
+    with torch.no_grad():
+        for loss in kept:
+            loss.zero_()
+    assert done.loss.item() == pytest.approx(expected)
+
+
 def test_what_preparing_the_update_raises_undoes_the_step():
     """The last word before the update: gradients from before are back, and nothing else has changed."""
     model = Everything()

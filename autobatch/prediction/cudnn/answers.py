@@ -71,7 +71,7 @@ def ask_cudnn(convolutions: Iterable[Convolution], architecture: str, multiproce
 
     Args:
         convolutions: May come several times.
-        architecture: ``"sm_80"``, for instance; of one that ``described_cards.DEVICES`` does not name nothing is known.
+        architecture: ``"sm_80"``, for instance; of one that ``graph_api.DEVICES`` does not name nothing is known.
         multiprocessors: How many the card has.
     """
     files = find_libraries()

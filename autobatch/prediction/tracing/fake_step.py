@@ -33,6 +33,7 @@ from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
+from autobatch.torch_internals.backward import IS_TRIED, begin_in_engine
 from autobatch.training.batch_mutation import WROTE_INTO_BATCH
 
 __all__ = ["Circumstances", "DryRun"]
@@ -134,10 +135,12 @@ class DryRun:
             for tensor in tensors_of(output.aux):
                 self.recorder.label_new(tensor, "aux", first)
             with original_errors():
-                if self._scale is None:
-                    loss.backward(torch.full_like(loss, factor))
-                else:
+                if self._scale is not None:
                     (loss * self._scale).backward()
+                elif IS_TRIED:  # as in training, whatever tools and modes there are around a trace
+                    begin_in_engine(loss, torch.full_like(loss, factor))
+                else:
+                    (loss * factor).backward()
             if outputs:
                 outputs[0].add_(loss.detach(), alpha=factor)  # a running sum
             else:
