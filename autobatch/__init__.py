@@ -1,4 +1,4 @@
-"""autobatch: memory-aware batching for PyTorch training.
+"""Divides PyTorch optimizer steps into micro-batches that fit in memory, with the gradient of the whole batch.
 
 Say how many samples one optimizer step should see; ``fit`` finds what fits the device, and ``Runner`` splits the rest
 into accumulation steps, runs them exactly, survives running out of memory, and reports what it did.

@@ -1,1 +1,1 @@
-"""Several ranks: what they exchange, and the gradient that they make together."""
+"""Lets several ranks train together: exchanges what each has to know, and sums their gradients."""

@@ -1,4 +1,4 @@
-"""A small channel beside the process group that trains: every rank says a few hundred bytes, and hears all others.
+"""Exchanges messages of a few hundred bytes among all ranks, beside the process group that trains.
 
 Covers the group on the host, one exchange, and which errors all have heard of. Does not cover lost ranks
 (``roll_call``), the messages' contents (``step_agreement``), nor gradients (``reduction``), which go through the user's

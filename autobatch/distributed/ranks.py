@@ -1,4 +1,4 @@
-"""The ranks over which a model is parallel, as ``fit`` and ``Runner`` see them.
+"""Finds the ranks over which a model is parallel, and makes calls such as ``fit`` succeed or fail on all of them.
 
 Covers which ranks these are, what must be the same on all of them, and blocks that every rank does or none. Does not
 cover training steps (``shared_step``).

@@ -1,4 +1,4 @@
-"""One step of this rank beside the others where parameters are sharded: each backward pass sums their gradients.
+"""Synchronizes one step over the ranks where parameters are sharded: totals, loss, clipping and update.
 
 Covers the totals, the loss of all ranks, clipping and the update. Does not cover the passes (``lockstep``).
 """

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` (FSDP2) does by itself: what gathers and scatters, and how a pass that broke off is cleared.
+"""Finds what ``fully_shard`` (FSDP2) gathers and scatters by itself, and cleans up after a pass that broke off.
 
 Covers these modules, their parameters and the divisor of gradients. Does not cover what cannot be supported
 (``sharding_limits``), their collectives (``pass_record``) nor how ranks end a pass together (``lockstep``).

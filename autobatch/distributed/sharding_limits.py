@@ -1,4 +1,4 @@
-"""Refuses what ``fully_shard`` was given and cannot be ended on all ranks together, in one line that says what to use.
+"""Refuses models and settings of ``fully_shard`` whose passes the ranks could not end together, and says what to use.
 
 Covers what a model is before training, and settings that may change between two steps. Does not cover what
 ``fully_shard`` does (``sharding``).

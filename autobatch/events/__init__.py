@@ -1,4 +1,4 @@
-"""Events of fitting, running and mapping as records, each with its log line, and the ``Hook`` that may receive them."""
+"""Defines the events of ``fit``, ``Runner`` and ``map`` as records with a log line each, and the protocol ``Hook``."""
 
 from autobatch.events.event import Event, Hook, emit, log_event
 from autobatch.events.fit_events import PlanMade, PlanRecalled, PlanRefused, TrialFinished

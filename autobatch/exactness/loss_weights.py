@@ -1,4 +1,4 @@
-"""Finds what a loss is a mean over: weights with which the gradients of the parts add up to that of the whole.
+"""Finds which count a loss is divided by, such as tokens: weighed by it, gradients of the parts give the whole's.
 
 Covers samples, counts that the batch shows (tokens, valid labels, masks, boxes of each image), of which the best one is
 advised and never what was passed, and whether any weights would do. Does not cover other causes (``diagnosis``), nor

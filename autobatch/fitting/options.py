@@ -1,4 +1,4 @@
-"""Checks arguments that mean nothing whatever the model: sizes, choices, a budget, a device.
+"""Refuses arguments that are wrong for any model: sizes, choices, a budget, a device.
 
 Covers ``fit`` and what integrations are given before there is a batch, so that they refuse it at once. Does not cover
 what only the device shows, such as a headroom that is more than its memory.

@@ -1,4 +1,4 @@
-"""Reads what one trial takes of a device, and makes the record of it.
+"""Reads the device's memory in each part of one trial, and makes the trial's record.
 
 Does not cover what is run meanwhile (``probe``).
 """

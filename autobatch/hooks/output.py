@@ -1,4 +1,4 @@
-"""Writes events where a run is: as JSON to a file, as text for a person, and torch's own memory snapshots.
+"""Makes hooks that write events to a file as JSON or to stderr as text, and that write torch's memory snapshots.
 
 Covers lines that stay whole when a run is killed or a progress bar of tqdm is shown. Does not cover rich's bars: its
 ``Console.print`` can be given as ``write``.

@@ -1,1 +1,1 @@
-"""Adapters that let the training loops of other libraries run exact micro-batches; each imports its own library."""
+"""Lets the training loops of other libraries run exact micro-batches; each adapter imports only its own library."""

@@ -1,4 +1,4 @@
-"""Finds a device, the ``Device`` that measures its memory, and how many bytes of it this process may use.
+"""Finds the device of a model, the ``Device`` object that measures it, and how much of its memory this process may use.
 
 Each torch device has one object in the process, as it has one allocator. What is no device or no size, or not the
 model's device, raises ``InvalidArgument``.

@@ -1,4 +1,4 @@
-"""A size that failed, and when it comes back.
+"""Remembers a size that failed, and decides when it is tried again.
 
 Covers one such size and how long it waits. Does not cover which of several decides (``pacing``), nor the size that runs
 meanwhile (``retry_size``).

@@ -1,1 +1,1 @@
-"""Peak memory of a training step on a card that is not there."""
+"""Predicts the peak memory of a training step on a card that is not there."""

@@ -1,1 +1,1 @@
-"""Training by a plan: the Runner, the transaction that a step is, the update, and what is reported of both."""
+"""Trains by a plan: runs each step as a transaction, makes the update, and reports both as events."""

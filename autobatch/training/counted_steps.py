@@ -1,4 +1,4 @@
-"""Counts the steps near a CPU's budget, and decides which of them run uncounted.
+"""Decides which steps near a CPU's budget are counted, by what earlier counted steps took.
 
 Covers what makes steps alike (micro-batch size, mode, trained parameters, the batch's sizes) and what a counted step
 took. The rule is in ``planning.counted_growth``. Does not cover devices whose limit costs no time, such as CUDA, where

@@ -1,4 +1,4 @@
-"""Runs a backward pass with zeros through a model, from those of its outputs that a loss would have reached.
+"""Runs a backward pass with zeros from a model's outputs, for a micro-batch that counts for nothing on this rank.
 
 Covers which outputs these are and the pass itself. Zeros flow from what the model has returned and not from the loss:
 one whose labels are all ignored is nan, and so is its gradient times 0. Does not cover when that is needed

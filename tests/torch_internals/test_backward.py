@@ -66,6 +66,7 @@ def test_gradients_are_those_of_the_product(name, factor):
     assert torch.equal(product.grad, engine.grad)
 
 
+@pytest.mark.quick
 def test_the_parameter_itself_can_be_the_loss():
     """Its gradient is a tensor of its own, not the one that the pass began with."""
     weight, begins = torch.tensor(2.0, requires_grad=True), torch.tensor(0.5)

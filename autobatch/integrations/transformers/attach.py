@@ -1,4 +1,4 @@
-"""Attaches autobatch to a Hugging Face ``Trainer``: checks it, merges its batch, and takes the place of three methods.
+"""Attaches autobatch to a Hugging Face ``Trainer``: checks it, merges its batch, and replaces three attributes.
 
 Covers what is done before ``train()``, and Trainers that are refused there: what they and their arguments show. What is
 done in it: ``training``, ``evaluation``, ``trainer_state``. Losses that compare samples show there (``rule_search``).

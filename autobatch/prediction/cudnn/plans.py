@@ -1,4 +1,4 @@
-"""Asks cuDNN itself, in a process of its own, for the workspace of convolutions: ``python -m`` this module.
+"""Asks cuDNN for the workspace of convolutions; runs as a script in a child process, which ``answers`` starts.
 
 cuDNN 9.8 and later plans for a *described* device, with no card and no driver ("Deviceless ahead-of-time compilation"
 in its documentation). The questions are put as torch puts them (``aten/src/ATen/native/cudnn/Conv_v8.cpp``) with

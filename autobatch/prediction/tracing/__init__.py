@@ -1,1 +1,1 @@
-"""A training step on tensors without memory: what it allocates and frees, as CUDA would run it."""
+"""Traces a training step on tensors without memory, and records what it would allocate and free on CUDA."""
