@@ -1909,7 +1909,7 @@ MUTANTS = (
         "autobatch/training/lockstep_accumulation.py",
         """        can_keep = self._ended_in == "forward" and divides""",
         "        can_keep = divides",
-        SHARDED_FAILURE_TESTS,
+        ("tests/distributed/test_faults_on_ranks.py",),
     ),
     Mutant(
         "ranks: each rank's own limit counts in trials of all",

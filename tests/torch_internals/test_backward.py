@@ -21,8 +21,11 @@ from autobatch.torch_internals.backward import begin_in_engine
 class Own(torch.Tensor):
     """A loss with a backward pass of its own."""
 
+    calls = 0
+
     def backward(self):
         """Without torch's arguments."""
+        Own.calls += 1
         self.as_subclass(torch.Tensor).backward()
 
 
@@ -188,9 +191,11 @@ def test_a_transform_of_functorch_is_refused_as_by_torch():
 
 def test_a_subclass_with_a_backward_of_its_own_is_asked():
     """It need not take torch's arguments."""
+    Own.calls = 0
     plain, own = make_runner(), make_runner(lambda model, part: mean_step(model, part).as_subclass(Own))
     for runner in (plain, own):
         runner.accumulate(make_batch(8))
+    assert Own.calls == 2
     assert all(map(torch.equal, gradients_of(own), gradients_of(plain)))
 
 

@@ -496,6 +496,7 @@ def test_an_interrupt_at_any_line_undoes_the_step_or_leaves_no_gradient_of_it(wa
     for position in positions[::stride]:
         interrupt, changed, gradients, stepped = run_interrupted(way, position, plan)
         assert interrupt.where, "as many lines as in the run before"
+        assert torch._C._is_torch_function_enabled(), interrupt.where
         if not changed:
             undone += 1
         elif way == "accumulate":  # once sums move into the earlier gradients there is no way back: it is all done
