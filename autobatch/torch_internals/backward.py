@@ -8,6 +8,7 @@ somebody would see the difference of: ``can_begin_in_engine`` says where there i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from torch.autograd import graph
 
 from autobatch._torch_versions import LATEST_TRIED, OLDEST, read_release
 
-__all__ = ["IS_TRIED", "begin_in_engine", "can_begin_in_engine"]
+__all__ = ["IS_TRIED", "TENSOR_BACKWARD", "begin_in_engine", "can_begin_in_engine"]
 
-_TENSOR_BACKWARD, _BACKWARD = torch.Tensor.backward, torch.autograd.backward
+TENSOR_BACKWARD: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.backward
+"""As it was when this was imported."""
+
+_BACKWARD = torch.autograd.backward
 _ENGINE: Any = getattr(graph, "_engine_run_backward", None)
 
 
@@ -28,7 +32,7 @@ def _is_written_in(function: Any, file: str) -> bool:
 IS_TRIED = (
     OLDEST <= read_release(torch.__version__) <= LATEST_TRIED
     # A tool may have been there before this was imported.
-    and _is_written_in(_TENSOR_BACKWARD, torch._tensor.__file__)  # noqa: SLF001 - where it is
+    and _is_written_in(TENSOR_BACKWARD, torch._tensor.__file__)  # noqa: SLF001 - where it is
     and _is_written_in(_BACKWARD, torch.autograd.__file__)
     and _is_written_in(_ENGINE, graph.__file__)
 )
@@ -43,7 +47,7 @@ def can_begin_in_engine() -> bool:
     """
     return (
         IS_TRIED
-        and torch.Tensor.backward is _TENSOR_BACKWARD
+        and torch.Tensor.backward is TENSOR_BACKWARD
         and torch.autograd.backward is _BACKWARD
         and torch.autograd._engine_run_backward is graph._engine_run_backward is _ENGINE  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
         and not torch._C._is_torch_function_mode_enabled()  # noqa: SLF001 - no public way

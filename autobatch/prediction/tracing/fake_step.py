@@ -33,7 +33,7 @@ from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
-from autobatch.torch_internals.backward import IS_TRIED, begin_in_engine
+from autobatch.torch_internals.backward import IS_TRIED, TENSOR_BACKWARD
 from autobatch.training.batch_mutation import WROTE_INTO_BATCH
 
 __all__ = ["Circumstances", "DryRun"]
@@ -137,8 +137,8 @@ class DryRun:
             with original_errors():
                 if self._scale is not None:
                     (loss * self._scale).backward()
-                elif IS_TRIED:  # as in training, whatever tools and modes there are around a trace
-                    begin_in_engine(loss, torch.full_like(loss, factor))
+                elif IS_TRIED:  # torch's own function, whatever tools there are: it keeps the names of devices out
+                    TENSOR_BACKWARD(loss, torch.full_like(loss, factor))
                 else:
                     (loss * factor).backward()
             if outputs:
