@@ -18,7 +18,7 @@ OLDEST_TO_PREDICT = (2, 10)
 
 
 LATEST_TRIED = (2, 13)
-"""The newest in which all tests were run. In later ones what is not public is not used where there is another way."""
+"""The newest that is tested. In later ones, private functions are avoided where there is a public way."""
 
 
 def read_release(version: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from models import Batch, classify, make_mlp
 from quiet import undisturbed
-from runner import Case, Comparison, make_batch, pair_up
+from runner import Case, Comparison, fit_plan, make_batch, pair_up
 from tables import Goal, Table, judge
 from torch import nn
 
@@ -76,16 +76,7 @@ def _compare(option: Option, pairs: int) -> Comparison:
         batch = make_batch(_CASE, model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
         given = option.make(Path(folder))
-        plan = autobatch.fit(
-            model,
-            len(batch[1]),
-            batch=batch,
-            step=classify,
-            optimizer=optimizer,
-            weigh=given.get("weigh"),
-            max_micro_batch=-(-len(batch[1]) // _MICRO_BATCHES),
-            progress=False,
-        )
+        plan = fit_plan(model, optimizer, batch, near=False, weigh=given.get("weigh"))
         runner = autobatch.Runner(plan, model, step=classify, optimizer=optimizer, **given)
         by_hand = write_loop(option, model, optimizer, batch)
         with undisturbed():

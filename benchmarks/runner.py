@@ -24,7 +24,17 @@ from torch import nn
 import autobatch
 from autobatch.memory.cpu import CpuDevice
 
-__all__ = ["CASES", "Case", "Comparison", "compare", "make_batch", "measure_peaks", "measure_times", "pair_up"]
+__all__ = [
+    "CASES",
+    "Case",
+    "Comparison",
+    "compare",
+    "fit_plan",
+    "make_batch",
+    "measure_peaks",
+    "measure_times",
+    "pair_up",
+]
 
 _MICRO_BATCHES = 4
 _SECONDS = 6.0
@@ -117,7 +127,7 @@ def compare(case: Case, pairs: int) -> Comparison:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7)
     with undisturbed():
         batch = make_batch(case, model, optimizer)
-    plan = _fit(model, optimizer, batch, near=case.near)
+    plan = fit_plan(model, optimizer, batch, near=case.near)
     runner = autobatch.Runner(plan, model, step=classify, optimizer=optimizer)
     by_hand = write_loop(model, optimizer, batch)
     with undisturbed():
@@ -172,7 +182,7 @@ def measure_peaks(samples: int = 64, width: int = 32) -> Table:
 def _peaks_of(training: Training) -> tuple[int, int]:
     model, batch, device = training.model, training.batch, CpuDevice()
     optimizer = torch.optim.AdamW(model.parameters())
-    runner = autobatch.Runner(_fit(model, optimizer, batch, near=True), model, step=classify, optimizer=optimizer)
+    runner = autobatch.Runner(fit_plan(model, optimizer, batch, near=True), model, step=classify, optimizer=optimizer)
     runner.step(batch)  # makes the optimizer's state
     ours = runner.step(batch).peak_bytes
     by_hand = write_loop(model, optimizer, batch)
@@ -197,7 +207,15 @@ def make_batch(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return batch
 
 
-def _fit(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, *, near: bool) -> autobatch.Plan:
+def fit_plan(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    near: bool,
+    weigh: Callable[[Batch], float] | None = None,
+) -> autobatch.Plan:
+    """A plan of four micro-batches, near the budget or far from it."""
     samples = len(batch[1])
 
     def fit(budget: int | None) -> autobatch.Plan:
@@ -207,6 +225,7 @@ def _fit(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, *, ne
             batch=batch,
             step=classify,
             optimizer=optimizer,
+            weigh=weigh,
             max_micro_batch=-(-samples // _MICRO_BATCHES),
             budget=budget,
             progress=False,

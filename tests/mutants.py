@@ -906,6 +906,13 @@ MUTANTS = (
         RUNNER_TESTS,
     ),
     Mutant(
+        "backward= gets the step's own tensor in a single micro-batch",
+        ACCUMULATION,
+        "loss = loss * factor if self.scale is None",
+        "loss = (loss if factor == 1 else loss * factor) if self.scale is None",
+        GIVEN_BACKWARD_TESTS,
+    ),
+    Mutant(
         "the running loss is not divided",
         ACCUMULATION_STATE,
         "self.loss.add_(loss.detach(), alpha=factor)",
@@ -952,7 +959,7 @@ MUTANTS = (
         BACKWARD_TESTS,
     ),
     Mutant(
-        "a mode that hears of each function does not hear of backward",
+        "a function mode does not intercept backward",
         BACKWARD,
         "        and not torch._C._is_torch_function_mode_enabled()",
         "        and True",
@@ -973,7 +980,7 @@ MUTANTS = (
         BACKWARD_TESTS,
     ),
     Mutant(
-        "what is not public is used in a release in which nobody tried it",
+        "a private function is used in an untested release",
         BACKWARD,
         "        IS_TRIED\n        and torch",
         "        torch",
@@ -987,7 +994,7 @@ MUTANTS = (
         BACKWARD_TESTS,
     ),
     Mutant(
-        "an interrupt leaves tensor subclasses unasked",
+        "an interrupt leaves __torch_function__ disabled",
         "autobatch/training/runner.py",
         "        _set_function_state(function_state)\n",
         "        pass\n",

@@ -2,8 +2,8 @@
 
 ``loss.backward()`` runs 300 operations of Python before torch's engine begins: it looks for several losses, nested
 tensors, subclasses and shapes (``torch/autograd/__init__.py``). That takes 34 us a micro-batch, a third of all that a
-Runner added to a step (torch 2.13, 2 CPU cores). So the engine is called as that function calls it. Does not cover what
-somebody would see the difference of: ``can_begin_in_engine`` says where there is none.
+Runner added to a step (torch 2.13, 2 CPU cores). So the engine is called as that function calls it, where
+``can_begin_in_engine`` allows it. Does not cover losses that are multiplied first (``training.accumulation``).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def _is_written_in(function: Any, file: str) -> bool:
 
 IS_TRIED = (
     OLDEST <= read_release(torch.__version__) <= LATEST_TRIED
-    # A tool may have been there before this was imported.
-    and _is_written_in(TENSOR_BACKWARD, torch._tensor.__file__)  # noqa: SLF001 - where it is
+    # A tool may have patched them before this was imported.
+    and _is_written_in(TENSOR_BACKWARD, torch._tensor.__file__)  # noqa: SLF001 - no public name for its module
     and _is_written_in(_BACKWARD, torch.autograd.__file__)
     and _is_written_in(_ENGINE, graph.__file__)
 )
-"""Whether torch is a release in which all tests were run, and nobody had replaced its functions."""
+"""Whether this release of torch is tested, and its functions were not patched when this was imported."""
 
 
 def can_begin_in_engine() -> bool:
-    """Whether nobody would notice that ``loss.backward()`` is not called.
+    """Whether the engine can be called in place of ``loss.backward()`` with no visible difference.
 
-    Not where a tool has replaced a function on the way, where a mode hears of each function (``set_default_device`` is
-    one, too), nor under a transform of functorch, in which that function refuses to run.
+    Not where a tool has patched one of the functions in between, nor under a ``TorchFunctionMode``, which would
+    intercept ``backward`` (``set_default_device`` is one), nor inside a functorch transform, where ``backward`` raises.
     """
     return (
         IS_TRIED

@@ -398,7 +398,7 @@ class StepRunner:
         return result
 
     def _fail(self, shared: SharedStep | None, error: BaseException, function_state: Any) -> None:
-        # An interrupt as one of our blocks ends must not leave tensor subclasses unasked for good.
+        # An interrupt at the end of a ``with`` block of ours must not leave __torch_function__ disabled.
         _set_function_state(function_state)
         if shared is not None:
             shared.fail(error)

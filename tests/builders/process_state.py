@@ -30,7 +30,7 @@ def read_process_state():
             name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")
         },
         "function modes": _get_current_function_mode_stack(),
-        "subclasses are asked": torch._C._is_torch_function_enabled(),
+        "torch function enabled": torch._C._is_torch_function_enabled(),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "default dtype": torch.get_default_dtype(),
         # `set_default_device(None)` is not as before: with torch 2.8, `get_default_device` fails after it

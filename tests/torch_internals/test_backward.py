@@ -1,4 +1,4 @@
-"""A backward pass that begins in the engine is torch's own, bit for bit, and is left to whoever replaced that."""
+"""A backward pass that begins in the engine gives torch's gradients, and patched functions are still called."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ print(len(calls))
     assert ran.stdout.split()[-1] == "2"
 
 
-def test_a_mode_that_hears_of_each_function_hears_of_it():
+def test_a_function_mode_intercepts_it():
     """As without a Runner."""
 
     class Listens(TorchFunctionMode):
@@ -199,8 +199,22 @@ def test_a_subclass_with_a_backward_of_its_own_is_asked():
     assert all(map(torch.equal, gradients_of(own), gradients_of(plain)))
 
 
-def test_a_release_in_which_it_was_not_tried_runs_torchs_own_function(monkeypatch):
-    """What is not public may be another there; the gradient is the same."""
+class Wide(torch.amp.GradScaler):
+    """A scaler that returns three numbers for a loss."""
+
+    def scale(self, outputs):
+        """Wrong."""
+        return super().scale(outputs).expand(3)
+
+
+def test_a_scaler_that_returns_no_single_number_is_refused_by_torch():
+    """As in a loop by hand: the sum of the numbers is not trained on."""
+    with pytest.raises(RuntimeError, match="only for scalar outputs"):
+        make_runner(scaler=Wide("cpu")).step(make_batch(8))
+
+
+def test_an_untested_release_runs_torchs_own_function(monkeypatch):
+    """Private functions may differ there; the gradient is the same."""
     found = []
     for is_tried in (True, False):
         monkeypatch.setattr(internals, "IS_TRIED", is_tried)
@@ -211,13 +225,13 @@ def test_a_release_in_which_it_was_not_tried_runs_torchs_own_function(monkeypatc
     assert all(map(torch.equal, *found))
 
 
-def make_runner(step=mean_step):
+def make_runner(step=mean_step, **options):
     """Of two micro-batches a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer, batch = torch.optim.SGD(model.parameters(), 0.1), make_batch(8)
     plan = autobatch.fit(model, 8, batch=batch, step=mean_step, optimizer=optimizer, max_micro_batch=4)
-    return autobatch.Runner(plan, model, step, optimizer)
+    return autobatch.Runner(plan, model, step, optimizer, **options)
 
 
 def gradients_of(runner):

@@ -53,6 +53,25 @@ def test_it_gets_the_divided_loss_of_each_micro_batch():
         assert gradient is None or torch.allclose(gradient, expected[name], rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.parametrize("samples", [4, 8])
+def test_a_hook_that_the_step_registers_on_its_loss_is_part_of_the_loss(samples):
+    """In one micro-batch or two: a step that scales its own gradient is no function that divides the loss."""
+    found = []
+    for backward in (None, run_backward):
+        torch.manual_seed(3)
+        model = Plain()
+
+        def step(model, batch):
+            loss = mean_step(model, batch)
+            loss.register_hook(lambda gradient: 0.5 * gradient)
+            return loss
+
+        runner = autobatch.Runner(make_plan(), model, step, None, backward=backward)
+        runner.accumulate(make_batch(samples, torch.float64))
+        found.append(gradients_of(model))
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items() if gradient is not None)
+
+
 def test_steps_are_bit_for_bit_those_without_it():
     """With a scaler, clipping and earlier gradients."""
     states = []

@@ -137,7 +137,7 @@ class DryRun:
             with original_errors():
                 if self._scale is not None:
                     (loss * self._scale).backward()
-                elif IS_TRIED:  # torch's own function, whatever tools there are: it keeps the names of devices out
+                elif IS_TRIED:  # as a function, so that `DeviceNames` is inactive in the backward pass
                     TENSOR_BACKWARD(loss, torch.full_like(loss, factor))
                 else:
                     (loss * factor).backward()
