@@ -76,7 +76,7 @@ class CudaDevice(Device):
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         limits = self._limits()
         limit = limits.in_force() if limits.entered else self._limit_bytes()
-        return min(free + torch.cuda.memory_reserved(self.torch_device), limit)
+        return min(free + self.usage().reserved, limit)
 
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
@@ -93,7 +93,7 @@ class CudaDevice(Device):
                     limits.before_bytes = self._limit_bytes()
                 limits.entered[block] = threading.get_ident(), budget_bytes
                 self._set_limit(self._stay_within(limits.in_force()))
-            if torch.cuda.memory_reserved(self.torch_device) > budget_bytes:
+            if self.usage().reserved > budget_bytes:
                 torch.cuda.empty_cache()
             yield
         finally:
@@ -129,13 +129,17 @@ class CudaDevice(Device):
 
     def usage(self) -> MemoryUsage:
         """The allocator's own counts; ``alloc_retries`` counts since the process began, not since the reset."""
-        stats = torch.cuda.memory_stats(self.torch_device)
+        # memory_stats() and memory_reserved() sort a table of 150 names first: 240 us, where this takes 45.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        if not stats:  # nothing has used the card yet
+            return MemoryUsage()
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         return MemoryUsage(
-            allocated=stats.get("allocated_bytes.all.current", 0),
-            reserved=stats.get("reserved_bytes.all.current", 0),
-            peak_allocated=stats.get("allocated_bytes.all.peak", 0),
-            peak_reserved=stats.get("reserved_bytes.all.peak", 0),
-            alloc_retries=stats.get("num_alloc_retries", 0),
+            allocated=allocated["current"],
+            reserved=reserved["current"],
+            peak_allocated=allocated["peak"],
+            peak_reserved=reserved["peak"],
+            alloc_retries=stats["num_alloc_retries"],
         )
 
     def synchronize(self) -> None:

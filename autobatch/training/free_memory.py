@@ -38,16 +38,15 @@ class FreeMemory:
         """Read the plan's trials once."""
         self._update_bytes = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
 
-    def target(self) -> int | None:
-        """What a step should stay within, counted as in the trials; ``None`` where nothing was measured."""
-        limit = self.limit()
-        return None if limit is None else max(limit - self.plan.headroom_bytes, 0)
+    def read(self) -> tuple[int | None, int | None]:
+        """Read what a step can reach at most, and what it should stay within: that less the headroom.
 
-    def limit(self) -> int | None:
-        """What a step can reach at most: ``target`` and the headroom."""
+        Both count as the trials did. Both are ``None`` where nothing was measured.
+        """
         if not self.device.measures or not self.plan.trials:
-            return None
-        return max(self._budget() - self._new_bytes(1), 0)
+            return None, None
+        most = self._budget() - self._new_bytes(1)
+        return max(most, 0), max(most - self.plan.headroom_bytes, 0)
 
     def check_update(self) -> None:
         """Refuse an update that does not fit, while the step can still be undone.

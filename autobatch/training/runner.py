@@ -474,7 +474,7 @@ class StepRunner:
         return self._read_pace()
 
     def _read_pace(self) -> Pace:
-        return self._pace.before_step(self._free_memory.limit(), self._free_memory.target())
+        return self._pace.before_step(*self._free_memory.read())
 
     def _describe(self, batches: Sequence[Any]) -> Sequence[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
@@ -518,6 +518,7 @@ class StepRunner:
         if shortage.failed_size <= least:
             used = self._device.usage().allocated
             raise DoesNotFit(explain_shortage(self.steps, shortage, used, self.plan, self._workload.model))
-        self._pace = self._pace.after_shortage(shortage.failed_scale, self._free_memory.target(), least)
+        _, limit_bytes = self._free_memory.read()
+        self._pace = self._pace.after_shortage(shortage.failed_scale, limit_bytes, least)
         self._events.report_retry(self.steps, shortage, self.micro_batch_size, self._device.usage().allocated)
         return self.micro_batch_size

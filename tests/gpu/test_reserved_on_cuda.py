@@ -18,7 +18,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "card_memory.py"
 
 @pytest.mark.parametrize("segments", ["fixed", "expandable"])
 def test_reserved_memory_is_predicted(segments):
-    """Within 2 % for a perceptron with large sums, attention, autocast and checkpointing, in a process of its own."""
+    """Within 3 % for a perceptron with large sums, attention, autocast and checkpointing, in a process of its own."""
     models = ["mlp_sgd", "mlp_amp_adamw", "mlp_checkpointed", "transformer", "llama_bf16"]
     settings = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{segments == 'expandable'}"}
     command = [sys.executable, str(BENCHMARK), "--cells", "--models", *models, "--sizes", "32", "100"]
@@ -26,4 +26,4 @@ def test_reserved_memory_is_predicted(segments):
     cells = [line.split() for line in done.stdout.splitlines()]
     errors = {(cell[0], int(cell[1])): int(cell[-1]) / int(cell[-2]) - 1 for cell in cells}
     assert len(errors) == 10
-    assert {cell: error for cell, error in errors.items() if abs(error) > 0.02} == {}
+    assert {cell: error for cell, error in errors.items() if abs(error) > 0.03} == {}

@@ -62,10 +62,6 @@ class FakeAllocator:
         assert device == CARD
         return self.total - self.reserved - self.others, self.total
 
-    def memory_reserved(self, device):
-        assert device == CARD
-        return self.reserved
-
     def set_per_process_memory_fraction(self, fraction, device):
         assert device == CARD
         assert isinstance(fraction, float)
@@ -83,13 +79,11 @@ class FakeAllocator:
         assert device == CARD
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
-    def memory_stats(self, device):
+    def memory_stats_as_nested_dict(self, device):
         assert device == CARD
         return {
-            "allocated_bytes.all.current": self.allocated,
-            "allocated_bytes.all.peak": self.peak_allocated,
-            "reserved_bytes.all.current": self.reserved,
-            "reserved_bytes.all.peak": self.peak_reserved,
+            "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak_allocated}},
+            "reserved_bytes": {"all": {"current": self.reserved, "peak": self.peak_reserved}},
             "num_alloc_retries": self.retries,
         }
 
@@ -256,7 +250,7 @@ def test_usage_is_the_allocators(allocator):
 
 def test_usage_before_cuda_starts_is_zero(allocator, monkeypatch):
     """Torch has no statistics before its first CUDA call."""
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
     assert CudaDevice(CARD).usage() == MemoryUsage()
 
 
