@@ -754,8 +754,8 @@ MUTANTS = (
     Mutant(
         "the optimizer steps twice",
         UPDATE,
-        "                    optimizer.step()\n",
-        "                    optimizer.step()\n                    optimizer.step()\n",
+        "                optimizer.step() if self.scaler is None",
+        "                (optimizer.step(), optimizer.step()) if self.scaler is None",
         RUNNER_TESTS,
     ),
     Mutant(
@@ -1424,7 +1424,7 @@ MUTANTS = (
     Mutant(
         "a backward pass inside the step is not noticed",
         LOOP_GUARD,
-        "                    watched[-1][1][refuse] = refuse\n",
+        "                hooks[-1][1][refuse] = refuse\n",
         "",
         LOOP_GUARD_TESTS,
     ),
@@ -1620,8 +1620,8 @@ MUTANTS = (
     Mutant(
         "a trial steps a trainer's own optimizer",
         "autobatch/fitting/fit.py",
-        "weigh, unwrap_optimizer(optimizer))",
-        "weigh, optimizer)",
+        "weigh, unwrap_optimizer(optimizer), ",
+        "weigh, optimizer, ",
         ("tests/api/test_wrappers.py",),
     ),
     Mutant(

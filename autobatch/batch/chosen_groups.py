@@ -65,7 +65,7 @@ def cut_batch(cut: CutFunction, layout: Layout, largest: int, before: int = 0) -
     Raises:
         InvalidBatch: It gave a sample twice, left one out, returned something else, or wrote into the batch.
     """
-    returned = call_read_only("cut", cut, layout.batch, largest)
+    returned = call_read_only("cut", cut, layout.batch, largest, called_by="autobatch.Runner")
     if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
         raise InvalidBatch(
             f"cut() returned {name_type(returned)}: return lists of sample indices, such as [[0, 2], [1, 3]]"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autobatch._user_errors import note_where
 from autobatch.batch.tree import tensors_of, with_fresh_containers
 from autobatch.errors import InvalidBatch
 
@@ -21,7 +22,9 @@ __all__ = ["call_read_only"]
 _VERSION = attrgetter("_version")
 
 
-def call_read_only(name: str, function: Callable[..., Any], batch: Any, *others: Any) -> Any:
+def call_read_only(
+    name: str, function: Callable[..., Any], batch: Any, *others: Any, called_by: str = "autobatch"
+) -> Any:
     """What the function returns for a batch.
 
     Args:
@@ -29,13 +32,18 @@ def call_read_only(name: str, function: Callable[..., Any], batch: Any, *others:
         function: The user's.
         batch: Of which it gets new containers with the same tensors.
         others: What it is called with beside that.
+        called_by: Public function that calls it, for the note on an error of the user's.
 
     Raises:
         InvalidBatch: It wrote into a tensor.
     """
     tensors = [*filterfalse(torch.Tensor.is_inference, tensors_of(batch))]
     versions = [*map(_VERSION, tensors)]
-    answer = function(with_fresh_containers(batch), *others)
+    try:
+        answer = function(with_fresh_containers(batch), *others)
+    except Exception as error:
+        note_where(error, f"your {name}(batch{', largest' if others else ''})", called_by)
+        raise
     if [*map(_VERSION, tensors)] != versions:
         raise InvalidBatch(f"{name}() wrote into its batch in place, and the samples stay as it left them: use a copy")
     return answer

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.sharding import is_sharded

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Literal
 
 from torch import nn
 
+from autobatch._user_errors import contextmanager
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.pass_record import is_recorded, record_of

@@ -10,7 +10,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autobatch._formatting import show_value
+from autobatch._user_errors import contextmanager
 from autobatch.distributed.channel import Channel, open_channel, timeout_of
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.interrupts import deferred_interrupts

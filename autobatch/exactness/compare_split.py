@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autobatch._formatting import plural
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout, map_tensors
 from autobatch.batch.tree import is_array, leaves_of
 from autobatch.errors import AutobatchError, DoesNotFit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from autobatch._user_errors import contextmanager
 from autobatch.exactness.per_sample_random import PerSampleRandom
 from autobatch.exactness.sample_numbers import SampleNumbers
 

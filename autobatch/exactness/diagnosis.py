@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autobatch._user_errors import contextmanager
 from autobatch.exactness.gradients import TOLERANCE
 from autobatch.exactness.loss_weights import EXPLAINS, NO_MEAN, error_of, explain_weighing, is_near
 from autobatch.exactness.measurement import Measurement

@@ -74,7 +74,7 @@ def verify(
         InvalidStep: What the step returns is no loss. Whatever the step itself raises comes out unchanged.
     """
     model = module_of(model)
-    workload = Workload(model, step or default_step, weigh)
+    workload = Workload(model, step or default_step, weigh, called_by="autobatch.verify")
     memory = find_device(workload.parameters(), type(model).__name__, device)
     given = None if lengths is None else Lengths.read(lengths)
     layout = find_example(model, batch, _MOST_AT_ONCE, given).layout

@@ -139,7 +139,7 @@ def fit(
             progress=progress,
         )
         model = take_module(model, ranks)
-        workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
+        workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer), "autobatch.fit")
         division = Division(ranks, target_batch, share)
         said.extend(
             division.describe(

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from autobatch._user_errors import note_where
 from autobatch.batch.layout import Layout, count_bytes, map_tensors, tensors_of
 from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit
@@ -32,7 +33,7 @@ from autobatch.state.optimizer_state import count_state, is_making_state, make_s
 from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
 from autobatch.step.model_info import is_compiled
-from autobatch.step.workload import Workload
+from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
@@ -197,10 +198,10 @@ class Probe:
         """Accumulate the gradient of these micro-batches as training does; ``DoesNotFit`` where memory ends."""
         passes_left, ended_in_pass = len(batches), False
 
-        def run(_: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
+        def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
             nonlocal passes_left
             self._now.phase = "forward"
-            output = self.workload.run(samples)
+            output = read_output(self.workload.step(model, samples))  # not call_step, which runs this function
             if not self._is_warm:
                 self._now.after_forward = self.device.usage().allocated
             self._now.phase, passes_left = "backward", passes_left - 1
@@ -239,13 +240,15 @@ class Probe:
         optimizer = self.workload.optimizer
         if optimizer is None:
             return
-        before = count_state(optimizer)
+        before, handled = count_state(optimizer), sys.exc_info()[1]
         self._now.phase = "update"
         try:
             optimizer.step()
-        except Exception:
+        except Exception as error:
             if is_making_state(optimizer, before):
                 self._now.phase = "optimizer state"
+            if not is_oom(error, handled=handled):
+                note_where(error, "your optimizer.step()", self.workload.called_by)
             raise
 
     def _drop_gradients(self) -> None:

@@ -6,11 +6,11 @@ Does not cover what is run meanwhile (``probe``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.memory.device import Device
 from autobatch.records import MemoryUsage, Phase, Trial
 from autobatch.torch_internals.storages import bytes_of

@@ -1,21 +1,21 @@
 """Guards what is the user's around one call of the function: modules, NumPy arrays, and the error that it raises.
 
 Covers eval mode, after which each layer has its own mode again; writes into arrays that a piece may be views of, which
-are undone; and notes on an error. Does not cover tensors, which count their writes (``piece``), nor what is written
-into a tensor's memory through ``tensor.numpy()``.
+are undone; and attributes of an error. Does not cover tensors, which count their writes (``piece``), nor writes
+through ``tensor.numpy()``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.tree import is_array
 
-__all__ = ["WatchedArrays", "add_note", "eval_mode", "set_attributes"]
+__all__ = ["WatchedArrays", "eval_mode", "set_attributes"]
 
 
 @contextmanager
@@ -59,11 +59,6 @@ class WatchedArrays:
         for array, copy in written:
             array[...] = copy
         return bool(written)
-
-
-def add_note(error: Exception, note: str) -> None:
-    """As ``BaseException.add_note``, which Python 3.10 does not have: there the note is not printed."""
-    set_attributes(error, __notes__=[*getattr(error, "__notes__", []), note])
 
 
 def set_attributes(error: Exception, **values: Any) -> None:

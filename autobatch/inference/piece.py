@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from autobatch._formatting import format_bytes
+from autobatch._user_errors import add_note
 from autobatch.batch.layout import map_tensors
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
-from autobatch.inference.guards import WatchedArrays, add_note, eval_mode, set_attributes
+from autobatch.inference.guards import WatchedArrays, eval_mode, set_attributes
 from autobatch.inference.results import Indices, check_result
 from autobatch.inference.samples import Waiting
 from autobatch.memory.device import Device

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autobatch._formatting import name_type
+from autobatch._user_errors import add_note
 from autobatch.batch.largest import is_source
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.list_rules import Fields
@@ -27,7 +28,7 @@ from autobatch.batch.registry import find_type
 from autobatch.batch.tree import field_names, is_array, leaves_of, with_fresh_containers
 from autobatch.errors import InvalidArgument
 from autobatch.inference.given_lengths import Lengths, measure_all, measure_length
-from autobatch.inference.guards import add_note, set_attributes
+from autobatch.inference.guards import set_attributes
 from autobatch.memory.device import Device
 
 __all__ = ["BatchSamples", "Collate", "SingleSamples", "Waiting", "are_samples", "count_samples", "iterate"]

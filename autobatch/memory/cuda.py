@@ -11,11 +11,11 @@ import math
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.memory import nvml
 from autobatch.memory.device import Device
 from autobatch.records import DeviceInfo, MemoryUsage

@@ -12,12 +12,12 @@ made, files, a dataset's position.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of
 from autobatch.state.containers import Contents, children_of, record_contents
 from autobatch.state.random_state import RandomState

@@ -41,6 +41,10 @@ _ZERO_GRAD = "step() changed .grad: leave backward() and zero_grad() to the Runn
 _SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler= to the Runner"
 
 
+_Hook = tuple[torch.Tensor, OrderedDict[Any, Any], Callable[[torch.Tensor], None]]
+"""A parameter, its table of hooks, and the hook in it."""
+
+
 class LoopGuard:
     """A context in which the optimizers and schedulers of one step refuse to be stepped.
 
@@ -135,32 +139,23 @@ class LoopGuard:
             self._watched.append((parameter, hooks))  # first: an interrupt may come next
             hooks[self] = self.reached.append
 
-    def run_watched(self, call: Callable[[], Any], parameters: Sequence[torch.Tensor]) -> Any:
-        """What the call returns, in which a backward pass that reaches one of these parameters is refused, too.
-
-        No context manager: what interrupts one as it is left is not seen by it, and a hook that stays refuses for good.
-        """
-        watched: list[tuple[torch.Tensor, OrderedDict[Any, Any]]] = []
+    def refuse_backward(self, parameters: Sequence[torch.Tensor], hooks: list[_Hook]) -> None:
+        """Refuse a backward pass that reaches one of these parameters, by hooks that are added to the list."""
 
         def refuse(_: torch.Tensor) -> None:
             self.refused.append(BACKWARD)
             raise InvalidStep(BACKWARD)
 
-        def remove_hooks() -> None:
-            for parameter, hooks in watched:
-                remove_hook(parameter, hooks, refuse)
+        for parameter in parameters:
+            if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
+                hooks.append((parameter, table_of(parameter), refuse))  # first: an interrupt may come next
+                hooks[-1][1][refuse] = refuse
 
-        try:
-            for parameter in parameters:
-                if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-                    watched.append((parameter, table_of(parameter)))
-                    watched[-1][1][refuse] = refuse
-            returned = call()
-            remove_hooks()
-        except BaseException:
-            remove_hooks()  # of all: an interrupt may have come at any of them
-            raise
-        return returned
+    @staticmethod
+    def allow_backward(hooks: Sequence[_Hook]) -> None:
+        """Remove these hooks of ``refuse_backward``; a second time does nothing."""
+        for parameter, table, refuse in hooks:
+            remove_hook(parameter, table, refuse)
 
 
 def _clears_gradients(owner: Any) -> bool:

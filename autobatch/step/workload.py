@@ -21,6 +21,7 @@ from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.read_only_call import call_read_only
 from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
+from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_hooks
 from autobatch.step.loop_guard import BACKWARD, LoopGuard
 from autobatch.step.losses import Term, Weigh, read_terms, read_weights
@@ -37,6 +38,7 @@ __all__ = [
     "check_model",
     "check_weigh",
     "leaves_of_graph",
+    "read_output",
     "split_output",
     "warn_of_no_optimizer",
 ]
@@ -53,17 +55,30 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is run: a model, the user's step on it, what a mean is over, and the optimizer beside it."""
+    """What is run: a model, the user's step on it, what a mean is over, and the optimizer beside it.
+
+    Attributes:
+        model: The model.
+        step: The user's step, or ``default_step``.
+        weigh: The user's count of a micro-batch; ``None``: samples.
+        optimizer: The optimizer, with its state.
+        called_by: Public function that runs it, for notes on the user's errors.
+        named: Name of the step there.
+    """
 
     model: nn.Module
     step: Step
     weigh: Weigh | None = None
     optimizer: Any | None = None
+    called_by: str = "autobatch"
+    named: str = "your step(model, micro_batch)"
     _guard: LoopGuard = field(default_factory=LoopGuard, init=False, repr=False, compare=False)
     _was_called: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for what is of the wrong kind, or cannot be split exactly."""
+        if self.step is default_step:
+            vars(self)["named"] = "your model"
         _check_kinds(self.model, self.step, self.weigh)
         if self.optimizer is not None:
             _check_optimizer(self.model, self.optimizer)
@@ -129,12 +144,11 @@ class Workload:
         """
         if self.weigh is None:
             return {"": float(samples)}
-        return read_weights(call_read_only("weigh", self.weigh, micro_batch), samples)
+        return read_weights(call_read_only("weigh", self.weigh, micro_batch, called_by=self.called_by), samples)
 
     def run(self, micro_batch: Any) -> StepOutput:
         """Call the user's step; raises InvalidStep where no gradient can come from what it returned."""
-        loss, aux = split_output(self.call_step(micro_batch))
-        return StepOutput(read_terms(loss), aux)
+        return read_output(self.call_step(micro_batch))
 
     def call_step(self, micro_batch: Any) -> Any:
         """What the user's step returns; raises InvalidStep where it does the training loop's work (``loop_guard``)."""
@@ -143,17 +157,22 @@ class Workload:
             with self.guard(self.parameters()):
                 return self.call_step(micro_batch)
         guard.reached.clear()
+        hooks: list[Any] = []  # of the first call: later ones are looked at when they have returned
         try:
-            if self._was_called:
-                returned = self.step(self.model, micro_batch)
-            else:
-                returned = guard.run_watched(lambda: self.step(self.model, micro_batch), self.parameters())
+            if not self._was_called:
+                guard.refuse_backward(self.parameters(), hooks)
+            returned = self.step(self.model, micro_batch)
+            if not self._was_called:
+                guard.allow_backward(hooks)
                 self._was_called.append(True)
         except Exception as error:
             named = BACKWARD if guard.reached else [*guard.refused, ""][0]
             if named and (named != str(error) or not isinstance(error, InvalidStep)):
                 raise InvalidStep(named) from error
             raise
+        finally:
+            if hooks:
+                guard.allow_backward(hooks)  # again: an interrupt may have come in between
         if guard.reached or guard.refused or guard.zeroed:
             raise InvalidStep(BACKWARD if guard.reached else [*guard.refused, *guard.zeroed][0])
         return returned
@@ -169,6 +188,12 @@ class Workload:
     def check_leaves(self, loss: torch.Tensor, stand_ins: Iterable[torch.Tensor] = ()) -> None:
         """``check_leaves`` with the parameters of the model and the optimizer, and what stands for them in a graph."""
         check_leaves(loss, [*self.parameters(), *stand_ins])
+
+
+def read_output(returned: Any) -> StepOutput:
+    """The losses that a step returned, and the rest; raises InvalidStep where no gradient can come from them."""
+    loss, aux = split_output(returned)
+    return StepOutput(read_terms(loss), aux)
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.trimming import SortedLayout
 from autobatch.distributed.shared_step import SharedStep
@@ -211,15 +212,18 @@ class Accumulation:
                         continue
                     if progress.done and not state.is_still:
                         self._begin_micro_batch(progress, transaction)
-                    # No variable: nothing of a micro-batch is held but what the user put beside its loss.
+                    # No variable stays: nothing of a micro-batch is held but what the user put beside its loss.
                     if is_watched:
-                        with self.device.micro_batch(todo[0].size) or nullcontext():
-                            progress.finish(*self._run_watched(todo[0], progress, transaction))
+                        with self._watch(todo[0], transaction):
+                            ran = self._run_micro_batch(todo[0], progress, stamps)
+                        progress.finish(*ran)  # outside: it writes into the sum of the losses, which is not the step's
+                        del ran
                     else:
                         progress.finish(*self._run_micro_batch(todo[0], progress, stamps))
                     stamps.renew()
         except Exception as error:
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
+                progress.note_where(error, self.workload.called_by)
                 raise
             if [*map(_VERSION, progress.batch)] != progress.versions and not state.is_looked_over:
                 refuse_write(stays=not self.owns_batches)
@@ -241,7 +245,9 @@ class Accumulation:
         """Add one micro-batch's gradient to ``.grad``; returns its part of the loss, and what is beside it."""
         progress.phase = "forward"
         samples = tuple(micro_batch.leaves) if progress.is_ready else self._move(micro_batch)
+        progress.running = self.workload.named
         returned = self.workload.call_step(samples)
+        progress.running = ""
         losses, aux = (returned, None) if type(returned) is torch.Tensor else split_output(returned)
         if not stamps.unchanged():
             stamps.refuse_change()
@@ -252,6 +258,7 @@ class Accumulation:
             if not self.leaves_are_known:
                 self.workload.check_leaves(loss, self.stand_ins())
                 self.leaves_are_known = True  # going through the graph takes as long as a forward pass
+            progress.running = "the backward pass of your loss"
             if self._begins_in_engine and type(loss) is torch.Tensor:
                 # Not loss * factor: its gradient begins with the same number, and two operators less are run.
                 begin_in_engine(loss, torch.full_like(loss, factor))
@@ -261,6 +268,7 @@ class Accumulation:
                     loss.backward()
                 else:
                     self.backward(loss)
+            progress.running = ""
         if self.state.may_be_sparse or stamps.any_sparse:
             self._join_sparse_rows(progress, stamps)
         if [*map(_VERSION, progress.batch)] != progress.versions and not self.state.is_looked_over:
@@ -272,9 +280,8 @@ class Accumulation:
         if self.in_float32 and self.state.moves_modules and len(progress.todo) > 1:
             self._sums.begin(transaction.stamps.parameters)
 
-    def _run_watched(
-        self, micro_batch: MicroBatch, progress: AccumulationState, transaction: Transaction
-    ) -> tuple[DividedLoss | None, Any]:
+    @contextmanager
+    def _watch(self, micro_batch: MicroBatch, transaction: Transaction) -> Iterator[None]:
         """In steps that are looked over: find what the micro-batch writes into."""
         watch: AbstractContextManager[object] = nullcontext()
         record: AbstractContextManager[object] = nullcontext()
@@ -284,8 +291,8 @@ class Accumulation:
             if self.state.is_recording:
                 apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors(), *self._find_apart()]
                 record = self.state.record([transaction.start, transaction.here], apart, watched.save)
-        with watch, record:
-            return self._run_micro_batch(micro_batch, progress, transaction.stamps)
+        with self.device.micro_batch(micro_batch.size) or nullcontext(), watch, record:
+            yield
 
     def _find_apart(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from autobatch.errors import InvalidStep
+from autobatch._user_errors import note_where
+from autobatch.errors import AutobatchError, InvalidStep
 from autobatch.records import Phase
 from autobatch.training.loss_denominators import Denominators, DividedLoss
 from autobatch.training.micro_batches import MicroBatch, find_scale
@@ -68,6 +69,7 @@ class AccumulationState:
         failed_size: Samples of the micro-batch in which memory ended last.
         failed_scale: As in ``Shortage``.
         phase: The pass of the running micro-batch.
+        running: Function of the user that runs now, named for a note on its error; empty: none.
     """
 
     loss: torch.Tensor | None = None
@@ -75,6 +77,7 @@ class AccumulationState:
     unit: float | None = None
     retries = failed_size = failed_scale = 0
     phase: Phase = "forward"
+    running: str = ""
 
     def __init__(
         self, micro_batches: list[MicroBatch], batch: Sequence[torch.Tensor], *, weighed: bool, is_ready: bool
@@ -100,6 +103,11 @@ class AccumulationState:
         self._per_sample, self._is_scaled = per_sample, is_scaled
         expected = per_sample * self.denominators.samples
         self.denominators = replace(self.denominators, expected=expected, is_scaled=is_scaled)
+
+    def note_where(self, error: Exception, called_by: str) -> None:
+        """Note on an error of the user's function that runs now which one it is; errors of ours say it themselves."""
+        if self.running and not isinstance(error, AutobatchError):
+            note_where(error, self.running, called_by, self.todo[0].size)
 
     @property
     def counted_per_sample(self) -> float:

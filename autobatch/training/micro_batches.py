@@ -94,7 +94,8 @@ def cut(
             if type(layout) is SortedLayout and largest is None and stop - start == layout.count:
                 layout = Layout(layout.batch, layout.count, layout.lists)  # noqa: PLW2901 - the same batch
             answers: _Answers = {}
-            weights = tuple(_weigh(workload, layout, *bounds, answers) for bounds in zip(starts, stops, strict=True))
+            # No generator: of a StopIteration of the user's it would make a RuntimeError.
+            weights = tuple([_weigh(workload, layout, *bounds, answers) for bounds in zip(starts, stops, strict=True)])
             if type(layout) is SortedLayout:
                 layout.check_trimmed(answers)
             counts = [max(weighed.values()) > 0 for weighed in weights]

@@ -8,13 +8,13 @@ one whose labels are all ignored is nan, and so is its gradient times 0. Does no
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from autobatch._user_errors import contextmanager
 from autobatch.batch.tree import tensors_of
 from autobatch.distributed.sharding import sharded_modules
 from autobatch.errors import InvalidStep

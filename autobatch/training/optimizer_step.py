@@ -19,6 +19,7 @@ from torch import nn
 
 from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
+from autobatch._user_errors import add_note, note_where
 from autobatch._wrappers import unwrap_optimizer
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
@@ -76,7 +77,7 @@ class Update:
             DoesNotFit: The step does not fit.
             CannotRetry: Memory ended in it.
         """
-        begun, reason, handled = False, None, sys.exc_info()[1]
+        begun, stepped, reason, handled = False, False, None, sys.exc_info()[1]
         entries = () if self.scaler is None else self._read_entries()
         made: list[torch.Tensor] = []
         try:
@@ -86,10 +87,8 @@ class Update:
             begin()
             begun = True
             for optimizer in self.optimizers:
-                if self.scaler is None:
-                    optimizer.step()
-                else:
-                    self.scaler.step(optimizer)
+                optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
+            stepped = True
             if self.scaler is not None or self.schedulers:
                 self._end_step(scale)
         except BaseException as error:
@@ -97,8 +96,8 @@ class Update:
                 forget_state(self._inner, made)
             # After a checkpoint is loaded, unscale_() must not raise that it was called already.
             self._write_entries(() if begun else entries)
-            _note_interrupt(error, begun=begun)
             if not begun or not isinstance(error, Exception) or not is_oom(error, handled=handled):
+                _note_update(error, begun=begun, stepped=stepped)
                 raise
             reason = describe_error(error, handled=handled)
         finally:
@@ -143,18 +142,16 @@ class Update:
                 scheduler.step()
         except Exception as error:
             _LOG.warning("autobatch: %s: %s", type(error).__name__, _UPDATED)
-            _add_note(error, _UPDATED)
+            add_note(error, _UPDATED)
             raise
 
 
-def _note_interrupt(error: BaseException, *, begun: bool) -> None:
+def _note_update(error: BaseException, *, begun: bool, stepped: bool) -> None:
+    """Say what an error other than a shortage of memory has left."""
     if begun and not isinstance(error, Exception):
-        _add_note(error, _INTERRUPTED)
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
+        add_note(error, _INTERRUPTED)
+    elif begun and not stepped:
+        note_where(error, "your optimizer.step()", "autobatch.Runner")
 
 
 def check_options(scaler: Any, max_grad_norm: Any, schedulers: Sequence[Any], *, has_optimizer: bool) -> None:

@@ -177,7 +177,7 @@ class StepRunner:
             check_options(scaler, max_grad_norm, schedulers, has_optimizer=inner is not None)
             check_choice("enforce", enforce, ("auto", "always"))
             self.plan, self.steps, self._begun_at, self._max_grad_norm = plan, 0, 0, max_grad_norm
-            self._workload = Workload(model, step or default_step, weigh, inner)
+            self._workload = Workload(model, step or default_step, weigh, inner, "autobatch.Runner")
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None

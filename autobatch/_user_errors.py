@@ -1,0 +1,90 @@
+"""Lets errors of the user's functions pass as they were raised, with one note that says where.
+
+Covers the note, and blocks that such an error leaves. Which errors get a note is for their callers to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from functools import wraps
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+from autobatch._formatting import plural
+
+__all__ = ["add_note", "contextmanager", "note_where"]
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+_BEGINS, _NAMES = "raised in ", ", called by autobatch"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note as ``BaseException.add_note`` does, which Python 3.10 lacks: it does not print the note."""
+    _write_notes(error, [*_notes_of(error), note])
+
+
+def note_where(error: BaseException, function: str, called_by: str, samples: int = 0) -> None:
+    """Note which of the user's functions raised this; a later note of this kind replaces an earlier one.
+
+    Args:
+        error: The user's. The same object may be raised several times.
+        function: As the user knows it, such as ``your weigh(batch)``.
+        called_by: The public function that called it.
+        samples: Number of samples in its batch; 0 if unknown.
+    """
+    size = f" with {plural(samples, 'sample')}" if samples else ""
+    others = [note for note in _notes_of(error) if not (str(note).startswith(_BEGINS) and _NAMES in str(note))]
+    _write_notes(error, [*others, f"{_BEGINS}{function}{size}{_NAMES}{called_by.removeprefix('autobatch')}"])
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", None)
+    return [*notes] if isinstance(notes, list | tuple) else []
+
+
+def _write_notes(error: BaseException, notes: list[str]) -> None:
+    with suppress(Exception):  # a class of the user's may refuse
+        vars(error)["__notes__"] = notes  # frozen dataclasses refuse setattr
+
+
+class _Block(AbstractContextManager[_Made]):
+    """One run of a generator function with one ``yield``."""
+
+    def __init__(self, generator: Iterator[_Made]) -> None:
+        self._generator = generator
+
+    def __enter__(self) -> _Made:
+        return next(self._generator)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        if error is None:
+            next(self._generator, None)
+            return False
+        try:
+            self._generator.throw(error)  # type: ignore[attr-defined]
+        except StopIteration as ended:
+            return ended is not error
+        except BaseException as raised:
+            if raised is not error and not (isinstance(error, StopIteration) and raised.__cause__ is error):
+                raise
+            BaseException.with_traceback(error, traceback)  # without the frames of this block
+            return False
+        raise RuntimeError("a block has a second yield")
+
+
+def contextmanager(function: Callable[_Given, Iterator[_Made]]) -> Callable[_Given, AbstractContextManager[_Made]]:
+    """Make a block of a generator function, as ``contextlib.contextmanager`` does, for errors of any class.
+
+    contextlib assigns ``error.__traceback__``. Frozen dataclasses refuse that, and FrozenInstanceError would come out.
+    """
+
+    @wraps(function)
+    def make(*arguments: _Given.args, **options: _Given.kwargs) -> AbstractContextManager[_Made]:
+        return _Block(function(*arguments, **options))
+
+    return make
