@@ -7,9 +7,6 @@ CONTRIBUTING.md and their pictures. Does not cover what the pages claim in words
 from __future__ import annotations
 
 import ast
-import code
-import contextlib
-import io
 import os
 import re
 import subprocess
@@ -115,22 +112,6 @@ def test_the_first_screen_can_be_pasted_into_python(tmp_path: Path) -> None:
     assert _without_times(done.stdout) == _without_times(_first_example().printed)
     assert "Error" not in done.stderr
     assert set(done.stderr.split()) <= {">>>", "..."}
-
-
-@pytest.mark.parametrize("page", [README, INDEX], ids=["README.md", "docs/index.md"])
-def test_no_pasted_line_is_taken_wrongly(page: str) -> None:
-    """An interactive console, given the first block line by line, sees no syntax error and ends with a whole statement.
-
-    Nothing is run: each statement is compiled as soon as it is complete, as ``python`` does it.
-    """
-    console, pending = code.InteractiveConsole({}), False
-    console.runcode = lambda _: None  # type: ignore[method-assign]
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors):
-        for line in _examples(page)[0].code.splitlines():
-            pending = console.push(line)
-    assert errors.getvalue() == ""
-    assert not pending
 
 
 def test_the_docs_begin_with_the_readmes_first_screen() -> None:
