@@ -92,7 +92,7 @@ test-integrations: $(INTEGRATIONS_INSTALLED) ## train in the Trainers of Hugging
 	"$(PYTHON_ENV)" -m pytest --numprocesses 2 --dist loadfile tests/integrations $(if $(SEED),--randomly-seed=$(SEED))
 
 test-gpu: $(INSTALLED) ## run the tests that need a CUDA device
-	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu
+	"$(PYTHON_ENV)" -m pytest -m gpu tests/gpu $(if $(SEED),--randomly-seed=$(SEED))
 
 # torch's default build, which a configured index of CPU builds must not come before: so pip reads no configuration.
 CUDA_PIP := PIP_CONFIG_FILE=/dev/null $(CUDA_VENV)/bin/python -m pip --isolated install --constraint constraints.txt
@@ -134,8 +134,10 @@ test-oldest: $(OLDEST_VENV)/.installed ## run all tests but the slow ones and th
 test-pythons: $(PYTHONS:%=.venv-%/.installed) ## the same tests with the tested torch: make test-pythons [PYTHONS="3.10 3.12 3.13"]
 	for python in $(PYTHONS); do .venv-$$python/bin/python -m pytest $(MOST_TESTS) $(if $(SEED),--randomly-seed=$(SEED)) || exit; done
 
-proof: $(INSTALLED) ## let memory end at every operation of a training step, on several ranks too, and train for long; prints what came of it
-	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py tests/distributed/test_long_run_on_ranks.py tests/distributed/test_sharded_runner.py
+# With fresh examples unless SEED is given: the end of the output says which seed repeats them.
+proof: $(INSTALLED) ## let memory end at every operation of a step, on several ranks too, train for long, draw new examples; SEED=1234 repeats them
+	"$(PYTHON_ENV)" -m pytest -q --numprocesses 3 --dist loadfile --ignore tests/integrations $(if $(SEED),--randomly-seed=$(SEED)) $$(grep -rlw 'from hypothesis' tests --include='test_*.py')
+	STRIDE=1 "$(PYTHON_ENV)" -m pytest -q tests/training/test_faults.py tests/distributed/test_faults_on_ranks.py tests/distributed/test_long_run_on_ranks.py tests/distributed/test_sharded_runner.py $(if $(SEED),--randomly-seed=$(SEED))
 
 mutants: $(INSTALLED) ## plant bugs one by one; each must turn a fast test red
 	"$(PYTHON_ENV)" tests/mutants.py

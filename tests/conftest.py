@@ -14,6 +14,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 
 import hypothesis.core
 import numpy as np
@@ -29,9 +30,18 @@ from autobatch.memory import cpu
 from autobatch.memory.cpu import LiveStorage
 from autobatch.prediction.child_process import run_apart
 
-# A deadline measures the machine, not the code. Each run draws new examples: a property holds for all of them.
-settings.register_profile("fresh", deadline=None, derandomize=False, print_blob=True)
-settings.load_profile("fresh")
+# A deadline measures the machine, not the code. What is drawn depends on the seed alone, not on failures of earlier
+# runs in .hypothesis/.
+settings.register_profile("seeded", deadline=None, derandomize=False, print_blob=True, database=None)
+settings.load_profile("seeded")
+
+# Nor on the numbers that stand in the package's source: hypothesis draws from those of the modules that are imported.
+with suppress(ImportError):
+    from hypothesis.internal.conjecture import providers
+
+    if hasattr(providers, "_get_local_constants"):
+        _no_constants = providers._local_constants
+        providers._get_local_constants = lambda: _no_constants
 
 # No test may meet what another one, or the developer's own training, has left behind; those of the ledger turn it on.
 os.environ["AUTOBATCH_LEDGER"] = "off"
@@ -56,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Say how to repeat the run."""
     seed = config.getoption("randomly_seed", default=None)
     if isinstance(seed, int):
-        terminalreporter.write_line(f"the same order and examples again: make test SEED={seed}")
+        terminalreporter.write_line(f"the same order and examples again: make the same target with SEED={seed}")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

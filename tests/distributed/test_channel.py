@@ -93,7 +93,7 @@ def test_a_rank_that_was_killed_is_noticed_by_all_at_once():
     assert answers.pop(2).end == "ended with -9"
     for text, seconds in values_of(answers):
         assert text.startswith("rank 2 of 4 is gone: its process ")
-        assert seconds < 15
+        assert seconds < 45
 
 
 def test_a_rank_that_is_stopped_is_named_after_the_timeout():
@@ -103,7 +103,7 @@ def test_a_rank_that_is_stopped_is_named_after_the_timeout():
     (text, seconds) = values_of(answers[:1])[0]
     assert text.startswith("rank 1 of 2 did not answer, and its process ")
     assert " is stopped (" in text
-    assert 2 < seconds < 30
+    assert 2 < seconds < 80
 
 
 def exchange_in_a_part():

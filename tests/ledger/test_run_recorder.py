@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders.python_calls import count_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledgers import failed, finished, make_plan, make_run, resized, retried, run_process, start_process
@@ -145,17 +146,12 @@ def test_a_real_runner_is_recorded(tmp_path):
     assert "step 2 ran out of memory" in run.reason
 
 
-def test_a_step_costs_less_than_20_microseconds(tmp_path):
-    """3 were measured; the best of ten rounds is the code's, the rest is the machine's."""
+def test_a_step_costs_a_few_calls(tmp_path):
+    """They took 3 microseconds; the number of micro-batches does not matter."""
     recorder = RunRecorder(make_plan(), Ledger(tmp_path), every_s=SELDOM)
-    events = [finished(step, (8,) * 32) for step in range(2000)]
+    events = [finished(step, (8,) * 32) for step in range(101)]
     recorder(events[0])
-    rounds = []
-    for number in range(10):
-        began = time.perf_counter()
-        take(recorder, *events[1 + number * 100 : 101 + number * 100])
-        rounds.append((time.perf_counter() - began) / 100)
-    assert min(rounds) < 20e-6
+    assert count_calls(lambda: take(recorder, *events[1:]), builtins=True) < 30 * 100
 
 
 class Counted(Ledger):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import sqlite3
 import stat
@@ -298,7 +297,7 @@ def kill_while_writing(path, name, delay_s):
 @pytest.mark.slow
 def test_a_kill_loses_nothing_that_was_acknowledged(tmp_path):
     """At any moment of fifteen writers, in a new file or an old one, the file opens, is whole and has it all."""
-    draw, acknowledged = random.Random(os.urandom(8)), 0
+    draw, acknowledged = random.Random(0), 0
     for number in range(15):
         path = tmp_path / f"home{number // 3}" / "ledger.sqlite3"  # each third kill is in a file that is being made
         name, delay_s = f"w{number}", draw.uniform(0, 0.02 if number % 3 == 0 else 0.15)

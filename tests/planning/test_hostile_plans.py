@@ -21,8 +21,8 @@ from autobatch.events.run_history import Run, Setback, StepRange
 from autobatch.plan import Plan
 from autobatch.records import ModuleError, Tenant, Verdict
 
-LONGEST_S = 2.0
-"""For all that is done with a plan together; the largest one takes less."""
+LONGEST_S = 60.0
+"""Of computing, for all that is done with a plan together: a second at most, and hours where a search does not end."""
 
 
 def use(plan, folder):

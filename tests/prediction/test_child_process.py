@@ -92,7 +92,7 @@ def test_a_child_that_hangs_is_killed(monkeypatch):
     started = time.monotonic()
     with pytest.raises(CannotPredict, match="did not come to an end in time"):
         run_apart(lambda: time.sleep(60), most_seconds=0.3)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
     (child,) = children
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
@@ -245,7 +245,7 @@ def test_a_child_that_nobody_waits_for_ends_with_its_block():
     started = time.monotonic()
     with begin_apart(lambda: time.sleep(60)):
         pass
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 50
 
 
 def test_a_child_that_is_killed_takes_its_own_children_along(tmp_path):
@@ -259,7 +259,7 @@ def test_a_child_that_is_killed_takes_its_own_children_along(tmp_path):
     with pytest.raises(CannotPredict, match="did not come to an end in time"):
         run_apart(hang, 5.0)
     grandchild = int(note.read_text())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 50
     while is_running(grandchild):
         assert time.monotonic() < deadline
         time.sleep(0.05)

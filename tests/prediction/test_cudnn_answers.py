@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import sqlite3
 
 import pytest
@@ -108,7 +108,7 @@ def test_without_a_place_to_remember_it_is_asked_each_time(harm, libraries, proc
         (tmp_path / "home").write_text("a file")
     else:
         (tmp_path / "home").mkdir()
-        (tmp_path / "home" / "cudnn.sqlite3").write_bytes(b"\0" * 100 + os.urandom(5000))
+        (tmp_path / "home" / "cudnn.sqlite3").write_bytes(b"\0" * 100 + random.Random(0).randbytes(5000))
     for _ in range(2):
         assert ask_cudnn([make()], "sm_80", 108) == Answers(VERSION, {make(): 8})
     assert len(process.asked) == 2
@@ -191,7 +191,7 @@ def test_the_rule_counts_copies(changes, architecture, expected):
 def test_a_file_that_is_no_database_is_closed(tmp_path, monkeypatch):
     """Python 3.13 warns of one that is left to the collector."""
     (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "cudnn.sqlite3").write_bytes(os.urandom(5000))
+    (tmp_path / "home" / "cudnn.sqlite3").write_bytes(random.Random(0).randbytes(5000))
     connect, opened = sqlite3.connect, []
 
     def note_connection(*given, **named):

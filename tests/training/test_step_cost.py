@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 
 import pytest
 import torch
+from builders.python_calls import count_calls
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,22 +60,6 @@ class CountOperators(TorchDispatchMode):
         """One more."""
         self.count += func is not torch.ops.aten.detach.default
         return func(*args, **(kwargs or {}))
-
-
-def count_calls(action):
-    """How many Python functions were called."""
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 def test_a_step_makes_few_python_calls():
