@@ -1,7 +1,8 @@
 """Refuses hooks on the gradients of parameters, which would run on the part of each micro-batch; registers our own.
 
-Covers ``register_hook`` and ``register_post_accumulate_grad_hook``. Does not cover hooks on torch's own
-``AccumulateGrad`` nodes, which cannot be listed, nor when hooks are looked for (``training.accumulation``).
+These are ``register_hook`` and ``register_post_accumulate_grad_hook``, and optimizers that step inside the backward
+pass. Other hooks on torch's own ``AccumulateGrad`` nodes cannot be listed. ``training.accumulation`` says when hooks
+are looked for.
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ def find_hooks(parameters: Sequence[torch.Tensor]) -> frozenset[int]:
 
 
 def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> None:
-    """Raise InvalidArgument where the parameter has a hook whose key is not among ``known``."""
+    """Raise InvalidArgument where the parameter has a hook whose key is not among ``known``, or its own optimizer.
+
+    ``torch.distributed.optim._apply_optimizer_in_backward`` hooks the parameter's ``AccumulateGrad`` node, which cannot
+    be looked up, and notes its optimizers on the parameter.
+    """
     early, late = HOOKS_OF(parameter)
-    if not known.issuperset(_keys_of(late)):
+    if not known.issuperset(_keys_of(late)) or getattr(parameter, "_in_backward_optimizers", None):
         raise InvalidArgument(
             f"{name} has a post-accumulate-grad hook: an update inside the backward pass happens at every "
-            f"micro-batch and cannot be undone; remove the hook"
+            f"micro-batch and cannot be undone; remove the hook, and use an optimizer that is stepped after the "
+            f"backward pass, such as torch.optim.AdamW, in place of a layerwise one"
         )
     if not known.issuperset(_keys_of(early)):
         raise InvalidArgument(

@@ -233,7 +233,7 @@ def _recorder(pl: Any) -> Any:
             rate = trainer.optimizers[0].param_groups[0]["lr"]
             self.logs.append({**found, "rate": rate, "step": trainer.global_step})
             ours = [one for one in trainer.callbacks if type(one).__name__ == "Autobatch"]
-            self.results += [one.result for one in ours]
+            self.results += [one.result for one in ours if one.result is not None]
 
         def on_train_epoch_end(self, trainer, module) -> None:
             self.logs.append({name: float(value) for name, value in trainer.callback_metrics.items()})

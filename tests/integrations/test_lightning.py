@@ -293,11 +293,12 @@ def test_a_count_that_is_zero_at_first_is_a_sum_later(caplog):
 
 def test_ranks_that_cannot_tell_leave_the_rule_to_the_others():
     """Those that disagree leave none."""
-    told, other, is_open = ["a", 1, "sum", True, False], ["a", 1, "max", True, False], ["a", 1, "mean", True, True]
-    assert agreed_rules([[told]]) == agreed_rules([[told], []]) == {("a", 1): Rule("sum")}
-    assert agreed_rules([[told], [is_open]]) == agreed_rules([[is_open], [told]]) == {("a", 1): Rule("sum")}
-    assert agreed_rules([[is_open], [is_open]]) == {("a", 1): Rule("mean", is_open=True)}
-    assert agreed_rules([[told], [other]]) == {}
+    one, other, several = ["a", 1, ["sum"], True], ["a", 1, ["max"], True], ["a", 1, ["mean", "sum"], True]
+    assert agreed_rules([[one]]) == agreed_rules([[one], []]) == {("a", 1): Rule(("sum",))}
+    assert agreed_rules([[one], [several]]) == agreed_rules([[several], [one]]) == {("a", 1): Rule(("sum",))}
+    assert agreed_rules([[several], [several]]) == {("a", 1): Rule(("mean", "sum"))}
+    assert agreed_rules([[one], [other]]) == {}
+    assert agreed_rules([[one], [["a", 1, ["sum"], False]]]) == {}
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -12,7 +12,7 @@ from autobatch._arguments import check_target
 from autobatch.events import Hook
 from autobatch.fitting.options import Options
 from autobatch.integrations.lightning.framework import callback_bases
-from autobatch.integrations.lightning.refusals import refuse_unsupported
+from autobatch.integrations.lightning.refusals import refuse_optimizer, refuse_unsupported
 from autobatch.integrations.lightning.training import Optimization
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
@@ -114,6 +114,11 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
         if stage == "fit":
             refuse_unsupported(trainer, pl_module)
             self._optimization = Optimization(trainer, pl_module, self._options)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse optimizers that cannot be stepped once a batch; Lightning has made them by now."""
+        for optimizer in trainer.optimizers:
+            refuse_optimizer(optimizer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the place back; plan and result can still be read."""

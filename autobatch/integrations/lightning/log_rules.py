@@ -1,12 +1,14 @@
-"""Finds on a few samples how what a module logs is put together from micro-batches.
+"""Finds on a few samples how the numbers of micro-batches are put together.
 
-Covers values that are no mean, such as a number of samples, and warns of those that no rule makes exact, metrics
-included; and names that first appear in a later batch. Does not cover gradients, which ``fit`` compares.
+These are what a module logs and returns, and its loss. A number may be no mean, such as a count of samples, and a loss
+may be a sum. A warning names what no rule makes exact, metrics included. Names that first appear in a later batch are
+looked at there.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -30,11 +32,12 @@ from autobatch.integrations.lightning.logs import (
     values_of,
 )
 from autobatch.integrations.lightning.metrics import metrics_in, states_of
-from autobatch.integrations.lightning.module_step import ModuleStep
+from autobatch.integrations.lightning.module_step import MicroBatchOutput, ModuleStep
+from autobatch.integrations.lightning.outputs import RETURNED, is_number
 from autobatch.memory.oom import is_oom
 from autobatch.state.rewind_point import RewindPoint
 
-__all__ = ["KnownNames", "agreed_rules", "find_rules"]
+__all__ = ["LOSS", "KnownNames", "agreed_rules", "find_rules"]
 
 _log = logging.getLogger("autobatch")
 _PARTS = ((3, 2), (2, 1), (1, 1))
@@ -44,9 +47,14 @@ _MOST_SEARCHES = 5
 """After the first batch's: a name that has the batch's number in it is new in each."""
 _TOLERANCE = 1e-4
 """Relative; float32 sums of a few samples differ by less, and what is a sum in place of a mean by far more."""
+_LOSS_TOLERANCE = 0.02
+"""A loss in bfloat16 is a mean or a sum, too; ``fit(check=)`` compares gradients more closely."""
 
-Run = tuple[list[Logged], dict[str, torch.Tensor]]
-"""What micro-batches have logged, and what metrics hold after them."""
+LOSS: Key = "loss", RETURNED
+"""Of the loss, which is a mean or a sum."""
+
+Run = tuple[Mapping[Key, Weighed], Mapping[str, torch.Tensor]]
+"""Numbers that micro-batches have logged and returned, and what metrics hold after them."""
 
 
 @dataclass
@@ -62,16 +70,14 @@ class KnownNames:
     module: str
     may_search: bool
     new: AbstractSet[Key] = frozenset()
-    _known: set[Key] = field(default_factory=set)
-    _open: set[Key] = field(default_factory=set)
+    _rules: dict[Key, Rule] = field(default_factory=dict)
     _reset: set[Key] = field(default_factory=set)
     _searches: int = 0
     _has_warned: bool = False
 
     def note(self, rules: Mapping[Key, Rule]) -> None:
-        """Note what was found: names that are not among it, or open there, are searched for again."""
-        self._known |= {key for key, rule in rules.items() if not rule.is_open}
-        self._open |= {key for key, rule in rules.items() if rule.is_open}
+        """Note what was found: names that are not among it, or that have several ways there, are searched for again."""
+        self._rules.update(rules)
 
     def learn(self, logged: Sequence[Logged], *, is_searched: bool) -> bool:
         """Whether the rules of a step's names have to be found; warns of those of which no search is left.
@@ -87,17 +93,18 @@ class KnownNames:
         if self.new and may_search and not is_searched:
             self._searches += 1
             return True
-        # Of those that a search has met as zeros alone, another batch's samples will say more.
-        unknown = self.new - self._open if may_search else self.new
+        # Another batch's samples may distinguish the ways of those that were met. A mean is only doubtful beside a sum.
+        met = {key for key in self.new if key in self._rules and (may_search or "sum" not in self._rules[key].ways)}
+        unknown = self.new - met
         if unknown:
             self._warn_of_new(min(unknown)[0])
         return False
 
     def _is_new(self, key: Key, calls: Weighed) -> bool:
         """Whether it matters in this step, and is not known, how a name is put together."""
-        if key in self._known or key in self._reset or is_running(calls):
+        if key in self._reset or is_running(calls) or default_rule(calls[-1][1]) is None:
             return False
-        return default_rule(calls[-1][1]) is not None and not _is_any_way_right(*values_of(calls, adds_up=True))
+        return _do_ways_differ(self._rules.get(key, Rule(("mean", "sum"))), calls)
 
     def _warn_of_new(self, name: str) -> None:
         if self._has_warned:
@@ -128,13 +135,13 @@ class KnownNames:
 def find_rules(
     step: ModuleStep, batch: Any, objects: Sequence[Any], only: AbstractSet[Key] | None = None
 ) -> dict[Key, Rule]:
-    """The rule of each name that a few samples show, whole and in parts.
+    """Find the rule of each number that a few samples show, whole and in parts.
 
     Args:
         step: The module's.
         batch: Of which a few samples are run, three times.
         objects: What a step changes outside the module; put back, as the module is.
-        only: The names that are looked at; ``None``: all, and metrics.
+        only: The names that are looked at; ``None``: all, what is returned, and metrics.
     """
     layout = describe(batch)
     device = next(step.module.parameters()).device
@@ -164,17 +171,21 @@ def _try(
         before.restore()
 
 
-def agreed_rules(said: Iterable[Iterable[Sequence[Any]]]) -> dict[Key, Rule]:
-    """The rules on which those ranks agree that could tell.
+def agreed_rules(found: Iterable[Iterable[Sequence[Any]]]) -> dict[Key, Rule]:
+    """Return the rules on which those ranks agree that have one.
 
     Args:
-        said: By rank, of each rule: the key's name and number, and the rule's fields.
+        found: By rank, of each rule: the key's name and number, and the rule's fields.
     """
-    found: dict[Key, list[Rule]] = {}
-    for name, number, *rule in chain.from_iterable(said):
-        found.setdefault((name, number), []).append(Rule(*rule))
-    told = {key: {one for one in rules if not one.is_open} or {*rules} for key, rules in found.items()}
-    return {key: rules.pop() for key, rules in told.items() if len(rules) == 1}
+    by_key: dict[Key, list[Rule]] = {}
+    for name, number, ways, adds_up in chain.from_iterable(found):
+        by_key.setdefault((name, number), []).append(Rule(tuple(ways), adds_up))
+    agreed = {}
+    for key, rules in by_key.items():
+        ways = tuple(way for way in rules[0].ways if all(way in rule.ways for rule in rules))
+        if ways and len({rule.adds_up for rule in rules}) == 1:
+            agreed[key] = Rule(ways, rules[0].adds_up)
+    return agreed
 
 
 def _run(step: ModuleStep, layout: Layout, sizes: Sequence[int], before: RewindPoint, device: torch.device) -> Run:
@@ -183,56 +194,79 @@ def _run(step: ModuleStep, layout: Layout, sizes: Sequence[int], before: RewindP
         with before.record(layout.tensors()):  # a metric may add to its tensors in place
             step.run(step.module, layout.take(start, start + size))
         start += size
-    logged: list[Logged] = [(output.weight, output.logged) for output in step.outputs]
+    numbers = _numbers_of(step.outputs)
     metrics = {
-        f"{name}.{state}": value for name, one in metrics_in(step.module).items() for state, value in _states(one)
+        f"{name}.{state}": value
+        for name, one in metrics_in(step.module).items()
+        for state, value in states_of(one).items()
     }
     before.restore()
-    torch.rand(len(logged), device=device)  # so that what is random differs from one run to the next
-    return logged, metrics
+    torch.rand(len(sizes), device=device)  # so that what is random differs from one run to the next
+    return numbers, metrics
 
 
-def _states(metric: Any) -> Sequence[tuple[str, torch.Tensor]]:
-    return [*states_of(metric).items()]
+def _numbers_of(outputs: Sequence[MicroBatchOutput]) -> dict[Key, Weighed]:
+    """What was logged, and numbers that were returned, the loss among them."""
+    logged: list[Logged] = [(output.weight, output.logged) for output in outputs]
+    returned: dict[Key, list[tuple[float, LogCall]]] = {}
+    for output in outputs:
+        for name, value in {LOSS[0]: output.loss, **output.beside}.items():
+            if is_number(value):
+                returned.setdefault((name, RETURNED), []).append((output.weight, LogCall(name, value, {})))
+    return {**group_calls(logged), **returned}
 
 
 def _compare(
     step: ModuleStep,
-    whole: Sequence[Logged],
-    again: Sequence[Logged],
-    parts: Sequence[Logged],
+    whole: Mapping[Key, Weighed],
+    again: Mapping[Key, Weighed],
+    parts: Mapping[Key, Weighed],
     only: AbstractSet[Key] | None,
 ) -> dict[Key, Rule]:
     rules: dict[Key, Rule] = {}
-    expected, repeated = group_calls(whole), group_calls(again)
-    for key, calls in group_calls(parts).items():
+    for key, calls in parts.items():
         usual = default_rule(calls[-1][1]) if only is None or key in only else None
-        if usual is None or key not in expected or key not in repeated:
+        if usual is None or key not in whole or key not in again:
             continue
         if len(calls) == 1:
             continue  # one part alone has logged it: that is no comparison
-        value, call = expected[key][0][1].value, expected[key][0][1]
-        if not _is_near(repeated[key][0][1].value, value):
-            rules[key] = usual  # random: no samples will show more
+        call = whole[key][0][1]
+        value, repeated = call.value, again[key][0][1].value
+        if not _is_near(repeated, value):
+            of_loss = whole[LOSS][0][1].value, again[LOSS][0][1].value
+            is_loss = _is_near(value, of_loss[0]) and _is_near(repeated, of_loss[1])
+            rules[key] = _judge_random_loss(of_loss, parts[LOSS]) if is_loss else usual
             continue
         sizes = [one.options.get("batch_size") for _, one in calls]
         adds_up = None in sizes or call.options["batch_size"] == sum(map(int, filter(None, sizes)))
-        found = [way for way in (usual.way, *WAYS) if _is_near(combine(way, *values_of(calls, adds_up=adds_up)), value)]
-        if not found:
+        ways = dict.fromkeys((usual.way, *(WAYS if key != LOSS else ("mean", "sum"))))
+        near = _TOLERANCE if key != LOSS else _LOSS_TOLERANCE
+        found = tuple(way for way in ways if _is_near(combine(way, *values_of(calls, adds_up=adds_up)), value, near))
+        if not found and key[1] != RETURNED:
             _warn_of_value(step, call)
-        is_open = _is_any_way_right(*values_of(calls, adds_up=adds_up))
-        rules[key] = Rule(found[0] if found else usual.way, adds_up, is_open)
+        is_said = "reduce_fx" in call.options and usual.way in found
+        rules[key] = Rule(usual.ways if is_said or not found else found, adds_up)
     return rules
 
 
-def _is_any_way_right(values: Sequence[Any], weights: Sequence[float]) -> bool:
-    """Whether their sum is their mean, as of zeros."""
-    return _is_near(combine("sum", values, weights), combine("mean", values, weights))
+def _judge_random_loss(wholes: Sequence[Any], calls: Weighed) -> Rule:
+    """Read a loss that no two runs give, as with dropout: is it nearer to the mean of its parts or to their sum."""
+    mean, total = (float(combine(way, *values_of(calls, adds_up=True))) for way in ("mean", "sum"))
+    between = math.sqrt(mean * total) if mean > 0 and total > 0 else math.inf
+    return Rule(("sum",) if all(float(whole) > between for whole in wholes) else ("mean",))
 
 
-def _is_near(one: Any, other: Any) -> bool:
+def _do_ways_differ(rule: Rule, calls: Weighed) -> bool:
+    """Whether it matters for these values which of the rule's ways is taken."""
+    if len(rule.ways) == 1:
+        return False
+    first, *others = [combine(way, *values_of(calls, adds_up=rule.adds_up)) for way in rule.ways]
+    return not all(_is_near(first, other) for other in others)
+
+
+def _is_near(one: Any, other: Any, tolerance: float = _TOLERANCE) -> bool:
     a, b = torch.as_tensor(one).double(), torch.as_tensor(other).double()
-    return a.shape == b.shape and torch.allclose(a, b.to(a.device), rtol=_TOLERANCE, atol=1e-7, equal_nan=True)
+    return a.shape == b.shape and torch.allclose(a, b.to(a.device), rtol=tolerance, atol=1e-7, equal_nan=True)
 
 
 def _warn_of_value(step: ModuleStep, call: LogCall) -> None:

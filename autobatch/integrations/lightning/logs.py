@@ -68,14 +68,22 @@ class Rule:
     """How the values of micro-batches are put together.
 
     Attributes:
-        way: To one value.
+        ways: Ways that gave the whole's value; several, where the compared values do not distinguish them.
         adds_up: Whether ``batch_size=``, where it is given, is the micro-batch's own, and not the whole batch's.
-        is_open: Whether samples were compared whose values were zeros, of which any way makes the same.
     """
 
-    way: Way
+    ways: tuple[Way, ...]
     adds_up: bool = True
-    is_open: bool = False
+
+    @property
+    def way(self) -> Way:
+        """The first of the ways."""
+        return self.ways[0]
+
+    def narrowed(self, other: Rule | None) -> Rule:
+        """Return this rule with the ways that the other one has too; unchanged where they share none."""
+        ways = self.ways if other is None else tuple(way for way in self.ways if way in other.ways)
+        return replace(self, ways=ways or self.ways)
 
 
 Logged = tuple[float, Sequence[LogCall]]
@@ -130,7 +138,7 @@ def _merge(calls: Weighed, rule: Rule | None) -> LogCall:
     if rule is None or len(calls) == 1:
         return last
     if is_running(calls):
-        rule = replace(rule, way="last")
+        rule = replace(rule, ways=("last",))
     values, weights = values_of(calls, adds_up=rule.adds_up)
     options = dict(last.options)
     if rule.adds_up and all(call.options.get("batch_size") is not None for _, call in calls):
@@ -160,7 +168,7 @@ def default_rule(call: LogCall) -> Rule | None:
         return None
     reduction = call.options.get("reduce_fx", "mean")
     way = _BY_REDUCTION.get(reduction.lower() if isinstance(reduction, str) else reduction)
-    return None if way is None else Rule(way)
+    return None if way is None else Rule((way,))
 
 
 def combine(way: Way, values: Sequence[Any], weights: Sequence[float]) -> Any:

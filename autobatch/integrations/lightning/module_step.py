@@ -1,14 +1,13 @@
 """Runs a module's own ``training_step`` on one micro-batch, and takes down what it logs.
 
-Covers the loss, Lightning's backward pass with its hooks, and what is beside the loss: rows of several micro-batches
-are put end to end, numbers are a mean, and of anything else there is a list. Does not cover what is done with all of it
-when the step is whole (``training``).
+It also runs Lightning's backward pass with its hooks. ``training`` uses what the micro-batches leave when the step is
+whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 from autobatch.batch.layout import describe
 from autobatch.errors import InvalidStep
 from autobatch.integrations.attributes import replaced
-from autobatch.integrations.lightning.logs import LogCall, combine, read_call
+from autobatch.integrations.lightning.logs import LogCall, read_call
 from autobatch.integrations.lightning.metrics import metrics_in
+from autobatch.step.losses import Part
 from autobatch.step.workload import Weigh
 
-__all__ = ["MicroBatchOutput", "ModuleStep", "StepOutputs", "hook_name", "join_outputs"]
+__all__ = ["MicroBatchOutput", "ModuleStep", "StepOutputs", "hook_name"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class ModuleStep:
         weigh: What the loss is a mean over; ``None``: samples.
         arguments: Of ``training_step``, for the running batch.
         outputs: Of the micro-batches that stay; a Runner puts it back when one is undone.
+        is_summed: Whether the loss is the sum over a micro-batch's samples, and not their mean.
+        refusal: Why a micro-batch of the running batch has no loss; empty where all have one.
     """
 
     trainer: Any
@@ -63,9 +65,11 @@ class ModuleStep:
     weigh: Weigh | None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     outputs: list[MicroBatchOutput] = field(default_factory=list)
+    is_summed: bool = False
+    refusal: str = ""
 
-    def run(self, _: Any, micro_batch: Any) -> torch.Tensor:
-        """The loss of one micro-batch, with its graph.
+    def run(self, _: Any, micro_batch: Any) -> torch.Tensor | Part:
+        """Return the loss of one micro-batch, with its graph.
 
         Raises:
             InvalidStep: ``training_step`` returned none.
@@ -84,15 +88,17 @@ class ModuleStep:
             returned = self.module.training_step(*arguments.values())
         result = self.loop.output_result_cls.from_training_step_output(returned)
         if result.closure_loss is None:
-            raise InvalidStep(
+            self.refusal = (
                 f"{type(self.module).__name__}.training_step returned None for a part of a batch: a step is skipped as "
                 f"a whole or not at all; return a loss"
             )
+            raise InvalidStep(self.refusal)
         size = describe(micro_batch).count
         weight = float(size) if self.weigh is None else _sum_of(self.weigh(micro_batch))
         self.outputs.append(MicroBatchOutput(result.loss, size, weight, tuple(logged), result.extra))
         loss: torch.Tensor = result.closure_loss
-        return loss
+        # Lightning's DDP takes the mean over the ranks, and parts are added up over them.
+        return Part(loss / self.trainer.world_size) if self.is_summed else loss
 
     def backward_with(self, optimizer: Any) -> Callable[[torch.Tensor], None]:
         """Lightning's backward pass: its hooks, precision and ``LightningModule.backward``."""
@@ -140,30 +146,3 @@ def hook_name(module: Any, name: str | None) -> Iterator[None]:
         yield
     finally:
         module._current_fx_name = earlier  # noqa: SLF001 - the same
-
-
-def join_outputs(
-    outputs: Sequence[Mapping[str, Any]], sizes: Sequence[int], weights: Sequence[float]
-) -> dict[str, Any]:
-    """What ``training_step`` returned beside its losses, for ``on_train_batch_end``: one dict for all micro-batches.
-
-    Args:
-        outputs: Without the loss.
-        sizes: Samples of each.
-        weights: What each counts for.
-    """
-    names = [name for name in outputs[0] if all(name in output for output in outputs)] if outputs else []
-    return {name: _join([output[name] for output in outputs], sizes, weights) for name in names}
-
-
-def _join(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
-    if len(values) == 1:
-        return values[0]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        is_number = all(isinstance(value, float) for value in values)
-        return combine("mean", values, weights) if is_number else [*values]
-    if all(value.dim() and len(value) == size for value, size in zip(values, sizes, strict=True)):
-        return torch.cat([*values])
-    if all(not value.dim() and value.is_floating_point() for value in values):
-        return combine("mean", values, weights).to(values[0].dtype)
-    return [*values]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from autobatch.errors import InvalidArgument
+from autobatch.step.workload import Workload
 
-__all__ = ["refuse_accumulation", "refuse_target", "refuse_unsupported"]
+__all__ = ["refuse_accumulation", "refuse_optimizer", "refuse_target", "refuse_unsupported"]
 
 _STRATEGIES = frozenset(("SingleDeviceStrategy", "DDPStrategy"))
 _CHANGES_THE_TARGET = {
@@ -40,7 +41,7 @@ def refuse_accumulation(trainer: Any, module: Any) -> None:
 
 
 def refuse_optimizer(optimizer: Any, module: Any) -> None:
-    """Raise InvalidArgument for an optimizer that runs its closure several times, or for none."""
+    """Raise InvalidArgument for an optimizer that runs several closures or inside the backward pass, and for none."""
     name = type(module).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgument(
@@ -49,6 +50,7 @@ def refuse_optimizer(optimizer: Any, module: Any) -> None:
         )
     if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own, where there is none
         raise InvalidArgument(f"{name}.configure_optimizers() returned no optimizer: there is no step to divide")
+    Workload(module, module.training_step)  # refuses hooks on gradients
 
 
 def refuse_target(target: int, samples: int, ranks: int, loader: Any) -> None:

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import all_or_none, find_ranks
-from autobatch.errors import AutobatchError, DoesNotFit
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.framework import closure_classes
-from autobatch.integrations.lightning.log_rules import KnownNames, agreed_rules, find_rules
+from autobatch.integrations.lightning.log_rules import LOSS, KnownNames, agreed_rules, find_rules
 from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
 from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
-from autobatch.integrations.lightning.module_step import ModuleStep, StepOutputs, hook_name, join_outputs
-from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_optimizer, refuse_target
+from autobatch.integrations.lightning.module_step import ModuleStep, StepOutputs, hook_name
+from autobatch.integrations.lightning.outputs import join_outputs
+from autobatch.integrations.lightning.refusals import refuse_accumulation, refuse_target
 from autobatch.integrations.lightning.update import LightningRunner
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
@@ -66,8 +67,7 @@ class Optimization:
         self._metrics = StepMetrics()
         self._rules: dict[Key, Rule] = {}
         # Of several ranks one may log what the others do not: they cannot search together.
-        may_search = options.fit["check"] is not None and trainer.world_size == 1
-        self._names = KnownNames(type(module).__name__, may_search)
+        self._names = KnownNames(type(module).__name__, may_search=trainer.world_size == 1)
         self._is_searched = False
         self._batch_index = 0
         self._closed: Any = None
@@ -85,16 +85,46 @@ class Optimization:
             return found
         refuse_accumulation(self._trainer, self._module)
         self._step.arguments, self._batch_index = arguments, batch_index
-        runner = self.runner or self._begin(optimizer, arguments["batch"])
-        self._loop._make_zero_grad_fn(batch_index, optimizer)()  # noqa: SLF001 - Lightning's own, with its hooks
-        runner.ignore_zero_gradients()
-        self._closed, self._postponed = None, ()
-        self.result = self._run_step(runner, arguments["batch"])
-        runner.update.leave_gradients()
+        self._closed, self._postponed, self._step.refusal = None, (), ""
+        try:
+            runner = self.runner or self._begin(optimizer, arguments["batch"])
+            self._loop._make_zero_grad_fn(batch_index, optimizer)()  # noqa: SLF001 - Lightning's own, with its hooks
+            runner.ignore_zero_gradients()
+            self.result = self._run_step(runner, arguments["batch"])
+        except AutobatchError:
+            if not self._step.refusal:
+                raise
+        else:
+            runner.update.leave_gradients()
+            self._step.outputs.clear()
+            self._is_searched = False
+            self._log_postponed()
+            return {} if self._closed is None else self._closed.asdict()
+        return self._skip(optimizer)  # only now, after the ``except`` block, are the failed frames gone
+
+    def _skip(self, optimizer: Any) -> dict[str, Any]:
+        """Skip a batch as Lightning does where ``training_step`` returns ``None`` for the whole of it.
+
+        Raises:
+            InvalidStep: It returns a loss for the whole, or the whole does not fit.
+        """
+        refusal = self._step.refusal
         self._step.outputs.clear()
-        self._is_searched = False
-        self._log_postponed()
-        return {} if self._closed is None else self._closed.asdict()
+
+        def refuse(*_: Any) -> NoReturn:
+            raise InvalidStep(refusal)
+
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(replaced(self._loop, "_make_backward_fn", lambda _: refuse))
+                if self.runner is not None:  # gradients are cleared, with the hooks
+                    stack.enter_context(replaced(self._loop, "_make_zero_grad_fn", lambda *_: None))
+                skipped: dict[str, Any] = self._run_whole(optimizer, self._batch_index, self._step.arguments)
+                return skipped
+        except Exception as error:
+            if not is_oom(error):
+                raise
+        raise InvalidStep(f"{refusal}; the whole batch, which decides it, does not fit in memory")
 
     def _run_step(self, runner: LightningRunner, batch: Any) -> StepResult:
         """One step; begun again where a metric or a name was unknown, and once where memory ended before the update."""
@@ -155,10 +185,12 @@ class Optimization:
         outputs, (_, result_class) = self._step.outputs, closure_classes(self._loop)
         weights = [output.weight for output in outputs]
         losses = [output.loss for output in outputs]
-        beside = join_outputs([output.beside for output in outputs], [output.size for output in outputs], weights)
-        self._closed = result_class(combine("mean", losses, weights) if losses else None, extra=beside)
+        sizes = [output.size for output in outputs]
+        beside = join_outputs([output.beside for output in outputs], sizes, weights, self._rules)
+        way = "sum" if self._step.is_summed else "mean"
+        self._closed = result_class(combine(way, losses, weights) if losses else None, extra=beside)
         logged = [(output.weight, output.logged) for output in outputs]
-        if self._options.fit["check"] is not None and self._names.learn(logged, is_searched=self._is_searched):
+        if self._names.learn(logged, is_searched=self._is_searched):
             raise _NewNames
         calls = merge_calls(logged, self._rules)
         if self._metrics.learn(calls):
@@ -187,33 +219,33 @@ class Optimization:
 
     def _begin(self, optimizer: Any, batch: Any) -> LightningRunner:
         """Find the plan, or go on with that of the checkpoint that is resumed."""
-        refuse_optimizer(optimizer, self._module)
         samples, ranks = describe(batch).count, self._trainer.world_size
         target = self._options.target or ranks * (
             getattr(self._trainer.train_dataloader, "batch_size", None) or samples
         )
         refuse_target(target, samples, ranks, self._trainer.train_dataloader)
         saved = self._recall(target)
-        plan = self._fit(optimizer, target, batch) if saved is None else Plan.model_validate_json(saved["plan"])
         self._note(self._find_rules(batch))
+        # With ``weigh=`` the user says what the loss is a mean over.
+        is_summed = self._options.weigh is None and LOSS in self._rules and self._rules[LOSS].way == "sum"
+        self._step.is_summed = is_summed
+        plan = self._fit(optimizer, target, batch) if saved is None else Plan.model_validate_json(saved["plan"])
         runner = self._bind(optimizer, plan)
         if saved is not None:
             runner.load_state_dict(saved["runner"])
         return runner
 
     def _find_rules(self, batch: Any) -> dict[Key, Rule]:
-        """How what is logged is put together: of several ranks, where those that can tell agree."""
-        if self._options.fit["check"] is None:
-            return {}
+        """How numbers are put together: with several ranks, where those agree that have a rule."""
         rules = find_rules(self._step, batch, self._kept())
-        with self._all_or_none() as said:
-            said.append(sorted([*key, rule.way, rule.adds_up, rule.is_open] for key, rule in rules.items()))
-        return agreed_rules(said)
+        with self._all_or_none() as of_ranks:
+            of_ranks.append(sorted([*key, [*rule.ways], rule.adds_up] for key, rule in rules.items()))
+        return agreed_rules(of_ranks)
 
     def _note(self, rules: Mapping[Key, Rule]) -> None:
         """Keep what was found on the batch that is run."""
-        self._names.note(rules)
-        self._rules.update(rules)
+        self._rules.update({key: rule.narrowed(self._rules.get(key)) for key, rule in rules.items()})
+        self._names.note(self._rules)
         self._is_searched = True
 
     def _all_or_none(self) -> AbstractContextManager[list[Any]]:

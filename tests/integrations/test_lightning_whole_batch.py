@@ -1,0 +1,255 @@
+"""What training_step returns and logs beside Lightning's own run of whole batches: outputs, sums, skipped batches."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from lightning_runs import Made, apart, load, logs_apart, train
+from torch import nn
+from torch.nn import functional as F
+
+from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
+
+CHECKS = ["raise", "warn", None]
+
+
+def returns_much(self, batch, batch_idx):
+    """Returns constants of all kinds, counts, rows and containers of these beside the loss."""
+    inputs, classes = batch
+    scores = self.net(inputs)
+    right = scores.argmax(1) == classes
+    return {
+        "loss": F.cross_entropy(scores, classes),
+        "int": 123,
+        "float": 123.0,
+        "bool": True,
+        "text": "train",
+        "none": None,
+        "integer tensor": torch.tensor(123),
+        "weights": torch.arange(3.0),
+        "array": np.arange(5),
+        "names": ["a", "b", "c"],
+        "count": len(inputs),
+        "right": right.sum(),
+        "right as a number": int(right.sum()),
+        "share": right.double().mean(),
+        "summed": scores.detach().sum(),
+        "scores": scores.detach(),
+        "score array": scores.detach().numpy(),
+        "list": classes.tolist(),
+        "pair": (scores.detach(), classes),
+        "nested": {"classes": classes, "epoch": 3},
+    }
+
+
+@pytest.mark.parametrize(("batch_size", "at_once"), [(31, 7), (4, 2), (2, 1), (8, 4)])
+def test_hooks_get_what_the_whole_batch_returns(batch_size, at_once):
+    """Also where all micro-batches have the same size, so that their counts are equal."""
+    options = {
+        "made": Made(changes={"training_step": returns_much}),
+        "batch_size": batch_size,
+        "limit_train_batches": 2,
+    }
+    whole = train(**options)
+    split = train(**options, attached={"max_micro_batch": at_once, "target_batch": batch_size})
+    assert all(len(sizes) > 1 for sizes in split.sizes)
+    for one, other in zip(whole.module.outputs, split.module.outputs, strict=True):
+        assert sorted(one) == sorted(other)
+        for name, value in one.items():
+            assert type(other[name]) is type(value), name
+            _assert_same(value, other[name])
+
+
+def _assert_same(value, other):
+    if isinstance(value, torch.Tensor):
+        torch.testing.assert_close(other, value, rtol=1e-13, atol=1e-14)
+    elif isinstance(value, np.ndarray):
+        np.testing.assert_allclose(other, value, rtol=1e-13)
+    elif isinstance(value, dict):
+        assert value.keys() == other.keys()
+        for key in value:
+            _assert_same(value[key], other[key])
+    elif isinstance(value, tuple):
+        for one, two in zip(value, other, strict=True):
+            _assert_same(one, two)
+    else:
+        assert other == value
+
+
+def averages(self, batch, batch_idx):
+    """The mean over samples, logged for the step and the epoch."""
+    loss = F.cross_entropy(self.net(batch[0]), batch[1])
+    self.log("loss", loss, on_step=True, on_epoch=True)
+    return loss
+
+
+def sums(self, batch, batch_idx):
+    """The sum over samples, logged for the step and the epoch."""
+    loss = F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+    self.log("loss", loss, on_step=True, on_epoch=True)
+    self.log("samples", float(len(batch[0])))
+    return loss
+
+
+def sums_in_a_dict(self, batch, batch_idx):
+    """The same with something beside it, and a mean that is logged."""
+    scores = self.net(batch[0])
+    loss = F.cross_entropy(scores, batch[1], reduction="sum")
+    self.log_dict({"mean": loss / len(scores), "largest": scores.max()}, on_step=True, on_epoch=True)
+    return {"loss": loss, "count": len(scores)}
+
+
+def logs_counts(self, batch, batch_idx):
+    """Logs sums with and without ``reduce_fx=``, and a mean with ``batch_size=``."""
+    scores = self.net(batch[0])
+    right = (scores.argmax(1) == batch[1]).double().sum()
+    loss = F.cross_entropy(scores, batch[1])
+    self.log("right", right, on_step=True, on_epoch=True, reduce_fx="sum")
+    self.log("right, without a rule", right, on_step=True, on_epoch=True)
+    self.log("by its size", loss, on_step=False, on_epoch=True, batch_size=len(scores))
+    return loss
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("step", [averages, sums, sums_in_a_dict, logs_counts])
+def test_a_check_that_is_left_out_changes_no_training(step, check):
+    """Weights, losses and what is logged are Lightning's own for each ``check=``; memory ends in a step."""
+    options = {"made": Made(changes={"training_step": step}), "limit_train_batches": 4}
+    whole, split = train(**options), train(**options, attached={"check": check}, faults={2: [80]})
+    assert split.retries == 1 or step is logs_counts  # its third batch begins again, as its samples show more
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < 1e-12
+    for one, other in zip(whole.module.outputs, split.module.outputs, strict=True):
+        torch.testing.assert_close(other["loss"], one["loss"], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("step", [averages, sums])
+def test_a_loss_that_is_never_the_same_is_read_by_its_size(step, check):
+    """Dropout: a mean and a sum are as far apart as the micro-batches are many."""
+    options = {"made": Made(changes={"training_step": step}, dropout=0.3), "limit_train_batches": 1}
+    whole, split = train(**options), train(**options, attached={"check": check})
+    assert len(split.sizes[0]) == 4
+    assert 0.5 < split.logs[0]["loss"] / whole.logs[0]["loss"] < 2
+
+
+def sums_in_bfloat16(self, batch, batch_idx):
+    """A sum that autocast has rounded."""
+    return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum").bfloat16()
+
+
+def test_a_rounded_sum_is_a_sum():
+    """In bfloat16 the sum of parts is not quite the whole's."""
+    options = {
+        "made": Made(changes={"training_step": sums_in_bfloat16}),
+        "precision": "bf16-mixed",
+        "limit_train_batches": 1,
+        "clip": None,
+    }
+    whole, split = train(**options), train(**options, attached={})
+    assert apart(whole, split) < 1e-2
+
+
+def test_a_loss_that_is_weighed_is_what_the_user_says():
+    """With ``weigh=`` a sum is inexact, and is named."""
+    with pytest.raises(InexactSplit, match="sum"):
+        train(
+            made=Made(changes={"training_step": sums}),
+            attached={"weigh": lambda batch: float(len(batch[0]))},
+            limit_train_batches=1,
+        )
+
+
+def skips(self, batch, batch_idx, when):
+    """Skips a batch as a whole, where ``when`` says so; logs something first."""
+    scores = self.net(batch[0])
+    loss = F.cross_entropy(scores, batch[1])
+    self.log("largest", scores.max(), on_step=True)
+    return None if when(self, batch, batch_idx, loss) else loss
+
+
+def count_only(self, optimizer):
+    """``on_before_optimizer_step`` that needs no gradients."""
+    self.calls.append("before_optimizer_step")
+
+
+SKIPPED = {
+    "the first": lambda _, batch, batch_idx, loss: batch_idx == 0,
+    "all but the last": lambda _, batch, batch_idx, loss: batch_idx < 3,
+    "every second": lambda _, batch, batch_idx, loss: batch_idx % 2 == 1,
+    "where one sample shows it": lambda _, batch, batch_idx, loss: bool((batch[0] > 3.0).any()),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", SKIPPED)
+def test_a_batch_without_a_loss_is_skipped_as_lightning_does(name, check):
+    """Weights, logs, counts of steps and calls of hooks; some are skipped and some are not."""
+    changes = {"training_step": partial_method(skips, SKIPPED[name]), "on_before_optimizer_step": count_only}
+    options = {"made": Made(changes=changes), "limit_train_batches": 4, "clip": None}
+    whole, split = train(**options), train(**options, attached={"check": check})
+    assert 0 < sum(not outputs for outputs in whole.module.outputs) < 4
+    assert [not outputs for outputs in split.module.outputs] == [not outputs for outputs in whole.module.outputs]
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < 1e-12
+    assert split.module.calls == whole.module.calls
+    assert split.trainer.global_step == whole.trainer.global_step
+
+
+def partial_method(step, when):
+    """A ``training_step`` that is bound to its rule; Lightning looks at its arguments."""
+
+    def training_step(self, batch, batch_idx):
+        return step(self, batch, batch_idx, when)
+
+    return training_step
+
+
+def test_a_whole_batch_that_does_not_fit_cannot_be_skipped():
+    """It decides whether there is a loss: refused in one line."""
+
+    def step(self, batch, batch_idx):
+        if len(batch[0]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    with pytest.raises(InvalidStep, match="None for a part") as raised:
+        train(made=Made(changes={"training_step": step}), attached={"max_micro_batch": 8}, limit_train_batches=1)
+    assert "\n" not in str(raised.value)
+
+
+def steps_in_hooks(self):
+    """As tutorials write it: each parameter has an optimizer, which steps when its gradient is there."""
+    own = {one: torch.optim.SGD([one], lr=0.1) for one in self.parameters()}
+    for parameter in self.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: own[one].step())
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def steps_in_backward(self):
+    """As torch's own helper does it, on nodes of the graph."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own module uses what torch has deprecated
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    _apply_optimizer_in_backward(torch.optim.SGD, self.parameters(), {"lr": 0.1})
+    return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fuses_its_update(self):
+    """As LOMO does it: hooks on gradients update each parameter."""
+    for parameter in self.parameters():
+        parameter.register_hook(lambda gradient: gradient)
+    return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("configure", [steps_in_hooks, steps_in_backward, fuses_its_update])
+def test_optimizers_that_step_inside_the_backward_pass_are_refused(configure):
+    """Before the first batch, in one line that names the parameter."""
+    batches = []
+    started = type("Started", (load().Callback,), {"on_train_start": lambda *_: batches.append(0)})()
+    with pytest.raises(InvalidArgument, match=r"parameter net\.0\.weight has a") as raised:
+        train(made=Made(changes={"configure_optimizers": configure}), attached={}, callbacks=(started,), clip=None)
+    assert "\n" not in str(raised.value)
+    assert not batches
