@@ -94,6 +94,7 @@ class MemoryUsage(Record):
     peak_allocated: Bytes = 0
     peak_reserved: Bytes = 0
     alloc_retries: Count = 0
+    spilled: Bytes = 0  # since the last reset, from a full card to the host
 
 
 class Trial(Record):
@@ -103,7 +104,8 @@ class Trial(Record):
 
     Attributes:
         micro_batch_size: Samples in each of the two micro-batches.
-        outcome: ``"fits"``, ``"oom"``, or ``"thrash"``: it ran, but the allocator had to free memory and ask again.
+        outcome: ``"fits"``, ``"oom"``, or ``"thrash"``: it ran, but the allocator had to free memory and ask again, or
+            the driver moved memory to the host.
         peak_allocated: Most bytes in tensors at once.
         peak_reserved: Most bytes held by the allocator at once: what meets the limit.
         optimizer_peak: Most bytes in tensors at once during ``optimizer.step()``; 0 without an optimizer.

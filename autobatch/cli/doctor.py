@@ -196,6 +196,8 @@ def _check_cards(found: Environment) -> Iterator[Finding]:
         used = sum(tenant.used_bytes for tenant in card.tenants)
         if card.divided:
             yield _fine(f"{card.name} is divided into MIG slices; each is a card of its own")
+        elif not card.total_bytes:
+            yield _fine(f"{card.name} shares the host's memory, of which a part is left to the system")
         elif used > card.total_bytes // 10:
             first = card.tenants[0]
             others = plural(len(card.tenants), "other process", "other processes")

@@ -136,6 +136,7 @@ def _show_cards(cards: tuple[CardReading, ...], missing: str) -> Iterator[str]:
         yield f"no NVIDIA card: {missing or 'the driver has none'}"
     for card in cards:
         free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.total_bytes)}"
+        free = free if card.total_bytes else "shares the host's memory"
         slices = ", divided into MIG slices" if card.divided else ""
         yield f"{card.name:<28} {free}{slices}; driver {card.driver or 'unknown'}; {card.uuid}"
         for tenant in card.tenants:

@@ -40,6 +40,8 @@ from autobatch.training.accumulation_state import AccumulationState, Shortage
 
 __all__ = ["Probe"]
 
+_SLOWED_BY_SPILLS = 4  # a PCIe link has less than a tenth of a card's bandwidth; no larger size is so slow by itself
+_SLOW_SECONDS = 0.25  # of a shorter trial the time says little
 _LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attribute, without another trial
 
 
@@ -59,6 +61,7 @@ class Probe:
     state_bytes: int = 0  # the most that the optimizer's state has taken
     aux_bytes: int = 0  # the most that a step has returned beside the loss of one micro-batch
     _now: Readings = field(default_factory=Readings)
+    _best_rate: float = 0.0  # samples a second, of the trials that fit
     _is_warm: bool = False
     _leaves_are_known: bool = False
     _holds_activations: bool = False
@@ -87,7 +90,18 @@ class Probe:
             self.errors[size] = reason
         parameters = self.workload.parameters()
         trial = self._now.summarise(size, self.device, self.limit_bytes, parameters, has_ended=reason is not None)
-        return self.shared.agree(trial)
+        return self.shared.agree(self._judge_speed(trial))
+
+    def _judge_speed(self, trial: Trial) -> Trial:
+        """Take a trial that crawls for one that does not fit, where a full card's memory may be moved to the host.
+
+        Under WSL the memory of the Windows host cannot be read: then only time shows it.
+        """
+        if not getattr(self.device, "may_spill", False) or trial.outcome != "fits":
+            return trial
+        rate, self._best_rate = trial.samples_per_second, max(self._best_rate, trial.samples_per_second)
+        is_slow = trial.seconds > _SLOW_SECONDS and 0 < rate < self._best_rate / _SLOWED_BY_SPILLS
+        return trial.model_copy(update={"outcome": "thrash"}) if is_slow else trial
 
     def find_smallest(self) -> int:
         """The fewest samples whose forward pass runs: 1, or 2 where one alone raises an error (trials run two)."""

@@ -45,10 +45,11 @@ class Readings:
         self, size: int, device: Device, limit_bytes: int, parameters: Sequence[torch.Tensor], *, has_ended: bool
     ) -> Trial:
         """The trial; ``has_ended``: memory has."""
+        has_spilled = bool(self.backward.spilled or self.optimizer.spilled)
         retries = max(device.usage().alloc_retries - self.retries_before, 0)  # the step may reset the statistics
         return Trial(
             micro_batch_size=size,
-            outcome="oom" if has_ended else "thrash" if retries > 0 else "fits",
+            outcome="oom" if has_ended else "thrash" if retries > 0 or has_spilled else "fits",
             peak_allocated=max(self.backward.peak_allocated, self.optimizer.peak_allocated),
             peak_reserved=max(self.backward.peak_reserved, self.optimizer.peak_reserved),
             optimizer_peak=self.optimizer.peak_allocated,

@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from autobatch._user_errors import contextmanager
 from autobatch.memory import nvml
 from autobatch.memory.device import Device
+from autobatch.memory.host_limit import read_host_memory
 from autobatch.records import DeviceInfo, MemoryUsage
 
 __all__ = ["CudaDevice", "caches_memory", "find_fraction", "uses_expandable_segments"]
 
 _MAPPED_BEYOND = 18 * 2**20
 """With expandable segments torch compares a request, a multiple of 2 MiB, with the limit, then maps units of 20 MiB."""
+_SYSTEM_SHARE = 16
+"""The part of an integrated card's memory that is left to the system: 0.5 GiB of 8 and 8 GiB of 128."""
+_LEAST_SPILLED = 64 * 2**20
+"""A trial of a few tensors on the host takes less of its memory."""
+_FULL_SHARE = 32
+"""A card is full where less than this part of it is free."""
 _SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with the allocator's settings; of several that are set the first counts."""
 
@@ -52,6 +62,8 @@ class CudaDevice(Device):
         self.measures = caches_memory()
         index = torch.cuda.current_device() if torch_device.index is None else torch_device.index
         self.torch_device = torch.device("cuda", index)
+        self.may_spill = _runs_under_windows()
+        self._host_before = 0
 
     @property
     def total_bytes(self) -> int:
@@ -71,9 +83,19 @@ class CudaDevice(Device):
             driver=reading.driver if reading else "",
         )
 
+    @cached_property
+    def shares_host_memory(self) -> bool:
+        """Whether the card has no memory of its own (GB10, Jetson): running out hangs the machine, without an error."""
+        return bool(getattr(torch.cuda.get_device_properties(self.torch_device), "is_integrated", False))
+
     def available_bytes(self) -> int:
-        """What the driver has free plus what our allocator holds, within the limit that is set for this process."""
-        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        """What the driver has free plus what our allocator holds, within the limit that is set for this process.
+
+        Where memory is shared with the host, it is no more than the host has available, less a reserve for the system.
+        """
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        if self.shares_host_memory:
+            free = max(min(free, read_host_memory().available_bytes) - total // _SYSTEM_SHARE, 0)
         limits = self._limits()
         limit = limits.in_force() if limits.entered else self._limit_bytes()
         return min(free + self.usage().reserved, limit)
@@ -82,11 +104,15 @@ class CudaDevice(Device):
     def limit(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator hold no more than the budget inside the block; a budget of the whole card is no limit.
 
+        Where memory is shared with the host, it may hold no more than is available as the block begins.
+
         What its cache holds beyond that is given back first: cached blocks are handed out without a look at the limit.
         The allocator has one limit for all threads. Where several have entered one the smallest holds, never more than
         what was set before the first one came; when the last one leaves, that is set again.
         """
         limits, block = self._limits(), object()
+        if self.shares_host_memory:
+            budget_bytes = min(budget_bytes, self.available_bytes())
         try:
             with limits.lock:
                 if not limits.entered:
@@ -126,6 +152,7 @@ class CudaDevice(Device):
     def reset_peak(self) -> None:
         """The peaks begin at what is held now."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._host_before = read_host_memory().available_bytes if self.may_spill else 0
 
     def usage(self) -> MemoryUsage:
         """The allocator's own counts; ``alloc_retries`` counts since the process began, not since the reset."""
@@ -140,7 +167,14 @@ class CudaDevice(Device):
             peak_allocated=allocated["peak"],
             peak_reserved=reserved["peak"],
             alloc_retries=stats["num_alloc_retries"],
+            spilled=self._spilled_bytes() if self.may_spill else 0,
         )
+
+    def _spilled_bytes(self) -> int:
+        """What the host has lost since the reset, while the card is full."""
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        lost = self._host_before - read_host_memory().available_bytes
+        return lost if lost > _LEAST_SPILLED and free < total // _FULL_SHARE else 0
 
     def synchronize(self) -> None:
         """Wait for every stream of the card."""
@@ -161,6 +195,11 @@ def find_fraction(limit_bytes: int, total_bytes: int) -> float:
     than one while the limit is below 2**52 bytes.
     """
     return 1.0 if limit_bytes >= total_bytes else math.nextafter(limit_bytes / total_bytes, 1.0)
+
+
+def _runs_under_windows() -> bool:
+    """Whether the driver is that of Windows, also in WSL: it moves memory of a full card to the host."""
+    return sys.platform == "win32" or "microsoft" in platform.uname().release.lower()
 
 
 def caches_memory() -> bool:

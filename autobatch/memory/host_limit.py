@@ -1,14 +1,17 @@
 """Reads how much memory this process may use on the host: the container's limit, or the machine's RAM.
 
-Covers Linux control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``; on other systems only
-the installed RAM is known. Does not cover what the process's tensors hold (``cpu``).
+On Linux these are control groups, version 1 and 2, each with all its parents, and ``/proc/meminfo``. Windows is asked
+by a call, and on other systems only the installed RAM is known. ``cpu`` counts what the process's tensors hold.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from autobatch.records import Record
 
@@ -42,12 +45,23 @@ def _read_ram(root: Path) -> HostMemory:
         fields = {name: rest for name, _, rest in (line.partition(":") for line in lines)}
         total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, KeyError, ValueError, IndexError):
+        if sys.platform == "win32":
+            return _read_windows()
         if not hasattr(os, "sysconf"):
             raise OSError(
                 "this platform does not report how much memory it has; pass budget= (bytes, or a text such as '8GiB')"
             ) from None
         total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return HostMemory(total_bytes=total, available_bytes=available, source="RAM")
+
+
+def _read_windows() -> HostMemory:
+    """Ask ``GlobalMemoryStatusEx``, whose structure has its own size and a percentage before the sizes."""
+    status = (ctypes.c_uint64 * 8)(64)
+    windll: Any = getattr(ctypes, "windll", None)
+    if not windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        raise OSError("Windows does not report how much memory it has; pass budget= (bytes, or a text such as '8GiB')")
+    return HostMemory(total_bytes=status[1], available_bytes=status[2], source="RAM")
 
 
 def _control_groups(root: Path) -> Iterator[HostMemory]:

@@ -33,7 +33,7 @@ class CardReading(Record):
     """A card, or a MIG slice of one, as the driver sees it."""
 
     uuid: str  # with its prefix: "GPU-..." or "MIG-..."
-    total_bytes: int  # with what the driver uses itself
+    total_bytes: int  # with what the driver uses itself; 0 where it does not report any: the card shares the host's
     free_bytes: int
     tenants: tuple[Tenant, ...] = ()  # other processes whose memory the driver reports, the largest first
     driver: str = ""  # its version
@@ -87,7 +87,7 @@ def _session() -> Iterator[Any]:
 
 
 def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    total, free = _read_memory(nvml, handle)
     tenants = (
         Tenant(pid=pid, used_bytes=used, name=_name_program(_text(_ask(nvml, "nvmlSystemGetProcessName", pid))))
         for pid, used in _list_processes(nvml, handle).items()
@@ -95,13 +95,22 @@ def _read_card(nvml: Any, uuid: str, handle: Any) -> CardReading:
     )
     return CardReading(
         uuid=uuid,
-        total_bytes=int(memory.total),
-        free_bytes=int(memory.free),
+        total_bytes=total,
+        free_bytes=free,
         tenants=tuple(sorted(tenants, key=lambda tenant: (-tenant.used_bytes, tenant.pid))),
         driver=_text(_ask(nvml, "nvmlSystemGetDriverVersion")),
         name=_text(_ask(nvml, "nvmlDeviceGetName", handle)),
         divided=_is_divided(nvml, handle),
     )
+
+
+def _read_memory(nvml: Any, handle: Any) -> tuple[int, int]:
+    """Total and free bytes; zeros where the card has no memory of its own, which the driver calls not supported."""
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except getattr(nvml, "NVMLError_NotSupported", ()):
+        return 0, 0
+    return int(memory.total), int(memory.free)
 
 
 def _find(nvml: Any, uuid: str) -> tuple[str, Any]:

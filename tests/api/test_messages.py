@@ -687,7 +687,8 @@ TABLE = [
         "InvalidArgument",
         (
             "parameter body.0.weight has a post-accumulate-grad hook: an update inside the backward pass "
-            "happens at every micro-batch and cannot be undone; remove the hook"
+            "happens at every micro-batch and cannot be undone; remove the hook, and use an optimizer that is stepped "
+            "after the backward pass, such as torch.optim.AdamW, in place of a layerwise one"
         ),
     ),
     (
@@ -704,7 +705,8 @@ TABLE = [
         "InvalidArgument",
         (
             "the optimizer's parameter of shape (3,) has a post-accumulate-grad hook: an update inside the backward "
-            "pass happens at every micro-batch and cannot be undone; remove the hook"
+            "pass happens at every micro-batch and cannot be undone; remove the hook, and use an optimizer that is "
+            "stepped after the backward pass, such as torch.optim.AdamW, in place of a layerwise one"
         ),
     ),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from workloads import Everything, bits_of, differences, make_batch, mean_step
 import autobatch
 from autobatch.batch.layout import describe
 from autobatch.fitting.probe import Probe
+from autobatch.fitting.readings import Readings
 from autobatch.memory.cpu import CpuDevice
+from autobatch.records import MemoryUsage
 from autobatch.state.training_state import TrainingState
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
@@ -144,6 +147,31 @@ def test_any_other_error_comes_out_unchanged():
         run_trials(model, None, [2], step=step)
     assert caught.value is error
     assert not differences(bits_of(model), before)
+
+
+@pytest.mark.parametrize(("may_spill", "outcomes"), [(True, ["fits", "fits", "thrash"]), (False, ["fits"] * 3)])
+def test_a_trial_that_crawls_where_memory_may_spill_does_not_fit(may_spill, outcomes):
+    """A size that runs at a fraction of another one's rate; on other systems the time is no evidence."""
+
+    def step(model, batch):
+        if len(batch[0]) >= 32:
+            time.sleep(2)  # the host's memory is far away
+        return mean_step(model, batch)
+
+    model = Wide()
+    device = FakeDevice(lambda n: 100 + n, total_bytes=1000)
+    device.may_spill = may_spill
+    with TrainingState(model, None, torch.device("cpu"), host_bytes=ROOMY) as state:
+        probe = Probe(Workload(model, step), describe(make_batch(64)), device, 1000, state)
+        assert [probe.run(size).outcome for size in (2, 16, 32)] == outcomes
+
+
+def test_memory_that_spilled_is_thrash():
+    """The device counts it, in the passes or in the update."""
+    for part in ("backward", "optimizer"):
+        readings = Readings(**{part: MemoryUsage(spilled=2**30)})
+        assert readings.summarise(8, FakeDevice(lambda n: n, 100), 100, [], has_ended=False).outcome == "thrash"
+    assert Readings().summarise(8, FakeDevice(lambda n: n, 100), 100, [], has_ended=False).outcome == "fits"
 
 
 def test_a_growing_count_of_allocator_retries_is_thrash():

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from autobatch.memory.cuda import CudaDevice, find_fraction
 from autobatch.memory.device import Device
+from autobatch.memory.devices import find_allowance
+from autobatch.memory.host_limit import HostMemory
 from autobatch.records import MemoryUsage
 
 GIB = 1024**3
@@ -346,3 +348,90 @@ def test_limits_in_two_threads_end_in_what_was_set_before(allocator, leaves, bef
         steps[number][1].set()
         threads[number].join(60)
         assert allocator.allowed == (before if is_last else budgets[leaves[1]])
+
+
+class IntegratedCard(FakeAllocator):
+    """A card whose memory is the host's: what runs out there hangs the machine, which here is an error."""
+
+    def __init__(self, total, host):
+        super().__init__(total)
+        self.host = host
+
+    def get_device_properties(self, device):
+        return SimpleNamespace(name="NVIDIA GB10", total_memory=self.total, uuid=UUID, is_integrated=1)
+
+    def host_memory(self):
+        return HostMemory(total_bytes=self.total, available_bytes=self.host - self.reserved, source="RAM")
+
+    def allocate(self, size):
+        super().allocate(size)
+        assert self.reserved < self.host, "the machine hangs"
+
+
+@pytest.fixture
+def integrated(monkeypatch):
+    """Makes an integrated card on a host that has so many bytes available."""
+
+    def make(total, host):
+        card = put_in_place(monkeypatch, IntegratedCard(total, host))
+        monkeypatch.setattr("autobatch.memory.cuda.read_host_memory", card.host_memory)
+        return card
+
+    return make
+
+
+@pytest.mark.parametrize("asked", [None, "1TiB", "100GiB", "20GiB"])
+@pytest.mark.parametrize("host", [119, 60, 24, 9])
+def test_a_trial_on_an_integrated_card_never_takes_what_the_system_needs(integrated, host, asked):
+    """The driver has all of the machine's memory free, the host less; an allocation beyond raises before it hangs."""
+    card = integrated(128 * GIB, host * GIB)
+    device = CudaDevice(CARD)
+    allowance = find_allowance(device, asked, 0)
+    assert allowance.budget_bytes <= (host - 8) * GIB
+    with device.limit(allowance.budget_bytes), pytest.raises(torch.OutOfMemoryError):
+        for _ in range(1000):
+            card.allocate(GIB // 4)
+    assert card.reserved > allowance.budget_bytes - GIB // 2
+
+
+def test_a_step_on_an_integrated_card_takes_no_more_than_the_host_has_left(integrated):
+    """Other programs have taken memory since the budget was found; what this process holds counts as its own."""
+    card = integrated(128 * GIB, 100 * GIB)
+    device = CudaDevice(CARD)
+    budget = find_allowance(device, None, 0).budget_bytes
+    card.allocate(10 * GIB)
+    card.host -= 50 * GIB
+    assert device.limit_bytes(budget) == (50 - 8) * GIB
+    with device.limit(budget), pytest.raises(torch.OutOfMemoryError):
+        card.allocate(33 * GIB)
+    with device.limit(budget):
+        card.allocate(31 * GIB)
+
+
+def test_a_card_with_its_own_memory_is_not_bound_by_the_host(allocator, monkeypatch):
+    """Also where torch has no word about that."""
+    monkeypatch.setattr("autobatch.memory.cuda.read_host_memory", lambda: pytest.fail("asked"))
+    device = CudaDevice(CARD)
+    with device.limit(80 * GIB):
+        assert device.available_bytes() == 80 * GIB
+        device.reset_peak()
+        assert device.usage().spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("taken", "host_lost", "spilled"),
+    [(79, 4 * GIB, 4 * GIB), (40, 4 * GIB, 0), (79, 10 * MIB, 0), (79, 0, 0)],
+    ids=["full and spilled", "not full", "full", "full and quiet"],
+)
+def test_what_a_full_card_moves_to_the_host_is_counted_under_windows(allocator, monkeypatch, taken, host_lost, spilled):
+    """Only memory that the host loses while the card is full, since the last reset."""
+    free = iter([60 * GIB, 60 * GIB - host_lost])
+    monkeypatch.setattr(
+        "autobatch.memory.cuda.read_host_memory",
+        lambda: HostMemory(total_bytes=64 * GIB, available_bytes=next(free), source="RAM"),
+    )
+    monkeypatch.setattr("platform.uname", lambda: SimpleNamespace(release="5.15.153.1-microsoft-standard-WSL2"))
+    device = CudaDevice(CARD)
+    device.reset_peak()
+    allocator.allocate(taken * GIB)
+    assert device.usage().spilled == spilled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -210,3 +211,22 @@ def test_this_machine_tells_something_plausible():
     found = read_host_memory()
     assert 2**26 < found.available_bytes <= found.total_bytes
     assert found.total_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_windows_is_asked_for_its_memory(tmp_path, monkeypatch):
+    """By ``GlobalMemoryStatusEx``, which writes total and free bytes behind two short numbers."""
+
+    def status(pointer):
+        values = pointer._obj
+        assert values[0] == 64  # the structure's size
+        values[1], values[2] = 64 * 2**30, 20 * 2**30
+        return 1
+
+    monkeypatch.setattr("sys.platform", "win32")
+    kernel = SimpleNamespace(GlobalMemoryStatusEx=status)
+    monkeypatch.setattr("ctypes.windll", SimpleNamespace(kernel32=kernel), raising=False)
+    memory = read_host_memory(tmp_path)
+    assert (memory.total_bytes, memory.available_bytes) == (64 * 2**30, 20 * 2**30)
+    kernel.GlobalMemoryStatusEx = lambda _: 0
+    with pytest.raises(OSError, match="budget="):
+        read_host_memory(tmp_path)

@@ -25,6 +25,10 @@ class NVMLError(Exception):
     """What ``pynvml`` raises for everything the driver refuses."""
 
 
+class NVMLError_NotSupported(NVMLError):
+    """What it raises for what a card does not have."""
+
+
 def refuse(*_):
     """Any function of NVML, refused."""
     raise NVMLError("Not Supported")
@@ -34,6 +38,7 @@ class FakeNvml:
     """One card behind the functions of ``pynvml`` that are used."""
 
     NVMLError = NVMLError
+    NVMLError_NotSupported = NVMLError_NotSupported
 
     def __init__(self, *, uuid=f"GPU-{UUID}", compute=(), graphics=(), mps=(), names=None, divided=None):
         self.uuid = uuid
@@ -269,11 +274,28 @@ def test_a_failed_reading_closes_its_session(install):
     assert fake.sessions == 0
 
 
+def test_a_card_that_shares_the_hosts_memory_is_known(install, caplog):
+    """The driver does not support the question for its memory: name, driver and processes are read all the same."""
+    fake = FakeNvml(compute=[(4242, 3 * GIB)], names={4242: b"python"})
+
+    def memory(handle):
+        raise NVMLError_NotSupported("Not Supported")
+
+    fake.nvmlDeviceGetMemoryInfo = memory
+    install(fake)
+    for reading in (nvml.query(UUID), *nvml.query_all()):
+        assert (reading.total_bytes, reading.free_bytes) == (0, 0)
+        assert (reading.name, reading.driver) == ("NVIDIA H100 PCIe", "580.95.05")
+        assert [tenant.pid for tenant in reading.tenants] == [4242]
+    assert not lines(caplog)
+    assert fake.sessions == 0
+
+
 def test_the_installed_module_has_what_is_used():
     """The stand-in copies real names: the ``pynvml`` of nvidia-ml-py has each of them."""
     real = pytest.importorskip("pynvml")
     used = [name for name in dir(FakeNvml()) if name.startswith(("nvml", "NVMLError"))]
-    assert len(used) == 16
+    assert len(used) == 17
     assert [name for name in used if not hasattr(real, name)] == []
 
 
