@@ -41,8 +41,12 @@ from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
+from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["fit"]
+
+_FEW_BYTES = 2**20
+"""Tensors beside the model and the optimizer that are no reason to look for garbage."""
 
 
 def fit(
@@ -205,8 +209,12 @@ def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ran
     """The memory of the trials, without what an earlier model that was deleted may still take of it."""
     with all_or_none(ranks, "fit(), the device"):
         memory = find_device(workload.parameters(), type(workload.model).__name__, device)
-        memory.watch([*workload.resident_tensors(), *division.reserve(workload)])
-        memory.reclaim()
+        resident = [*workload.resident_tensors(), *division.reserve(workload)]
+        memory.watch(resident)
+        # A full garbage collection takes up to a second in a process with many objects.
+        others = memory.usage().allocated - sum(map(bytes_of, resident))
+        if not memory.measures or others > max(_FEW_BYTES, memory.available_bytes() // 1000):
+            memory.reclaim()
     return memory
 
 

@@ -7,11 +7,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from lightning_runs import Made, apart, load, logs_apart, train
+from lightning_runs import TARGET, Made, apart, data, load, logs_apart, train
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
+from autobatch.integrations.lightning import training
 
 CHECKS = ["raise", "warn", None]
 
@@ -253,3 +255,64 @@ def test_optimizers_that_step_inside_the_backward_pass_are_refused(configure):
         train(made=Made(changes={"configure_optimizers": configure}), attached={}, callbacks=(started,), clip=None)
     assert "\n" not in str(raised.value)
     assert not batches
+
+
+def compares(self, batch, batch_idx):
+    """A loss of each pair of samples, which nothing shows where they are all alike."""
+    scores = F.normalize(self.net(batch[0]), dim=1)
+    return F.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+
+def alike(batches, different=0):
+    """So many batches of one sample, and then some of samples that differ."""
+    inputs, classes = data().tensors
+    same = batches * TARGET
+    return TensorDataset(
+        torch.cat([inputs[:1].expand(same, 16), inputs[: different * TARGET]]),
+        torch.cat([classes[:1].expand(same), classes[: different * TARGET]]),
+    )
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("step", [averages, sums])
+def test_samples_that_are_all_alike_are_trained_on_and_never_compared(step, check, monkeypatch):
+    """Nothing can be compared in any batch; weights and logs are those of whole batches."""
+    made = Made(changes={"training_step": step})
+    whole = train(made=made, dataset=alike(8))
+    monkeypatch.setattr("autobatch.integrations.lightning.training.verify", lambda *_, **__: pytest.fail("compared"))
+    split = train(made=made, dataset=alike(8), attached={"check": check})
+    assert all(len(sizes) > 1 for sizes in split.sizes)
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < 1e-12
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_first_batch_asked_whose_samples_differ_is_compared(check, caplog):
+    """Batches 2, 4 and 8 are asked: one of those that follow six alike shows that the loss compares samples."""
+    dataset = alike(6, different=2)
+    options = {
+        "made": Made(changes={"training_step": compares}),
+        "dataset": dataset,
+        "order": [*range(len(dataset))],
+        "attached": {"check": check},
+    }
+    if check == "raise":
+        with pytest.raises(InexactSplit, match="not exact") as raised:
+            train(**options)
+        assert "\n" not in str(raised.value)
+        return
+    train(**options)
+    assert caplog.text.count("splitting is not exact") == (check == "warn")
+
+
+def test_later_batches_of_a_loss_that_splits_change_nothing(monkeypatch):
+    """The comparison in a later batch leaves no trace: weights and logs are those of whole batches."""
+    dataset = alike(1, different=3)
+    options = {"dataset": dataset, "order": [*range(len(dataset))]}
+    compared, inner = [], training.verify
+    monkeypatch.setattr(training, "verify", lambda *given, **named: compared.append(0) or inner(*given, **named))
+    whole, split = train(**options), train(**options, attached={})
+    assert len(compared) == 1
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < 1e-12
+    assert split.module.calls == whole.module.calls

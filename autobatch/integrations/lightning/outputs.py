@@ -11,7 +11,7 @@ import torch
 from autobatch.batch.tree import is_array
 from autobatch.integrations.lightning.logs import Key, Rule, combine
 
-__all__ = ["RETURNED", "is_number", "join_outputs"]
+__all__ = ["RETURNED", "is_equal", "is_number", "join_outputs"]
 
 RETURNED = 0
 """Second half of the ``Key`` of a number that ``training_step`` returned; numbers that it logs count from 1."""
@@ -57,12 +57,12 @@ def _join(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float],
         return {key: _join([value[key] for value in values], sizes, weights, None) for key in first}
     if all(type(value) is tuple and len(value) == len(first) for value in values):
         return tuple(_join(parts, sizes, weights, None) for parts in zip(*values, strict=True))
-    return first if all(_is_equal(first, value) for value in values[1:]) else [*values]
+    return first if all(is_equal(first, value) for value in values[1:]) else [*values]
 
 
 def _join_numbers(values: Sequence[Any], weights: Sequence[float], rule: Rule | None) -> Any:
     first, way = values[0], "mean" if rule is None else rule.way
-    if way != "sum" and all(_is_equal(first, value) for value in values[1:]):
+    if way != "sum" and all(is_equal(first, value) for value in values[1:]):
         return first
     is_float = first.is_floating_point() if isinstance(first, torch.Tensor) else isinstance(first, float)
     if way == "mean" and not is_float:
@@ -88,7 +88,8 @@ def _join_rows(values: Sequence[Any]) -> Any:
     return [row for value in values for row in value]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
+    """Return whether two values are of one kind and the same."""
     if one is other:
         return True
     if type(one) is not type(other):

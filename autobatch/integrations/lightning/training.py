@@ -16,11 +16,13 @@ from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import all_or_none, find_ranks
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
+from autobatch.errors import AutobatchError, DoesNotFit, InexactSplit, InvalidStep
+from autobatch.exactness.verification import verify
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.framework import closure_classes
+from autobatch.integrations.lightning.later_check import LaterCheck, are_alike
 from autobatch.integrations.lightning.log_rules import LOSS, KnownNames, agreed_rules, find_rules
 from autobatch.integrations.lightning.logs import Key, LogCall, ResultsKeeper, Rule, combine, merge_calls
 from autobatch.integrations.lightning.metrics import StepMetrics, UnknownMetric
@@ -31,6 +33,7 @@ from autobatch.integrations.lightning.update import LightningRunner
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
+from autobatch.records import Verdict
 from autobatch.result import StepResult
 from autobatch.state.rewind_point import StepState
 from autobatch.state.user_objects import check_objects
@@ -68,6 +71,7 @@ class Optimization:
         self._rules: dict[Key, Rule] = {}
         # Of several ranks one may log what the others do not: they cannot search together.
         self._names = KnownNames(type(module).__name__, may_search=trainer.world_size == 1)
+        self._later = LaterCheck(self._compare)
         self._is_searched = False
         self._batch_index = 0
         self._closed: Any = None
@@ -87,7 +91,7 @@ class Optimization:
         self._step.arguments, self._batch_index = arguments, batch_index
         self._closed, self._postponed, self._step.refusal = None, (), ""
         try:
-            runner = self.runner or self._begin(optimizer, arguments["batch"])
+            runner = self._check_and_go_on(arguments["batch"]) or self._begin(optimizer, arguments["batch"])
             self._loop._make_zero_grad_fn(batch_index, optimizer)()  # noqa: SLF001 - Lightning's own, with its hooks
             runner.ignore_zero_gradients()
             self.result = self._run_step(runner, arguments["batch"])
@@ -101,6 +105,24 @@ class Optimization:
             self._log_postponed()
             return {} if self._closed is None else self._closed.asdict()
         return self._skip(optimizer)  # only now, after the ``except`` block, are the failed frames gone
+
+    def _check_and_go_on(self, batch: Any) -> LightningRunner | None:
+        """Return the Runner, ``None`` on the first batch; where that one could not be checked, ask a later one.
+
+        Raises:
+            InexactSplit: Splitting is not exact, and ``check="raise"``.
+        """
+        verdict = None if self.runner is None else self._later.ask(batch)
+        if verdict is not None and not verdict.exact and self.plan is not None and self.plan.accumulation_steps > 1:
+            if self._options.fit["check"] == "raise":
+                raise InexactSplit(str(verdict))
+            _log.warning("autobatch: %s", verdict)
+        return self.runner
+
+    def _compare(self, batch: Any) -> Verdict:
+        options = self._options
+        with self._keeping():
+            return verify(self._trainer.strategy.model, batch, self._step.run, options.weigh, device=options.device)
 
     def _skip(self, optimizer: Any) -> dict[str, Any]:
         """Skip a batch as Lightning does where ``training_step`` returns ``None`` for the whole of it.
@@ -256,19 +278,29 @@ class Optimization:
         return all_or_none(ranks, "Autobatch(), what is logged")
 
     def _fit(self, optimizer: Any, target: int, batch: Any) -> Plan:
-        kept = StepState(nn.Module(), torch.device("cpu"), check_objects(self._kept()), records=False).begin()
-        try:
+        options = self._options
+        # Several ranks would have to ask together.
+        is_open = options.fit["check"] is not None and self._trainer.world_size == 1 and are_alike(batch)
+        self._later = LaterCheck(self._compare, is_open)
+        with self._keeping():
             return fit(
                 self._trainer.strategy.model,
                 target,
                 batch=batch,
                 step=self._step.run,
                 optimizer=optimizer,
-                weigh=self._options.weigh,
-                device=self._options.device,
-                timeout=self._options.timeout,
-                **self._options.fit,
+                weigh=options.weigh,
+                device=options.device,
+                timeout=options.timeout,
+                **{**options.fit, **({"check": None} if is_open else {})},
             )
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        """Put back what a step changes outside the module."""
+        kept = StepState(nn.Module(), torch.device("cpu"), check_objects(self._kept()), records=False).begin()
+        try:
+            yield
         finally:
             kept.restore()
 
