@@ -64,7 +64,7 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
             objective: As in ``fit``.
             accumulate_in_float32: As in ``fit``.
             check: What to do where the loss cannot be split exactly: ``"raise"``, ``"warn"`` in the plan, or ``None``,
-                which does not compare.
+                which compares no gradients. How the loss and logged values are put together is measured in any case.
             reuse: As in ``fit``.
             progress: As in ``fit``.
             hooks: Called with every event of the Runner.
