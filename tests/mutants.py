@@ -1816,7 +1816,7 @@ MUTANTS = (
     Mutant(
         "a running value in Lightning is the mean of its values",
         LIGHTNING + "logs.py",
-        """        rule = replace(rule, way="last")\n""",
+        """        rule = replace(rule, ways=("last",))\n""",
         "        pass\n",
         ("tests/integrations/test_lightning.py",),
     ),

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
+from autobatch.memory.cpu import CpuDevice
 from autobatch.state.training_state import TrainingState
 from autobatch.step.loop_guard import LoopGuard
 
@@ -76,12 +77,25 @@ def full_collections():
         gc.callbacks.remove(note)
 
 
-def test_all_objects_are_looked_at_for_garbage_once():
+class Holding(CpuDevice):
+    """The CPU, where tensors of so many bytes are alive beside the model's."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = held
+
+    def usage(self):
+        usage = super().usage()
+        return usage.model_copy(update={"allocated": usage.allocated + self.held})
+
+
+@pytest.mark.parametrize(("held", "collections"), [(10**12, 1), (0, 0)])
+def test_all_objects_are_looked_at_for_garbage_once_where_the_device_holds_more_than_the_model(held, collections):
     """Each such collection takes 0.1 to 0.2 s once torch, NumPy and SciPy are imported; later ones see new objects."""
     with thawed(), full_collections() as found:
-        autobatch.fit(**make())
+        autobatch.fit(**make(), device=Holding(held))
         assert gc.get_freeze_count() == 0
-    assert len(found) == 1
+    assert len(found) == collections
 
 
 def test_what_the_user_has_frozen_stays_frozen():

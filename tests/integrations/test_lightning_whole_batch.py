@@ -286,6 +286,25 @@ def test_samples_that_are_all_alike_are_trained_on_and_never_compared(step, chec
     assert logs_apart(whole, split) < 1e-12
 
 
+def log_a_number(self, batch, batch_idx):
+    """Logs a largest value and a constant; samples that are all alike do not show that the first one is no mean."""
+    scores = self.net(batch[0])
+    self.log_dict({"largest": scores.max(), "rate": 0.1})
+    return F.cross_entropy(scores, batch[1])
+
+
+def test_a_number_that_alike_samples_leave_open_is_looked_at_again():
+    """A later batch shows that it is a largest value."""
+    dataset = alike(3, different=2)
+    options = {
+        "made": Made(changes={"training_step": log_a_number}),
+        "dataset": dataset,
+        "order": [*range(len(dataset))],
+    }
+    whole, split = train(**options), train(**options, attached={})
+    assert logs_apart(whole, split) < 1e-12
+
+
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_first_batch_asked_whose_samples_differ_is_compared(check, caplog):
     """Batches 2, 4 and 8 are asked: one of those that follow six alike shows that the loss compares samples."""

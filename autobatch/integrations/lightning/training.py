@@ -209,8 +209,8 @@ class Optimization:
         losses = [output.loss for output in outputs]
         sizes = [output.size for output in outputs]
         beside = join_outputs([output.beside for output in outputs], sizes, weights, self._rules)
-        way = "sum" if self._step.is_summed else "mean"
-        self._closed = result_class(combine(way, losses, weights) if losses else None, extra=beside)
+        loss = combine("sum" if self._step.is_summed else "mean", losses, weights) if losses else None
+        self._closed = result_class(loss, extra=beside)
         logged = [(output.weight, output.logged) for output in outputs]
         if self._names.learn(logged, is_searched=self._is_searched):
             raise _NewNames
