@@ -29,6 +29,8 @@ if TYPE_CHECKING:
         InvalidResult,
         InvalidStep,
         NeedsBatch,
+        RankFailed,
+        RankLost,
     )
     from autobatch.exactness.verification import verify
     from autobatch.fitting.fit import fit
@@ -62,6 +64,8 @@ __all__ = [
     "PerStep",
     "Plan",
     "Prediction",
+    "RankFailed",
+    "RankLost",
     "Runner",
     "ShareSampler",
     "StepResult",

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from autobatch.errors import InvalidArgument
 __all__ = [
     "SeveralOptimizers",
     "is_accumulating",
+    "is_optimizer",
     "members_of",
+    "own_table",
     "unwrap_for_training",
     "unwrap_members",
     "unwrap_model",
@@ -84,6 +87,31 @@ class SeveralOptimizers:
 
 
 _GROUPS = attrgetter("param_groups")
+
+
+def own_table(value: Any) -> dict[str, Any]:
+    """Return an object's ``__dict__`` without running its code; an empty one where it has none.
+
+    A client that connects when it is first asked, or makes whatever it is asked for, must not notice.
+    """
+    return object.__getattribute__(value, "__dict__") if _HAS_TABLE[type(value)] else {}  # type: ignore[no-any-return]
+
+
+class _HasTable(dict[type, bool]):
+    """Whether objects of each type have a ``__dict__`` that no code of their class stands in front of."""
+
+    def __missing__(self, found: type) -> bool:
+        table = next((vars(base)["__dict__"] for base in found.__mro__ if "__dict__" in vars(base)), None)
+        self[found] = has_table = isinstance(table, GetSetDescriptorType | MemberDescriptorType)
+        return has_table
+
+
+_HAS_TABLE = _HasTable()
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether it has ``param_groups``, by its class and its own attributes alone: its code may answer anything."""
+    return "param_groups" in own_table(value) or any("param_groups" in vars(base) for base in type(value).__mro__)
 
 
 def members_of(optimizer: Any) -> tuple[Any, ...]:
@@ -162,7 +190,7 @@ def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
 
 
 def _warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
-    own = getattr(optimizer, "__dict__", {})
+    own = own_table(optimizer)
     values = [part for value in own.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
     inner = next((value for value in values if isinstance(value, torch.optim.Optimizer)), None)
     # A torch optimizer by itself, as SAM and Lookahead are, changes only what is its own.

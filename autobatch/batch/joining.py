@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from autobatch._wrappers import own_table
 from autobatch.batch.layout import Layout
 from autobatch.batch.list_rules import ROOT, ListReading
 from autobatch.batch.registry import find_type
@@ -134,7 +135,7 @@ def _holds_no_more(node: Any) -> bool:
     """Whether a container is known, and has nothing in attributes beside what it contains."""
     if isinstance(node, Mapping) and not isinstance(node, dict | UserDict):
         return False
-    attributes = {name for name, value in getattr(node, "__dict__", {}).items() if value is not None}
+    attributes = {name for name, value in own_table(node).items() if value is not None}
     own = {"data"} if isinstance(node, UserDict) else {*(field_names(node) or ())}
     return attributes <= own
 

@@ -9,6 +9,7 @@ are split. So do not count micro-batches, their sizes are known; or describe the
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, repeat
@@ -29,6 +30,7 @@ from autobatch.batch.tree import (
     count_rows,
     fields_of,
     is_sequence,
+    leaves_of,
     map_tensors,
     tensors_of,
     with_fields,
@@ -219,11 +221,23 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
             traits = _read_traits(leaves, like.traits)
             if traits is not None and traits.rows:
                 return Layout(batch, traits.rows, like.lists, like.spec, leaves, traits.home, traits)
-    count, lists = read(batch, like.lists if like is not None else {}, samples)
+    try:
+        count, lists = read(batch, like.lists if like is not None else {}, samples)
+    except RecursionError as error:
+        endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
+        raise InvalidBatch(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
     spec, leaves = TreeSpec.of(batch) if {*lists.values()} <= {"fields"} else None, []
     if spec is None or not spec.flatten(batch, leaves) or (traits := _read_traits(leaves)) is None:
         return Layout(batch, count, lists)
     return Layout(batch, count, lists, spec, leaves, traits.home, traits)
+
+
+def _is_endless(part: Any) -> bool:
+    try:
+        deque(leaves_of(part), maxlen=0)
+    except RecursionError:
+        return True
+    return False
 
 
 def is_one_batch(batches: Any) -> bool:

@@ -34,6 +34,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from autobatch._formatting import name_type, show_value, with_article
+from autobatch._wrappers import own_table
 from autobatch.batch.list_rules import (
     ROOT,
     ListReading,
@@ -200,7 +201,7 @@ def _tensors_held(node: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
     if isinstance(node, torch.Tensor):
         yield node
     elif depth and not isinstance(node, (type, torch.nn.Module)):
-        children = [child for _, child in fields_of(node) or ()] or getattr(node, "__dict__", {}).values()
+        children = [child for _, child in fields_of(node) or ()] or own_table(node).values()
         for child in islice(children, _WIDTH):
             yield from _tensors_held(child, depth - 1)
 

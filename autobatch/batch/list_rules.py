@@ -127,14 +127,14 @@ def _judge_tensors(entries: Sequence[Any], *, equal: bool, is_tuple: bool, may_b
         return "fields"
     if not equal:
         return "samples"
-    if all(getattr(entry, "ndim", None) == 3 and count_rows(entry) in (1, 3) for entry in entries):
+    if all(_ndim(entry) == 3 and count_rows(entry) in (1, 3) for entry in entries):
         return "samples" if not may_be_arguments and are_images(entries) else "unclear"
     if len(entries) == 1:
         return "fields"
     if len({tuple(entry.shape) if _is_dense(entry) else None for entry in entries}) == 1:
         return "unclear"
     # Crops of several sizes; videos [1 or 3, time, height, width] are single samples.
-    are_crops = all(getattr(entry, "ndim", 0) >= 4 and count_rows(entry) not in (1, 3) for entry in entries)
+    are_crops = all(_ndim(entry) >= 4 and count_rows(entry) not in (1, 3) for entry in entries)
     return "fields" if may_be_arguments or are_crops else "unclear"
 
 
@@ -260,7 +260,7 @@ def is_record(entry: Any) -> bool:
 
 def _is_labelled(entry: Any) -> bool:
     """Whether a number, a text or a scalar tensor is beside something else, as in ``(image, label)``."""
-    is_label = [isinstance(leaf, (str, *_NUMBERS)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves_of(entry)]
+    is_label = [isinstance(leaf, (str, *_NUMBERS)) or _ndim(leaf) == 0 for leaf in leaves_of(entry)]
     return any(is_label) and not all(is_label)
 
 
@@ -273,6 +273,11 @@ def are_images(entries: Sequence[Any]) -> bool:
 def _image_size(entry: Any) -> tuple[int, int] | None:
     shapes = (tuple(leaf.shape) for leaf in leaves_of(entry) if _is_dense(leaf) and leaf.ndim == 3)
     return next(((height, width) for channels, height, width in shapes if channels in (1, 3)), None)
+
+
+def _ndim(leaf: Any) -> int:
+    """The dimensions of a tensor or array, -1 of anything else, which is not asked."""
+    return leaf.ndim if isinstance(leaf, torch.Tensor) or is_array(leaf) else -1  # type: ignore[no-any-return]
 
 
 def _is_dense(leaf: Any) -> bool:

@@ -116,10 +116,14 @@ def _spell_one_optimizer(optimizer: Any) -> Iterator[str]:
         yield str(len(group["params"]))
 
 
-def _spell_option(value: Any) -> str:
+_MOST_PARTS = 100  # of a list, which may be a whole dataset
+_DEEPEST = 10  # of lists in lists, of which one may hold itself
+
+
+def _spell_option(value: Any, depth: int = _DEEPEST) -> str:
     """Switches and sizes as they are; of other numbers only whether they are 0: schedules move them, and no memory."""
     if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
-    if isinstance(value, (list, tuple)):
-        return str([_spell_option(part) for part in value])
+    if isinstance(value, (list, tuple)) and depth:
+        return str([_spell_option(part, depth - 1) for part in value[:_MOST_PARTS]])
     return str(bool(value)) if isinstance(value, float) else type(value).__qualname__

@@ -9,6 +9,8 @@ from operator import is_
 from types import MemberDescriptorType
 from typing import Any
 
+from autobatch._wrappers import own_table
+
 __all__ = ["Slots", "has_slots", "own_attributes"]
 
 _UNSET = object()
@@ -22,8 +24,7 @@ def has_slots(found: type) -> bool:
 
 def own_attributes(value: Any) -> list[Any]:
     """The values of an object's own attributes, in slots or not."""
-    attributes = [*vars(value).values()] if type(value).__dictoffset__ else []
-    return attributes + [one for one in _read(value) if one is not _UNSET]
+    return [*own_table(value).values()] + [one for one in _read(value) if one is not _UNSET]
 
 
 class Slots:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autobatch._user_errors import contextmanager
-from autobatch._wrappers import members_of
+from autobatch._wrappers import is_optimizer, members_of, own_table
 from autobatch.state.containers import Contents, children_of, record_contents
 from autobatch.state.random_state import RandomState
 from autobatch.state.storage_copy import StorageCopies
@@ -70,13 +70,13 @@ class TrainingState:
         of_model = list(_walk([vars(module) for module in model.modules()], seen))
         of_others = list(_walk(outside, seen | {id(module) for module in model.modules()}))
         found = (*of_optimizer, *of_model, *of_others)
-        tensors = [value for value in found if isinstance(value, torch.Tensor)]
-        owned = [value for value in (*of_optimizer, *of_model) if isinstance(value, torch.Tensor)]
+        tensors = [value for value in found if issubclass(type(value), torch.Tensor)]
+        owned = [value for value in (*of_optimizer, *of_model) if issubclass(type(value), torch.Tensor)]
         self._of_optimizer = [content for value in of_optimizer if (content := record_contents(value)) is not None]
         self._of_model = [
             content for value in (*of_model, *of_others) if (content := record_contents(value)) is not None
         ]
-        self._classes = [(module, type(module)) for module in (model, *found) if isinstance(module, nn.Module)]
+        self._classes = [(module, type(module)) for module in (model, *found) if issubclass(type(module), nn.Module)]
         self._headers = TensorHeaders(tensors)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
             self._gradients = [_Gradient(tensor) for tensor in tensors]
@@ -181,20 +181,14 @@ def _walk(roots: Iterable[Any], seen: set[int]) -> Iterator[Any]:
 
 
 def _below(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
+    # By type: a mock passes for an instance of the class that it imitates.
+    if issubclass(type(value), torch.Tensor):
         gradient = value.grad if value.is_leaf else None
         return [vars(value), gradient, *(getattr(value, name) for name in _TENSOR_HOOKS)]
-    # A module that is hidden in a list, and the optimizer inside another.
-    has_state = isinstance(value, nn.Module) or _has_groups(value)
-    return [vars(value)] if has_state and hasattr(value, "__dict__") else children_of(value)
-
-
-def _has_groups(value: Any) -> bool:
-    """Whether it is an optimizer, or passes what it is asked on to one; a proxy may answer with any error."""
-    try:
-        return hasattr(value, "param_groups")
-    except Exception:  # noqa: BLE001 - of the user's code
-        return False
+    # A module that is hidden in a list, the optimizer inside another, and what passes all questions on to one.
+    own = own_table(value)
+    has_state = issubclass(type(value), nn.Module) or is_optimizer(value) or any(map(is_optimizer, own.values()))
+    return [own] if has_state and own else children_of(value)
 
 
 def _remove_step_hooks(optimizer: Any | None) -> None:

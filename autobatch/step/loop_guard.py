@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from autobatch._wrappers import is_optimizer, own_table
 from autobatch.errors import InvalidStep
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.gradient_hooks import remove_hook, table_of
@@ -198,10 +199,10 @@ def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:
     """Optimizers of these parameters and schedulers, each with the message for a step that steps it."""
-    reached = [value for value in walk([optimizer, step], _lead_on) if hasattr(value, "__dict__")]
-    optimizers = [v for v in reached if v is optimizer or (_is_optimizer(v) and _holds_any(v, known))]
+    reached = [*walk([optimizer, step], _lead_on)]
+    optimizers = [v for v in reached if v is optimizer or (_can_step(v) and _holds_any(v, known))]
     stepped = {id(value) for value in optimizers}
-    schedulers = [v for v in reached if _is_scheduler(v) and id(vars(v).get("optimizer")) in stepped]
+    schedulers = [v for v in reached if _is_scheduler(v) and id(own_table(v).get("optimizer")) in stepped]
     return [*((value, _OPTIMIZER) for value in optimizers), *((value, _SCHEDULER) for value in schedulers)]
 
 
@@ -210,14 +211,15 @@ def _lead_on(value: Any) -> Iterator[Any]:
     return (part for part in parts_of(value, attributes_of) if not isinstance(part, torch.Tensor))
 
 
-def _is_optimizer(value: Any) -> bool:
-    """By its type and attributes alone: asking an instance may run the user's code."""
-    has_groups = "param_groups" in vars(value) or hasattr(type(value), "param_groups")
-    return has_groups and callable(getattr(type(value), "step", None))
+def _can_step(value: Any) -> bool:
+    return is_optimizer(value) and callable(getattr(type(value), "step", None))
 
 
 def _holds_any(optimizer: Any, known: set[int]) -> bool:
-    return any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+    try:
+        return any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"])
+    except Exception:  # noqa: BLE001 - of the user's code: a client that is not connected
+        return False
 
 
 def _is_scheduler(value: Any) -> bool:

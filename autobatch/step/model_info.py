@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from autobatch._wrappers import members_of, unwrap_model, unwrap_optimizer
+from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity
 from autobatch.state.tensor_header import is_uninitialized
 
 __all__ = ["identify_model", "is_compiled", "model_differences", "name_optimizer"]
+
+_MARK = "get_compiler_config"
 
 
 def is_compiled(model: nn.Module, step: Any = None) -> bool:
@@ -38,7 +41,8 @@ def is_compiled(model: nn.Module, step: Any = None) -> bool:
 
 
 def _is_marked(compiled: Any) -> bool:
-    return hasattr(compiled, "get_compiler_config") or hasattr(type(compiled).__call__, "get_compiler_config")
+    function = compiled.__func__ if isinstance(compiled, MethodType) else compiled
+    return _MARK in own_table(function) or hasattr(type(compiled).__call__, _MARK)
 
 
 def name_optimizer(optimizer: Any | None) -> str:

@@ -3,8 +3,8 @@
 Covers Python functions, methods, ``functools.partial``, callable objects, containers and instances, the nearest first;
 and among these, modules and tensors that belong to neither the model nor its optimizer: a teacher, a memory bank, a
 queue. Of classes and Python modules of the user's own (not of installed libraries) it covers what they hold: attributes
-of a class, and names of a module that the function's code names too. No object is called and no property is read. Does
-not cover what C code holds, nor what is looked up by name at run time.
+of a class, and names of a module that the function's code names too. No object is called, no property is read, and a mock
+is not taken for the class that it imitates (``isinstance`` asks the object). Does not cover what C code holds, nor what is looked up by name at run time.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def parts_of(value: Any, attributes: Callable[[Any], Iterator[Any]]) -> Iterator
         yield from [*value.values()]  # a copy, as the walk may come back to it later
     elif isinstance(value, type):
         yield from _held_by_class(value)
-    elif not isinstance(value, types.ModuleType) and (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")):
+    elif not isinstance(value, types.ModuleType):
         yield from attributes(value)
 
 
@@ -204,7 +204,7 @@ def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module |
     """Modules (the outermost) and tensors that a step reaches and that are no part of the model; the nearest first."""
     owned = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     reached = (value for value in walk(step, _lead_outside) if id(value) not in owned)
-    return [value for value in reached if isinstance(value, nn.Module | torch.Tensor)]
+    return [value for value in reached if issubclass(type(value), nn.Module | torch.Tensor)]
 
 
 def find_modules(function: Callable[..., Any], when_cut: Callable[[], object] | None = None) -> list[nn.Module]:
@@ -215,14 +215,14 @@ def find_modules(function: Callable[..., Any], when_cut: Callable[[], object] | 
         when_cut: Called where it reaches more than ``MOST_OBJECTS``, so that modules may be missing.
     """
     reached = walk(function, _lead_to_modules, MOST_OBJECTS, when_cut)
-    return [value for value in reached if isinstance(value, nn.Module)]
+    return [value for value in reached if issubclass(type(value), nn.Module)]
 
 
 def _lead_to_modules(value: Any) -> Iterator[Any]:
-    return (part for part in _lead_outside(value) if not isinstance(part, torch.Tensor))
+    return (part for part in _lead_outside(value) if not issubclass(type(part), torch.Tensor))
 
 
 def _lead_outside(value: Any) -> Iterator[Any]:
     # Optimizers hold thousands of tensors, and belong to somebody who steps them.
-    is_end = isinstance(value, nn.Module | torch.Tensor | torch.optim.Optimizer)
+    is_end = issubclass(type(value), nn.Module | torch.Tensor | torch.optim.Optimizer)
     return iter(()) if is_end else parts_of(value, attributes_of)

@@ -43,6 +43,8 @@ NAMES = [
     "PerStep",
     "Plan",
     "Prediction",
+    "RankFailed",
+    "RankLost",
     "Runner",
     "ShareSampler",
     "StepResult",

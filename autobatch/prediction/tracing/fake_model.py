@@ -26,7 +26,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch._formatting import name_type
-from autobatch._wrappers import SeveralOptimizers
+from autobatch._wrappers import SeveralOptimizers, is_optimizer, own_table
 from autobatch.errors import CannotPredict
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.fake_device import DEVICE
@@ -95,9 +95,7 @@ class FakeModel:
         if type(value) not in _CONTAINERS:
             return value
         known = self._pairs.get(id(value))
-        if known is None:
-            known = self._pairs[id(value)] = (value, self._copy_items(value, reads_scalars=reads_scalars))
-        return known[1]
+        return self._copy_items(value, reads_scalars=reads_scalars) if known is None else known[1]
 
     @contextmanager
     def substitute(self, modules: Sequence[tuple[str, nn.Module]]) -> Iterator[None]:
@@ -122,12 +120,15 @@ class FakeModel:
         """An optimizer of the same class with the same options on fake tensors, without state and step hooks."""
         if isinstance(optimizer, SeveralOptimizers):
             return SeveralOptimizers([self.optimizer(member) for member in optimizer.members])
+        if (known := self._pairs.get(id(optimizer))) is not None:
+            return known[1]  # it holds itself, or two hold it
         fake = object.__new__(type(optimizer))
+        self._pairs[id(optimizer)] = optimizer, fake
         for name, value in vars(optimizer).items():
             if name == "state" or (hasattr(type(optimizer), name) and callable(value)):
                 continue  # a scheduler has put its own step() there, which would step the original
-            is_optimizer = hasattr(value, "param_groups") and hasattr(value, "__dict__")
-            fake.__dict__[name] = self.optimizer(value) if is_optimizer else self.copy(value, reads_scalars=True)
+            is_inner = is_optimizer(value) and bool(own_table(value))
+            fake.__dict__[name] = self.optimizer(value) if is_inner else self.copy(value, reads_scalars=True)
         fake.__dict__["state"] = defaultdict(dict)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in vars(fake):
@@ -139,12 +140,22 @@ class FakeModel:
         def copy(item: Any) -> Any:
             return self.copy(item, reads_scalars=reads_scalars)
 
+        if isinstance(value, tuple):
+            copied: Any = tuple(map(copy, value))
+            self._pairs[id(value)] = value, copied
+            return copied
+        if isinstance(value, defaultdict | deque):
+            copied = defaultdict(value.default_factory) if isinstance(value, defaultdict) else deque((), value.maxlen)
+        else:
+            copied = type(value)()
+        self._pairs[id(value)] = value, copied  # first: it may hold itself
         if isinstance(value, dict):
-            empty = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-            empty.update((self.of(k) if isinstance(k, torch.Tensor) else k, copy(v)) for k, v in value.items())
-            return empty
-        items = map(copy, value)
-        return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+            copied.update((self.of(k) if isinstance(k, torch.Tensor) else k, copy(v)) for k, v in value.items())
+        elif isinstance(value, set):
+            copied.update(map(copy, value))
+        else:
+            copied.extend(map(copy, value))
+        return copied
 
 
 def shard_shape(whole: Sequence[int], world_size: int) -> tuple[int, ...]:

@@ -1,0 +1,250 @@
+"""Objects of the user's that lie near a model: clients, mocks, containers without an end. Nobody asks them anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, Mock
+
+import pytest
+import torch
+from torch import nn
+
+import autobatch
+
+MOST_ANSWERS = 1000
+"""After so many a walk over new objects has no end."""
+
+
+class Endless(BaseException):
+    """No handler of ours may catch it."""
+
+
+ASKED: list[str] = []
+
+
+class Making:
+    """A client whose every attribute is another client."""
+
+    def __getattr__(self, name: str) -> Any:
+        ASKED.append(name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if len(ASKED) > MOST_ANSWERS:
+            raise Endless(name)
+        made = self.__dict__[name] = Making()
+        return made
+
+
+class Unconnected:
+    """A client that connects when it is first asked for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        ASKED.append(name)
+        raise ConnectionError(name)
+
+
+class Properties:
+    """One whose properties do work, under the names that optimizers have."""
+
+    def read(self) -> Any:
+        ASKED.append("a property")
+        raise ConnectionError
+
+    param_groups = state = ndim = shape = property(read)
+
+
+class Unbound:
+    """A proxy of what exists only inside a request, its ``__dict__`` too."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "__class__":
+            ASKED.append(name)
+            raise RuntimeError("outside of a request")
+        return object.__getattribute__(self, name)
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("outside of a request")
+
+
+def holding_itself() -> Any:
+    """A list in a dict in that list."""
+    made: list[Any] = []
+    made.append({"again": made})
+    return made
+
+
+def nested(depth: int = 3000) -> Any:
+    """Deeper than Python calls."""
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made]
+    return made
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "a Mock": Mock,
+    "a MagicMock": MagicMock,
+    "a Mock of an optimizer": lambda: Mock(spec=torch.optim.SGD([torch.ones(2)])),
+    "makes what it is asked for": Making,
+    "is not connected": Unconnected,
+    "has properties that raise": Properties,
+    "is not bound": Unbound,
+}
+IMITATIONS: dict[str, Callable[[], Any]] = {
+    "a Mock of a tensor": lambda: Mock(spec=torch.ones(2)),
+    "a MagicMock of a dict": lambda: MagicMock(spec=dict),
+}
+"""Each passes ``isinstance``. In a batch they may be taken for what they imitate."""
+
+CONTAINERS: dict[str, Callable[[], Any]] = {
+    "a list that holds itself": holding_itself,
+    "lists in lists": nested,
+    "a namespace that holds itself": lambda: (made := SimpleNamespace(), setattr(made, "again", made))[0],
+    "a long list": lambda: [object() for _ in range(200_000)],
+    "a long dict": lambda: {number: (number,) for number in range(200_000)},
+}
+
+
+class Stepping:
+    """An optimizer around another, with something beside it."""
+
+    def __init__(self, inner: torch.optim.Optimizer, thing: Any) -> None:
+        self.inner, self.thing, self.things = inner, thing, [thing]
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class Model(nn.Module):
+    """One layer, and something in its attributes."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.thing, self.things = thing, [thing]
+
+    def forward(self, rows: Any) -> torch.Tensor:
+        return self.layer(rows["rows"])
+
+
+def call_fit(thing: Any, batch: Any) -> Any:
+    """A plan, with the thing in the model, in the optimizer and in what the step closes over."""
+    model = Model(thing)
+    optimizer = Stepping(torch.optim.SGD(model.parameters()), thing)
+    return autobatch.fit(
+        model, 8, batch=batch, step=make_step(thing), optimizer=optimizer, max_micro_batch=4, progress=False
+    )
+
+
+def call_runner(thing: Any, batch: Any) -> Any:
+    """Two steps, of which the first one is looked over."""
+    model = Model(thing)
+    optimizer = Stepping(torch.optim.SGD(model.parameters()), thing)
+    plan = autobatch.Plan(
+        target_batch=8, micro_batch_size=4, micro_batch_sizes=(4, 4), accumulation_steps=2, budget_bytes=2**30,
+        headroom_bytes=0, peak_bytes=0, curve=None, trials=(), device=autobatch.DeviceInfo(kind="cpu", name="CPU", total_bytes=2**30),
+    )  # fmt: skip
+    runner = autobatch.Runner(plan, model, make_step(thing), optimizer)
+    runner.step(batch)
+    return runner.step(batch)
+
+
+def make_step(thing: Any) -> Any:
+    """A step that closes over the thing and has it among its defaults."""
+    things = [thing]
+
+    def step(model: nn.Module, batch: Any, default: Any = thing) -> torch.Tensor:
+        assert things[0] is default
+        return model(batch).square().mean()
+
+    return step
+
+
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "fit": call_fit,
+    "Runner": call_runner,
+    "verify": lambda thing, batch: autobatch.verify(Model(thing), batch=batch, step=make_step(thing)),
+    "map": lambda thing, batch: autobatch.map(lambda rows, model=Model(thing): (thing, model(rows))[1], batch),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", OBJECTS)
+def test_an_object_is_asked_for_nothing(name: str, call: str) -> None:
+    """In the model, the optimizer, the step and the batch; a mock made no attribute, a client did not connect."""
+    thing = OBJECTS[name]()
+    ASKED.clear()
+    assert CALLS[call](thing, {"rows": torch.randn(8, 4), "thing": thing}) is not None
+    assert not ASKED
+    assert not (isinstance(thing, Mock) and vars(thing)["_mock_children"])
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", IMITATIONS)
+def test_a_mock_is_not_taken_for_what_it_imitates(name: str, call: str) -> None:
+    """It has no memory that could be copied."""
+    assert CALLS[call](IMITATIONS[name](), {"rows": torch.randn(8, 4)}) is not None
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_a_container_without_an_end_near_the_step(name: str, call: str) -> None:
+    """Walks end, and reach as deep as they need."""
+    assert CALLS[call](CONTAINERS[name](), {"rows": torch.randn(8, 4)}) is not None
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("make", [holding_itself, nested])
+def test_a_container_without_an_end_in_the_batch_is_named(make: Callable[[], Any], call: str) -> None:
+    """No samples can be found in it, so it is refused by its place."""
+    with pytest.raises(autobatch.InvalidBatch, match=r'batch\["endless"\]') as caught:
+        CALLS[call](None, {"rows": torch.randn(8, 4), "endless": make()})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a Mock", "makes what it is asked for", "is not connected"])
+def test_a_prediction_asks_nothing_either(name: str) -> None:
+    """Nor where the thing is in an optimizer, whose copy has it too."""
+    thing = OBJECTS[name]()
+    model = Model(thing)
+    optimizer = Stepping(torch.optim.SGD(model.parameters()), thing)
+    batch = {"rows": torch.randn(8, 4), "thing": thing}
+    ASKED.clear()
+    assert autobatch.predict(model, batch=batch, step=make_step(thing), optimizer=optimizer, gpu="L4", target_batch=8)
+    assert not ASKED
+
+
+@pytest.mark.parametrize("make", [holding_itself, CONTAINERS["a namespace that holds itself"]])
+def test_a_prediction_copies_a_container_that_holds_itself(make: Callable[[], Any]) -> None:
+    """Once."""
+    thing = make()
+    model = Model(thing)
+    optimizer = Stepping(torch.optim.SGD(model.parameters()), thing)
+    batch = {"rows": torch.randn(8, 4)}
+    assert autobatch.predict(model, batch=batch, step=make_step(thing), optimizer=optimizer, gpu="L4", target_batch=8)
+
+
+def test_an_optimizer_nearby_that_does_not_answer_is_passed_over() -> None:
+    """It has the class of one that could be stepped, and holds none of the parameters that anybody knows of."""
+
+    class Remote(Properties):
+        def step(self) -> None:
+            raise AssertionError
+
+    assert call_fit(Remote(), {"rows": torch.randn(8, 4)}).target_batch == 8
