@@ -7,7 +7,7 @@ of other kinds stay as they are.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from types import GetSetDescriptorType, MemberDescriptorType
@@ -26,6 +26,7 @@ __all__ = [
     "is_optimizer",
     "members_of",
     "own_table",
+    "state_of",
     "unwrap_for_training",
     "unwrap_members",
     "unwrap_model",
@@ -73,17 +74,12 @@ class SeveralOptimizers:
     @property
     def state(self) -> dict[Any, Any]:
         """That of all, to be read: what is put into it reaches none of them."""
-        return {key: value for member in self.members for key, value in member.state.items()}
+        return {key: value for member in self.members for key, value in state_of(member).items()}
 
     def step(self, closure: None = None) -> None:
         """Step each once."""
         for member in self.members:
             member.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's own signature
-        """Clear the gradients of all."""
-        for member in self.members:
-            member.zero_grad(set_to_none)
 
 
 _GROUPS = attrgetter("param_groups")
@@ -112,6 +108,21 @@ _HAS_TABLE = _HasTable()
 def is_optimizer(value: Any) -> bool:
     """Whether it has ``param_groups``, by its class and its own attributes alone: its code may answer anything."""
     return "param_groups" in own_table(value) or any("param_groups" in vars(base) for base in type(value).__mro__)
+
+
+def state_of(optimizer: Any, depth: int = 3) -> Mapping[Any, Any]:
+    """Return what an optimizer holds for its parameters; of a wrapper without ``state``, what those inside hold."""
+    state = getattr(optimizer, "state", None)
+    if isinstance(state, Mapping):
+        return state
+    inner = [part for part in _held_by(optimizer) if is_optimizer(part)] if depth else []
+    return {key: value for one in inner for key, value in state_of(one, depth - 1).items()}
+
+
+def _held_by(owner: Any) -> list[Any]:
+    """Values of an object's attributes, and the entries of lists among them."""
+    values = own_table(owner).values()
+    return [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
 
 
 def members_of(optimizer: Any) -> tuple[Any, ...]:
@@ -191,8 +202,7 @@ def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
 
 def _warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
     own = own_table(optimizer)
-    values = [part for value in own.values() for part in (value if isinstance(value, (list, tuple)) else [value])]
-    inner = next((value for value in values if isinstance(value, torch.optim.Optimizer)), None)
+    inner = next((part for part in _held_by(optimizer) if isinstance(part, torch.optim.Optimizer)), None)
     # A torch optimizer by itself, as SAM and Lookahead are, changes only what is its own.
     if inner is None or (isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in own):
         return ()

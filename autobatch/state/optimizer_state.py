@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autobatch._wrappers import SeveralOptimizers, members_of
+from autobatch._wrappers import SeveralOptimizers, members_of, state_of
 
 _PARAMS = itemgetter("params")
 
@@ -72,14 +72,14 @@ def _makes_state_first(kind: type) -> bool:
 def forget_state(optimizer: Any, parameters: list[torch.Tensor]) -> None:
     """Take these parameters' entries out again."""
     for member in members_of(optimizer):
-        for parameter in parameters:
-            member.state.pop(parameter, None)
+        if _makes_state_first(type(member)):  # type: ignore[arg-type]  # mypy: a type is not hashable
+            for parameter in parameters:
+                member.state.pop(parameter, None)
 
 
 def count_state(optimizer: Any) -> int:
     """How many values the optimizer holds for its parameters, and how many parameters it holds any for."""
-    entries = getattr(optimizer, "state", {}).values()
-    return sum(1 + len(entry) if isinstance(entry, dict) else 1 for entry in entries)
+    return sum(1 + len(entry) if isinstance(entry, dict) else 1 for entry in state_of(optimizer).values())
 
 
 def is_making_state(optimizer: Any, before: int) -> bool:

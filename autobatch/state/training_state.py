@@ -21,6 +21,7 @@ from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_optimizer, members_of, own_table
 from autobatch.state.containers import Contents, children_of, record_contents
 from autobatch.state.random_state import RandomState
+from autobatch.state.slots import Slots, own_attributes
 from autobatch.state.storage_copy import StorageCopies
 from autobatch.state.tensor_header import TensorHeaders
 from autobatch.state.written_memory import HostRecorder
@@ -66,13 +67,14 @@ class TrainingState:
         """
         seen: set[int] = set()
         # First: what a module shares with the optimizer is the optimizer's, which keeps it between trials.
-        of_optimizer = list(_walk([] if optimizer is None else [vars(optimizer)], seen))
+        of_optimizer = list(_walk([] if optimizer is None else _parts_of(optimizer), seen))
         of_model = list(_walk([vars(module) for module in model.modules()], seen))
         of_others = list(_walk(outside, seen | {id(module) for module in model.modules()}))
         found = (*of_optimizer, *of_model, *of_others)
         tensors = [value for value in found if issubclass(type(value), torch.Tensor)]
         owned = [value for value in (*of_optimizer, *of_model) if issubclass(type(value), torch.Tensor)]
         self._of_optimizer = [content for value in of_optimizer if (content := record_contents(value)) is not None]
+        self._of_optimizer += [Slots(value) for value in (optimizer, *of_optimizer) if is_optimizer(value)]
         self._of_model = [
             content for value in (*of_model, *of_others) if (content := record_contents(value)) is not None
         ]
@@ -186,9 +188,15 @@ def _below(value: Any) -> list[Any]:
         gradient = value.grad if value.is_leaf else None
         return [vars(value), gradient, *(getattr(value, name) for name in _TENSOR_HOOKS)]
     # A module that is hidden in a list, the optimizer inside another, and what passes all questions on to one.
-    own = own_table(value)
-    has_state = issubclass(type(value), nn.Module) or is_optimizer(value) or any(map(is_optimizer, own.values()))
-    return [own] if has_state and own else children_of(value)
+    if issubclass(type(value), nn.Module):
+        return [own_table(value)]
+    if is_optimizer(value) or any(map(is_optimizer, own_attributes(value))):
+        return _parts_of(value)
+    return children_of(value)
+
+
+def _parts_of(owner: Any) -> list[Any]:
+    return [own_table(owner), *own_attributes(owner)]
 
 
 def _remove_step_hooks(optimizer: Any | None) -> None:

@@ -181,7 +181,7 @@ class _Refusal:
 
 def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:
     """Refuse ``owner.step()`` by torch's own hook where it has one, else by an attribute in front of the method."""
-    attributes = vars(owner)
+    attributes = own_table(owner)
     # Wrappers that derive from Optimizer without its __init__ (accelerate's, Lightning's) never call the hooks.
     if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes:
         # Not by register_step_pre_hook(), which takes ten times as long, in every step.
@@ -194,7 +194,7 @@ def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
 
     Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
     """
-    return _Refusal(vars(owner), "zero_grad", _ZERO_GRAD, zeroed, raises=False)
+    return _Refusal(own_table(owner), "zero_grad", _ZERO_GRAD, zeroed, raises=False)
 
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:

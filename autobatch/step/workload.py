@@ -6,7 +6,7 @@ Covers ``(loss, aux)``, weights by ``weigh``, and what cannot be run exactly. Do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch._arguments import is_instance_with, takes_none
 from autobatch._formatting import name_type, show_value
-from autobatch._wrappers import members_of
+from autobatch._wrappers import members_of, state_of
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.read_only_call import call_read_only
 from autobatch.errors import InvalidArgument, InvalidStep
@@ -134,8 +134,8 @@ class Workload:
         return sum(bytes_of(tensor) for tensor in self._state_tensors())
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
-            yield from tensors_of(dict(state))  # nested in some, which keep lists of directions
+        # Nested in some, which keep lists of directions.
+        return tensors_of([*state_of(self.optimizer).values()])
 
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
         """What the micro-batch counts for, by term: ``weigh`` of it, or its samples; ``""`` stands for every term.
@@ -284,7 +284,9 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def _check_one_optimizer(optimizer: Any) -> None:
-    if not (hasattr(optimizer, "param_groups") and is_instance_with(optimizer, "step")):
+    groups = getattr(optimizer, "param_groups", None)
+    has_groups = isinstance(groups, list | tuple) and all(isinstance(one, Mapping) and "params" in one for one in groups)
+    if not (has_groups and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
             f"optimizer={_show(optimizer)} is no optimizer: pass one of torch.optim or like it, or a list of several"
         )

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
+from plans import SMALL, make_plan
 from torch import nn
 
 import autobatch
@@ -96,7 +97,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "is not bound": Unbound,
 }
 IMITATIONS: dict[str, Callable[[], Any]] = {
-    "a Mock of a tensor": lambda: Mock(spec=torch.ones(2)),
+    "a Mock of a tensor": lambda: Mock(spec=torch.Tensor),
     "a MagicMock of a dict": lambda: MagicMock(spec=dict),
 }
 """Each passes ``isinstance``. In a batch they may be taken for what they imitate."""
@@ -156,10 +157,7 @@ def call_runner(thing: Any, batch: Any) -> Any:
     """Two steps, of which the first one is looked over."""
     model = Model(thing)
     optimizer = Stepping(torch.optim.SGD(model.parameters()), thing)
-    plan = autobatch.Plan(
-        target_batch=8, micro_batch_size=4, micro_batch_sizes=(4, 4), accumulation_steps=2, budget_bytes=2**30,
-        headroom_bytes=0, peak_bytes=0, curve=None, trials=(), device=autobatch.DeviceInfo(kind="cpu", name="CPU", total_bytes=2**30),
-    )  # fmt: skip
+    plan = make_plan(8, 4, **{**SMALL, "budget_bytes": 2**30})
     runner = autobatch.Runner(plan, model, make_step(thing), optimizer)
     runner.step(batch)
     return runner.step(batch)

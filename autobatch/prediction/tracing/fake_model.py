@@ -124,12 +124,13 @@ class FakeModel:
             return known[1]  # it holds itself, or two hold it
         fake = object.__new__(type(optimizer))
         self._pairs[id(optimizer)] = optimizer, fake
-        for name, value in vars(optimizer).items():
+        for name, value in own_table(optimizer).items():
             if name == "state" or (hasattr(type(optimizer), name) and callable(value)):
                 continue  # a scheduler has put its own step() there, which would step the original
             is_inner = is_optimizer(value) and bool(own_table(value))
             fake.__dict__[name] = self.optimizer(value) if is_inner else self.copy(value, reads_scalars=True)
-        fake.__dict__["state"] = defaultdict(dict)
+        if "state" in own_table(optimizer):
+            fake.__dict__["state"] = defaultdict(dict)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             if name in vars(fake):
                 fake.__dict__[name] = OrderedDict()

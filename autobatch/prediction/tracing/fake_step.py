@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from autobatch._wrappers import state_of
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
 from autobatch.errors import InvalidStep
@@ -90,7 +91,7 @@ class DryRun:
         self._accumulate(batch, outputs, is_placed=is_placed)
         if self._optimizer is not None:
             self._optimizer.step()
-            for tensor in tensors_of([dict(state) for state in self._optimizer.state.values()]):
+            for tensor in tensors_of([*state_of(self._optimizer).values()]):
                 self.recorder.label(tensor, "optimizer state")
         if not self._circumstances.zeroes_gradients:
             for parameter in self._parameters:
