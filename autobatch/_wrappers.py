@@ -90,7 +90,7 @@ def own_table(value: Any) -> dict[str, Any]:
 
     A client that connects when it is first asked, or makes whatever it is asked for, must not notice.
     """
-    return object.__getattribute__(value, "__dict__") if _HAS_TABLE[type(value)] else {}  # type: ignore[no-any-return]
+    return object.__getattribute__(value, "__dict__") if _HAS_TABLE[type(value)] else {}
 
 
 class _HasTable(dict[type, bool]):

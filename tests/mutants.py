@@ -1438,7 +1438,7 @@ MUTANTS = (
     Mutant(
         "a step may step an optimizer that it holds",
         LOOP_GUARD,
-        "_is_optimizer(v) and _holds_any(v, known)",
+        "_can_step(v) and _holds_any(v, known)",
         "False",
         LOOP_GUARD_TESTS,
     ),

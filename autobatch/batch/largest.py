@@ -75,16 +75,16 @@ class _Source:
         characters = sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
         return length, count_elements(batch) / samples, characters
 
-    def rank(self, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], int, bool]:
-        """The largest entries, largest first; how many were looked at; whether time ran out before all were.
+    def rank(self, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], int]:
+        """The largest entries, largest first, and how many were looked at.
 
         Where lengths are known, a half of them are shorter ones: the longest of each class of lengths.
         """
-        deadline, seen, out_of_time = time.monotonic() + time_limit, 0, False
+        deadline, seen = time.monotonic() + time_limit, 0
         longest = dict[int, tuple[Any, Any]]()  # of each class
 
         def in_time() -> Iterator[tuple[Any, Any]]:
-            nonlocal seen, out_of_time
+            nonlocal seen
             for entry in entries:
                 seen += 1
                 size = self.size(entry)
@@ -92,8 +92,7 @@ class _Source:
                     key = _class_of(size[0])
                     longest[key] = max(longest.get(key, (size, entry)), (size, entry), key=itemgetter(0))
                 yield size, entry
-                out_of_time = time.monotonic() > deadline
-                if out_of_time:
+                if time.monotonic() > deadline:
                     return
 
         largest = heapq.nlargest(1 if self.gives_batches else count, in_time(), key=itemgetter(0))
@@ -103,7 +102,7 @@ class _Source:
             largest = largest[: -(-count // 2)]
             shorter = sorted((longest[key] for key in longest if key < _class_of(largest[-1][0][0])), key=itemgetter(0))
             largest += shorter[: -_MOST_SHORTER - 1 : -1]
-        return [entry for _, entry in largest], seen, out_of_time
+        return [entry for _, entry in largest], seen
 
     def keys(self) -> Sequence[Any]:
         """What a map-style dataset can be asked for."""
@@ -143,33 +142,37 @@ def largest_samples(
     scan_limit: int = 2048,
     time_limit: float = 10.0,
 ) -> tuple[Layout, str | None]:
-    """The ``count`` largest samples, collated together, and a sentence where not all samples were looked at.
+    """The ``count`` largest samples, collated together, and a sentence on what was read of a stream, or not looked at.
 
     With ``lengths`` they are the longest, half as many, and beside them samples of all shorter lengths that there are.
 
-    Of a map-style dataset samples spread evenly over it are looked at, of an iterable one the first: ``scan_limit`` of
-    them, and none after ``time_limit`` seconds. Of a loader that gives whole batches (``batch_size=None``) the one with
-    most elements a sample is taken as it is. Each sample is fetched once, so that one made at random is the one that
-    was measured. Raises InvalidBatch where the dataset is empty or has no length.
+    Of a map-style dataset samples spread evenly over it are looked at: ``scan_limit`` of them, and none after
+    ``time_limit`` seconds. Of a stream one batch is read, since training may not get what was read. Of a loader that
+    gives whole batches (``batch_size=None``) the one with most elements a sample is taken as it is. Each sample is
+    fetched once, so that one made at random is the one that was measured. Raises InvalidBatch where the dataset is
+    empty or has no length.
     """
     opened = _Source(source, lengths=lengths)
     if isinstance(source, DataLoader):
         gives_batches = source.batch_sampler is None
         opened = _Source(source.dataset, source.collate_fn, source.sampler, gives_batches, lengths)
-    if isinstance(opened.dataset, IterableDataset) or not hasattr(opened.dataset, "__getitem__"):  # a stream
+    if isinstance(opened.dataset, IterableDataset) or not hasattr(opened.dataset, "__getitem__"):
+        one_batch = 1 if opened.gives_batches else getattr(source, "batch_size", None) or count
         stream = iter(opened.dataset)
         try:
-            largest, seen, stopped = opened.rank(itertools.islice(stream, scan_limit), count, time_limit)
+            largest, _ = opened.rank(itertools.islice(stream, one_batch), count, time_limit)
         finally:
             getattr(stream, "close", lambda: None)()
-        is_partial, of_all = stopped or seen == scan_limit, "the first {} {} of a stream"
-    else:
-        keys = opened.keys()
-        chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
-        largest, seen, _ = opened.rank(chosen, count, time_limit)
-        is_partial, of_all = seen < len(keys), f"{{}} of the dataset's {len(keys)} {{}}"
-    looked_at = of_all.format(seen, "batches" if opened.gives_batches else "samples")
-    return opened.described(largest), f"the largest was looked for among {looked_at}" if is_partial else None
+        return opened.described(largest), (
+            f"one batch of {type(opened.dataset).__name__} was read, and training does not get it if this stream goes "
+            f"on where it was left; pass a batch to read none"
+        )
+    keys = opened.keys()
+    chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
+    largest, seen = opened.rank(chosen, count, time_limit)
+    kind = "batches" if opened.gives_batches else "samples"
+    note = f"the largest was looked for among {seen} of the dataset's {len(keys)} {kind}"
+    return opened.described(largest), note if seen < len(keys) else None
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:

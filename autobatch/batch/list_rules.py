@@ -277,7 +277,7 @@ def _image_size(entry: Any) -> tuple[int, int] | None:
 
 def _ndim(leaf: Any) -> int:
     """The dimensions of a tensor or array, -1 of anything else, which is not asked."""
-    return leaf.ndim if isinstance(leaf, torch.Tensor) or is_array(leaf) else -1  # type: ignore[no-any-return]
+    return leaf.ndim if isinstance(leaf, torch.Tensor) or is_array(leaf) else -1
 
 
 def _is_dense(leaf: Any) -> bool:

@@ -84,7 +84,8 @@ def fit(
         model: The model, on its device.
         target_batch: Samples one optimizer step should see, over all ranks.
         batch: An example batch: tensors and arrays with one row a sample, in lists, dicts, dataclasses; or an object of
-            a type that ``autobatch.batches`` knows. Or a Dataset or DataLoader, whose largest samples are used.
+            a type that ``autobatch.batches`` knows. Or a Dataset or DataLoader, whose largest samples are used; of a
+            stream one batch is read.
             ``None``: inferred from the model where it describes its inputs.
         step: ``step(model, micro_batch) -> loss``: the mean over ``weigh(micro_batch)`` units, or ``(loss, aux)``.
             ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;

@@ -17,6 +17,7 @@ from torch import nn
 
 from autobatch.state.containers import VALUES_OF, Watch, find_contents, put_entries_back
 from autobatch.state.tensor_header import TensorHeaders, is_uninitialized
+from autobatch.torch_internals.storages import lacks_memory
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
 
@@ -196,4 +197,6 @@ def _is_own(tensor: torch.Tensor) -> bool:
     """Whether each of its elements has memory of its own; torch refuses to write into others (``expand``)."""
     if tensor.layout is not torch.strided:
         return True
+    if lacks_memory(tensor):  # what it holds are other tensors, and its class need not know how to copy into it
+        return False
     return not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from autobatch._formatting import name_type
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_optimizer, members_of, own_table
+from autobatch.errors import InvalidArgument
 from autobatch.state.containers import Contents, children_of, record_contents
 from autobatch.state.random_state import RandomState
 from autobatch.state.slots import Slots, own_attributes
 from autobatch.state.storage_copy import StorageCopies
 from autobatch.state.tensor_header import TensorHeaders
 from autobatch.state.written_memory import HostRecorder
+from autobatch.torch_internals.storages import lacks_memory, storages_of
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -64,6 +67,7 @@ class TrainingState:
 
         Raises:
             DoesNotFit: Neither host memory nor the disk has space for the copies.
+            InvalidArgument: A trained tensor is of a class that does not show where its values are.
         """
         seen: set[int] = set()
         # First: what a module shares with the optimizer is the optimizer's, which keeps it between trials.
@@ -78,6 +82,7 @@ class TrainingState:
         self._of_model = [
             content for value in (*of_model, *of_others) if (content := record_contents(value)) is not None
         ]
+        _refuse_uncopied(model, owned)
         self._classes = [(module, type(module)) for module in (model, *found) if issubclass(type(module), nn.Module)]
         self._headers = TensorHeaders(tensors)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public way to look at what has no shape yet
@@ -149,6 +154,17 @@ class TrainingState:
         self._of_optimizer, self._of_model, self._classes, self._gradients = [], [], [], []
         self._headers, self._optimizer = TensorHeaders([]), None
         self._values.close()
+
+
+def _refuse_uncopied(model: nn.Module, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse tensors whose values a trial would change and nobody could put back; a frozen one need not be copied."""
+    for tensor in tensors:
+        if tensor.requires_grad and lacks_memory(tensor) and next(storages_of(tensor), None) is None:
+            name = next((name for name, one in model.named_parameters() if one is tensor), "a tensor")
+            raise InvalidArgument(
+                f"{name} is {name_type(tensor)} of shape {tuple(tensor.shape)}, whose values cannot be copied: give "
+                f"{type(tensor).__name__} a __tensor_flatten__(), or freeze it with requires_grad_(False)"
+            )
 
 
 class _Gradient:

@@ -3,8 +3,9 @@
 Covers Python functions, methods, ``functools.partial``, callable objects, containers and instances, the nearest first;
 and among these, modules and tensors that belong to neither the model nor its optimizer: a teacher, a memory bank, a
 queue. Of classes and Python modules of the user's own (not of installed libraries) it covers what they hold: attributes
-of a class, and names of a module that the function's code names too. No object is called, no property is read, and a mock
-is not taken for the class that it imitates (``isinstance`` asks the object). Does not cover what C code holds, nor what is looked up by name at run time.
+of a class, and names of a module that the function's code names too. No object is called, no property is read, and a
+mock is not taken for the class that it imitates (``isinstance`` asks the object). Does not cover what C code holds, nor
+what is looked up by name at run time.
 """
 
 from __future__ import annotations

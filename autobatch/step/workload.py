@@ -284,9 +284,10 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
 
 
 def _check_one_optimizer(optimizer: Any) -> None:
-    groups = getattr(optimizer, "param_groups", None)
-    has_groups = isinstance(groups, list | tuple) and all(isinstance(one, Mapping) and "params" in one for one in groups)
-    if not (has_groups and is_instance_with(optimizer, "step")):
+    groups: Any = getattr(optimizer, "param_groups", None)
+    listed = groups if isinstance(groups, list | tuple) else (None,)
+    are_groups = all(isinstance(one, Mapping) and "params" in one for one in listed)
+    if not (are_groups and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
             f"optimizer={_show(optimizer)} is no optimizer: pass one of torch.optim or like it, or a list of several"
         )

@@ -12,7 +12,9 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["bytes_of", "is_dense", "storage_key", "storages_of"]
+__all__ = ["bytes_of", "is_dense", "lacks_memory", "storage_key", "storages_of"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -48,7 +50,8 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """Every storage that holds values of a tensor, in a fixed order; the same one may come more than once.
 
     A sparse tensor has one for each of its parts, a wrapper (``torch.utils._python_dispatch``) those of the tensors
-    inside it; meta, fake and opaque ones (oneDNN's own layout) have none.
+    inside it; meta, fake and opaque ones (oneDNN's own layout) have none. A wrapper that does not name its tensors (no
+    ``__tensor_flatten__``) has those of the tensors in its attributes.
     """
     if is_traceable_wrapper_subclass(tensor):
         for part in _parts_of(tensor):
@@ -62,8 +65,32 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         # Opaque layouts have no storage to look at, and a lazy module's parameter refuses nearly every question.
         except (NotImplementedError, RuntimeError, ValueError):
             return
-        if storage.device.type != "meta":  # a fake tensor claims a device, its storage does not
+        if storage.device.type == "meta":  # a fake tensor claims a device, its storage does not
+            return
+        if type(tensor) in _PLAIN or _has_memory(storage):
             yield storage
+            return
+        for part in vars(tensor).values():
+            if isinstance(part, torch.Tensor) and part is not tensor and not lacks_memory(part):
+                yield from storages_of(part)
+
+
+def lacks_memory(tensor: torch.Tensor) -> bool:
+    """Whether it is a wrapper made by ``_make_wrapper_subclass`` that does not say which tensors hold its values."""
+    if type(tensor) in _PLAIN or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+        return False
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError, ValueError):
+        return False
+    return storage.device.type != "meta" and not _has_memory(storage)
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    try:
+        return storage.nbytes() == 0 or storage.data_ptr() != 0
+    except RuntimeError:  # torch refuses to look at such a pointer
+        return False
 
 
 def _parts_of(wrapper: Any) -> list[torch.Tensor]:

@@ -163,6 +163,12 @@ def call_runner(thing: Any, batch: Any) -> Any:
     return runner.step(batch)
 
 
+def call_map(thing: Any, batch: Any) -> Any:
+    """Outputs of a function that closes over the thing and a model with it."""
+    model = Model(thing)
+    return autobatch.map(lambda rows: (thing, model(rows))[1], batch)
+
+
 def make_step(thing: Any) -> Any:
     """A step that closes over the thing and has it among its defaults."""
     things = [thing]
@@ -178,7 +184,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "fit": call_fit,
     "Runner": call_runner,
     "verify": lambda thing, batch: autobatch.verify(Model(thing), batch=batch, step=make_step(thing)),
-    "map": lambda thing, batch: autobatch.map(lambda rows, model=Model(thing): (thing, model(rows))[1], batch),
+    "map": call_map,
 }
 
 

@@ -164,6 +164,8 @@ def use_errors(run: Callable[[], object]) -> autobatch.AutobatchError | None:
         run()
     except (autobatch.NeedsBatch, autobatch.DoesNotFit, autobatch.CannotRetry, autobatch.CannotPredict) as error:
         return error
+    except (autobatch.RankFailed, autobatch.RankLost) as error:
+        return error
     except (autobatch.InexactSplit, autobatch.InvalidStep, autobatch.InvalidBatch, autobatch.InvalidResult) as error:
         return error
     except autobatch.InvalidArgument as error:

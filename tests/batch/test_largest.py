@@ -141,7 +141,7 @@ def test_scan_limit_is_kept_and_said() -> None:
 def test_of_equal_samples_the_first_are_taken() -> None:
     """Where sizes tie, what was looked at first stays, in that order."""
     stream = Stream([torch.full((2,), index) for index in range(9)])
-    assert indices(largest_samples(DataLoader(stream, collate_fn=pad), 3)[0].batch) == [0, 1, 2]
+    assert indices(largest_samples(DataLoader(stream, batch_size=9, collate_fn=pad), 3)[0].batch) == [0, 1, 2]
 
 
 def test_the_same_samples_each_time() -> None:
@@ -197,25 +197,61 @@ def test_a_random_sample_is_the_one_that_was_measured() -> None:
     assert batch.shape == (3, max(made[:20]))
 
 
-@pytest.mark.parametrize("limit", [6, 100])
-def test_streams(limit: int) -> None:
-    """Of an iterable dataset the largest of the first samples are taken, and its iterator is closed."""
-    stream = Stream([torch.full((length,), index) for index, length in enumerate(LENGTHS)] * 1000)
-    loader = DataLoader(stream, batch_size=2, collate_fn=pad)
-    layout, note = largest_samples(loader, 2, scan_limit=limit)
-    batch = layout.batch
-    assert batch.shape == (2, 9)
+class ByProtocol:
+    """A stream that follows torch's protocol without its base class."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        self.stream = Stream(entries)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
+
+
+PADDED = [torch.full((length,), index) for index, length in enumerate(LENGTHS)] * 1000
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_of_a_stream_one_batch_is_read(workers: int) -> None:
+    """Its largest samples are taken, its iterator is closed, and the note says that it was read."""
+    stream = Stream(PADDED)
+    loader = DataLoader(stream, batch_size=4, collate_fn=pad, num_workers=workers)
+    layout, note = largest_samples(loader, 2)
+    assert indices(layout.batch) == [1, 3]
     assert stream.closed
-    assert stream.given == limit
-    assert note == f"the largest was looked for among the first {limit} samples of a stream"
+    assert stream.given == 4
+    assert "Stream" in note
+    assert "\n" not in note
+    assert multiprocessing.active_children() == []
 
 
-def test_a_short_stream_needs_no_note() -> None:
-    """A stream that ended before any limit was seen whole."""
-    layout, note = largest_samples(Stream([{"x": torch.zeros(3)}] * 5), 9)
-    batch = layout.batch
-    assert batch["x"].shape == (5, 3)
-    assert note is None
+@pytest.mark.parametrize(
+    ("make", "count", "given"),
+    [
+        (lambda stream: stream, 3, 3),
+        (lambda stream: DataLoader(stream, batch_size=None), 3, 1),
+        (lambda stream: DataLoader(stream, batch_size=8, collate_fn=pad), 3, 8),
+        (lambda stream: DataLoader(stream, batch_size=8, collate_fn=pad, drop_last=True), 300, 8),
+    ],
+    ids=["alone", "of whole batches", "a larger batch", "a smaller batch"],
+)
+def test_what_a_batch_of_a_stream_is(make: Any, count: int, given: int) -> None:
+    """The loader's own; of a dataset alone as many samples as were asked for."""
+    stream = Stream([torch.zeros(4, 2)] * 1000)
+    assert largest_samples(make(stream), count)[1] is not None
+    assert stream.given == given
+    assert stream.closed
+
+
+def test_a_stream_without_the_base_class_in_a_loader() -> None:
+    """As one with it."""
+    stream = ByProtocol([torch.zeros(4, 2)] * 1000)
+    assert largest_samples(DataLoader(stream, batch_size=None), 3)[0].count == 4
+    assert stream.stream.given == 1
+
+
+def test_a_stream_that_ends_within_a_batch() -> None:
+    """What there is."""
+    assert largest_samples(Stream([{"x": torch.zeros(3)}] * 5), 9)[0].batch["x"].shape == (5, 3)
 
 
 def test_a_stream_is_closed_when_it_fails() -> None:
@@ -241,10 +277,9 @@ class Batches(Dataset[torch.Tensor]):
         return WHOLE[index]
 
 
-@pytest.mark.parametrize("dataset", [Batches(), Stream(WHOLE)], ids=["map", "stream"])
-def test_whole_batches(dataset: Any) -> None:
+def test_whole_batches() -> None:
     """A loader with batch_size=None gives the batch with most elements a sample, not the one with most in all."""
-    assert largest_samples(DataLoader(dataset, batch_size=None), 4)[0].batch.shape == (2, 9)
+    assert largest_samples(DataLoader(Batches(), batch_size=None), 4)[0].batch.shape == (2, 9)
 
 
 def test_bulk_reads() -> None:

@@ -145,10 +145,10 @@ class FakeModel:
             copied: Any = tuple(map(copy, value))
             self._pairs[id(value)] = value, copied
             return copied
-        if isinstance(value, defaultdict | deque):
-            copied = defaultdict(value.default_factory) if isinstance(value, defaultdict) else deque((), value.maxlen)
+        if isinstance(value, deque):
+            copied = deque(maxlen=value.maxlen)
         else:
-            copied = type(value)()
+            copied = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
         self._pairs[id(value)] = value, copied  # first: it may hold itself
         if isinstance(value, dict):
             copied.update((self.of(k) if isinstance(k, torch.Tensor) else k, copy(v)) for k, v in value.items())
