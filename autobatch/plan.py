@@ -1,13 +1,14 @@
 """Defines ``Plan``: what ``fit`` returns and ``Runner`` applies.
 
-Covers what a user does with a plan: print, explain, save, load, translate into another framework's settings. The data
-is ``planning.plan_record``, the texts are ``report``. Other frameworks' loops take one fixed size and cannot run ragged
-micro-batches, so theirs is the largest exact divisor of the share.
+A user prints, explains, saves and loads it, makes a loader of it, and translates it into another framework's settings.
+The data is ``planning.plan_record``, the texts are ``report``. Other frameworks' loops take one fixed size and cannot
+run ragged micro-batches, so theirs is the largest exact divisor of the share.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -92,6 +93,26 @@ class Plan(PlanRecord):
             )
         named = zip(_SETTINGS[framework], (self.target_batch, size, steps), strict=True)
         return {name: value for name, value in named if name is not None}
+
+    def loader(
+        self, dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
+    ) -> Any:
+        """Make a DataLoader whose batches are what one step of this rank has.
+
+        Args:
+            dataset: A dataset. With several ranks it must be map-style: a ``ShareSampler`` gives each rank its share.
+            shuffle: Whether each epoch has an order of its own. Of an iterable dataset the order is the dataset's.
+            seed: With several ranks, of these orders. On one rank pass ``generator=``.
+            drop_last: Whether a last batch smaller than the target is left out.
+            **options: More arguments of ``DataLoader``, such as ``num_workers``, ``collate_fn``, or on one rank
+                ``sampler`` in place of ``shuffle``.
+
+        Raises:
+            InvalidArgument: An option is the plan's to choose, or the dataset cannot be shared by the ranks.
+        """
+        from autobatch.distributed.share_sampler import make_loader  # noqa: PLC0415 - plans are read without torch
+
+        return make_loader(self, dataset, options, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON.

@@ -17,6 +17,7 @@ from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import find_ranks, several_blocks
 from autobatch.events import Hook
 from autobatch.fitting.fit import fit
+from autobatch.fitting.loader_sizes import ForRun
 from autobatch.memory.device import Device
 from autobatch.planning.planner import Objective
 from autobatch.planning.shares import Share
@@ -41,11 +42,11 @@ class Runner(StepRunner):
     def fit(
         cls,
         model: nn.Module,
-        step: Step | None,
-        optimizer: Any,
-        *,
         target_batch: int,
+        *,
         batch: Any | None = None,
+        step: Step | None = None,
+        optimizer: Any | None = None,
         weigh: Weigh | None = None,
         lengths: Lengths | LengthOf | None = None,
         device: torch.device | str | Device | None = None,
@@ -68,15 +69,21 @@ class Runner(StepRunner):
         enforce: Literal["auto", "always"] = "auto",
         timeout: float | None = None,
     ) -> Runner:
-        """Fit a plan and bind it, with nothing said twice: ``autobatch.fit`` and then ``autobatch.Runner``.
+        """Fit a plan and bind it in one call: ``autobatch.fit`` and then ``autobatch.Runner``.
+
+        Example:
+            >>> runner = autobatch.Runner.fit(model, 256, batch=loader, step=step, optimizer=sgd)  # doctest: +SKIP
+            >>> for result in runner.run(loader):  # doctest: +SKIP
+            ...     print(result.loss)
 
         Args:
             model: As in both.
-            step: As in both.
-            optimizer: As in both.
             target_batch: As in ``fit``, and so are ``batch``, ``budget``, ``headroom``, ``max_micro_batch``,
                 ``objective``, ``accumulate_in_float32``, ``check``, ``reuse``, ``progress`` and ``share``.
-            batch: An example batch.
+            batch: An example batch, or a Dataset or DataLoader. The loader may have any batch size: ``run`` joins and
+                cuts its batches.
+            step: As in both.
+            optimizer: As in both.
             weigh: As in both.
             lengths: As in both.
             device: As in both.
@@ -113,7 +120,7 @@ class Runner(StepRunner):
                 plan = fit(
                     model,
                     target_batch,
-                    batch=batch,
+                    batch=ForRun(batch),
                     step=step,
                     optimizer=optimizer,
                     weigh=weigh,

@@ -45,11 +45,11 @@ torch.manual_seed(0)
 images = torch.as_tensor(load_digits().data).float().view(-1, 1, 8, 8) / 16
 gan = Gan()
 batch = {"images": images[:256], "noise": torch.randn(256, 16)}
-options = {"target_batch": 256, "batch": batch, "budget": "4MiB"}
-critic = autobatch.Runner.fit(gan, judge, torch.optim.Adam(gan.critic.parameters(), 1e-3, (0.5, 0.9)), **options)
-generator = autobatch.Runner.fit(
-    gan, deceive, torch.optim.Adam(gan.generator.parameters(), 1e-3, (0.5, 0.9)), **options
-)
+options = {"batch": batch, "budget": "4MiB"}
+adam = torch.optim.Adam(gan.critic.parameters(), 1e-3, (0.5, 0.9))
+critic = autobatch.Runner.fit(gan, 256, step=judge, optimizer=adam, **options)
+adam = torch.optim.Adam(gan.generator.parameters(), 1e-3, (0.5, 0.9))
+generator = autobatch.Runner.fit(gan, 256, step=deceive, optimizer=adam, **options)
 before = distance(gan)
 for _ in range(150):
     batch = {"images": images[torch.randint(len(images), (256,))], "noise": torch.randn(256, 16)}

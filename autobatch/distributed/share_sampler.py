@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from autobatch._arguments import check_switch, is_instance_with
 from autobatch._bounds import LARGEST
@@ -22,7 +22,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.shares import share_batch
 
-__all__ = ["ShareSampler"]
+__all__ = ["ShareSampler", "make_loader"]
 
 
 class ShareSampler(Sampler[list[int]]):
@@ -179,6 +179,29 @@ class ShareSampler(Sampler[list[int]]):
         shares = self._shares if samples == self._target else share_batch(samples, self._shares)
         begin += sum(shares[: self._rank])
         return slice(begin, begin + shares[self._rank])
+
+
+def make_loader(
+    plan: PlanRecord, dataset: Any, options: Mapping[str, Any], *, shuffle: bool, seed: int, drop_last: bool
+) -> DataLoader[Any]:
+    """Make a DataLoader whose batches are what one step of this rank has; the arguments are ``Plan.loader``'s.
+
+    Raises:
+        InvalidArgument: An option is the plan's to choose, or the dataset cannot be shared by the ranks.
+    """
+    chosen = {"batch_size", "batch_sampler"} | ({"sampler"} if plan.world_size > 1 else set())
+    for name in sorted(chosen & options.keys()):
+        raise InvalidArgument(
+            f"plan.loader(): {name}= is chosen by the plan; make a DataLoader yourself and pass it to runner.run()"
+        )
+    check_switch("shuffle", shuffle)
+    check_switch("drop_last", drop_last)
+    if plan.world_size > 1:
+        sampler = ShareSampler(plan, dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return DataLoader(dataset, batch_sampler=sampler, **options)
+    is_ordered = isinstance(dataset, IterableDataset) or options.get("sampler") is not None
+    order = None if is_ordered else shuffle
+    return DataLoader(dataset, batch_size=plan.target_batch, shuffle=order, drop_last=drop_last, **options)
 
 
 def _shares_of(plan: PlanRecord) -> tuple[int, ...]:

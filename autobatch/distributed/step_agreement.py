@@ -17,10 +17,11 @@ from autobatch.errors import AutobatchError, CannotRetry, RankFailed, RankLost
 
 __all__ = ["Place", "StepAgreement", "name_error"]
 
-Place = Literal["open", "micro-batches", "forward", "backward", "rewind", "ready", "clip", "update", "done"]
+Place = Literal["batches", "open", "micro-batches", "forward", "backward", "rewind", "ready", "clip", "update", "done"]
 """All ranks meet before the first micro-batch (``"open"``); when the gradient is there (``"ready"``); when nothing is
 left that could fail before the optimizer's step (``"update"``); and after it. The others are for sharded parameters
-only: before micro-batches are run, at the end of each pass, after a pass that was dropped, and to clip."""
+only: before micro-batches are run, at the end of each pass, after a pass that was dropped, and to clip. Before a step
+of ``run`` each rank says how many samples its loader has (``"batches"``)."""
 
 _LONGEST_REASON = 2000
 

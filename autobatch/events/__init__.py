@@ -11,6 +11,7 @@ from autobatch.events.runner_events import (
     SizeChanged,
     StepFailed,
     StepFinished,
+    SteppedTwice,
     StepSkipped,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "StepFailed",
     "StepFinished",
     "StepSkipped",
+    "SteppedTwice",
     "TrialFinished",
     "emit",
     "log_event",

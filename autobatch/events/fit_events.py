@@ -53,14 +53,14 @@ class PlanRefused(Event):
 
 
 class PlanMade(Event):
-    """``fit`` ended with a plan; its line has what makes the plan's split inexact."""
+    """``fit`` ended with a plan; its line says why splitting is not exact, and where steps will not have the target."""
 
     summary: str
     warnings: tuple[str, ...] = ()
 
     @property
     def level(self) -> int:
-        """``WARNING`` where splitting is not exact."""
+        """``WARNING`` where there is a warning in the line."""
         return logging.WARNING if self.warnings else logging.INFO
 
     def __str__(self) -> str:

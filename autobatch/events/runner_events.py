@@ -24,6 +24,7 @@ __all__ = [
     "StepFailed",
     "StepFinished",
     "StepSkipped",
+    "SteppedTwice",
     "step_metrics",
 ]
 
@@ -104,23 +105,52 @@ _CAUSES = {
 
 
 class BatchDiffers(Event):
-    """A step was given another number of samples than planned; emitted once for each number.
+    """A step was given another number of samples than planned; emitted once for each runner.
+
+    One smaller step after full ones, as at the end of an epoch, is not reported.
 
     Attributes:
         samples: Of this rank.
         planned: For this rank.
-        rank: ``None`` where there is one.
+        target_batch: Over all ranks; 0 where it was not noted.
+        can_run: Whether the runner has an optimizer, and so ``run``.
     """
 
     step: int
     samples: int
     planned: int
+    target_batch: int = 0
+    can_run: bool = True
+    level: ClassVar[int] = logging.WARNING  # the run trains on another batch than its user asked for
 
     def __str__(self) -> str:
-        over = "those of all ranks" if self.world_size > 1 else f"the {self.samples}"
+        planned = f"planned {self.planned}"
+        if self.world_size > 1 and self.target_batch:
+            planned += f", this rank's share of target_batch={self.target_batch}"
         return (
-            f"{self.source}: step {self.step} was given {plural(self.samples, 'sample')}, "
-            f"the plan was made for {self.planned}; the update is the mean over {over}"
+            f"{self.source}: step {self.step} was given {plural(self.samples, 'sample')}, {planned}: use "
+            f"{'runner.run(loader), or ' if self.can_run else ''}batch_size={self.planned}"
+        )
+
+
+class SteppedTwice(Event):
+    """Something that the runner steps was stepped between two of its steps as well; emitted once for each runner.
+
+    Attributes:
+        names: Classes of what was stepped.
+        calls: For each of them, what to remove from the loop.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    calls: tuple[str, ...]
+    level: ClassVar[int] = logging.WARNING  # a learning rate decays twice as fast
+
+    def __str__(self) -> str:
+        names, calls = " and ".join(self.names), " and ".join(dict.fromkeys(self.calls))
+        return (
+            f"{self.source}: {names} moved between two steps of the Runner, which steps what it was given: remove "
+            f"{calls} from the loop"
         )
 
 
@@ -138,7 +168,7 @@ class GradientsFound(Event):
 
 
 class PlanDiffers(Event):
-    """A runner was given a plan that was made for another model or optimizer; emitted once for each runner."""
+    """A runner was given a plan of another model, optimizer or device; emitted once for each runner."""
 
     plan_id: str
     differences: tuple[str, ...]

@@ -23,6 +23,7 @@ from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
 from autobatch.errors import InvalidArgument
 from autobatch.events import Event, Hook, PlanMade, emit
+from autobatch.fitting.loader_sizes import source_of, warn_of_loader
 from autobatch.fitting.options import check_choices, check_sizes
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.fitting.split_check import Checked, check_found
@@ -183,16 +184,22 @@ def fit(
                         shared=division.trials,
                         lengths=_read_lengths(lengths, division),
                     )
-                    found.run(batch)
+                    found.run(source_of(batch))
                     said.append({"rate": found.rate})
                 with all_or_none(ranks, "fit(), the check", is_last=True) as plans:
-                    checked = check_found(found, division.divide(said), check)
+                    checked = _check(found, division, said, check, batch)
                     plans.append(_describe_own(found, division).model_dump())
             memory.reclaim()
     plan = _make_plan(found, division, division.read_plans(plans), checked, time.perf_counter() - started)
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=checked[1], rank=plan.rank, world_size=plan.world_size))
     return plan
+
+
+def _check(found: SizeSearch, division: Division, said: Any, check: Any, batch: Any) -> Checked:
+    """What is known of the split, with a warning where the user's data will not make up the target."""
+    verdict, warnings = check_found(found, division.divide(said), check)
+    return verdict, (*warnings, *warn_of_loader(batch, division.target, division.samples, division.size))
 
 
 def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:

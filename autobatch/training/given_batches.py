@@ -1,7 +1,6 @@
 """Reads the batches that a step is given: how many samples they have, and which of these run together.
 
-Covers what is remembered from batch to batch: how lists are read, sizes that were seen, the largest samples. Does not
-cover micro-batches (``micro_batches``).
+It remembers from batch to batch how lists are read and how large samples were. Micro-batches are ``micro_batches``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class GivenBatches:
     def __init__(
         self,
         lists: Mapping[str, ListReading],
-        samples: int,
         cut: GivenCut | None,
         lengths: SampleLengths | None,
         *,
@@ -41,13 +39,12 @@ class GivenBatches:
 
         Args:
             lists: How its lists are read.
-            samples: How many each step is to have.
             cut: The user's division.
             lengths: How long samples are.
             joins: Whether neighbouring batches may be joined.
         """
         self.cut, self.lengths, self.has_larger = cut, lengths, False
-        self._layout, self._sizes_seen, self._joins = Layout(None, 0, lists), {samples}, joins
+        self._layout, self._joins = Layout(None, 0, lists), joins
         self._largest_elements = 0.0
 
     @property
@@ -59,38 +56,42 @@ class GivenBatches:
     def lists(self, lists: Mapping[str, ListReading]) -> None:
         self._layout = Layout(None, 0, lists)
 
-    def read(
-        self, batches: Sequence[Any], report_size: Callable[[int], None], *, leaves_out_empty: bool
-    ) -> list[Layout]:
-        """Describe them: lists as in the plan's example, later batches as earlier ones.
+    def describe(self, batch: Any) -> Layout:
+        """Describe one batch: lists as in the plan's example, later batches as earlier ones.
+
+        Raises:
+            InvalidBatch: It cannot be counted.
+        """
+        layout = describe(batch, like=self._layout)
+        if layout.traits is None or layout.traits is not self._layout.traits:
+            self._layout, elements = layout.without_batch(), layout.elements / layout.count
+            self.has_larger |= elements > self._largest_elements
+            self._largest_elements = max(elements, self._largest_elements)
+        return layout
+
+    def read(self, batches: Sequence[Any], *, leaves_out_empty: bool) -> list[Layout]:
+        """Describe the batches of one step.
 
         Args:
-            batches: One step's.
-            report_size: Called with how many samples they have together, where no step has had as many.
+            batches: Those that are described already stay as they are.
             leaves_out_empty: Whether one without samples is left out; else it is refused.
 
         Raises:
             InvalidBatch: One cannot be counted; which one, where there are several.
         """
-        layouts, samples = [], 0
+        layouts = []
         for number, batch in enumerate(batches, 1):
+            if isinstance(batch, Layout):
+                layouts.append(batch)
+                continue
             if leaves_out_empty and is_empty(batch):
                 continue
             try:
-                layout = describe(batch, like=self._layout)
+                layouts.append(self.describe(batch))
             except InvalidBatch as error:
                 if len(batches) == 1:
                     raise
                 raise InvalidBatch(f"{error} (batch {number} of the {len(batches)} that this step was given)") from None
-            if layout.traits is None or layout.traits is not self._layout.traits:
-                self._layout, elements = layout.without_batch(), layout.elements / layout.count
-                self.has_larger |= elements > self._largest_elements
-                self._largest_elements = max(elements, self._largest_elements)
-            layouts.append(layout)
-            samples += layout.count
-        if samples not in self._sizes_seen:
-            self._sizes_seen.add(samples)
-            report_size(samples)
         return layouts
 
     def divide(

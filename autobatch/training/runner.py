@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NoReturn, SupportsIndex
+from typing import Any, ClassVar, Literal, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
 
-from autobatch._arguments import as_sequence, check_choice
+from autobatch._arguments import as_sequence, check_choice, check_switch
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.chosen_groups import CutFunction
 from autobatch.batch.layout import Layout
@@ -51,6 +50,8 @@ from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
 from autobatch.training.given_batches import GivenBatches, several
 from autobatch.training.given_cut import GivenCut
+from autobatch.training.loader_steps import Pass, Progress, check_loader, count_samples, read_together, set_epoch
+from autobatch.training.loop_watch import SteppedObjects, StepSizes
 from autobatch.training.micro_batches import find_scale, rows_of
 from autobatch.training.optimizer_step import Update, check_options
 from autobatch.training.runner_state import RunnerState, read_state
@@ -97,6 +98,9 @@ class StepRunner:
     Attributes:
         steps: How many steps (or accumulations) have been committed.
     """
+
+    _is_in_users_loop: ClassVar[bool] = True
+    """Whether the user's own loop calls it; a framework's loop decides sizes and schedules for its user."""
 
     def __init__(
         self,
@@ -188,7 +192,9 @@ class StepRunner:
             # Steps on a substitute for a device are not recorded, and those of all ranks are one run, the first's.
             recorder = None if isinstance(device, Device) or plan.rank else RunRecorder(plan, Ledger.open())
             self._events = StepEvents(plan, check_hooks(hooks), recorder)
-            self._events.report_plan(model, inner)
+            self._events.report_plan(model, inner, self._device.describe())
+            self._progress, self._sizes = Progress(), StepSizes(sum(plan.micro_batch_sizes))
+            self._stepped = SteppedObjects(optimizers, scaler, schedulers)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
             self._peak_bytes, self._has_reported_gradients, self._is_running = 0, False, False
             if self._ranks is not None:
@@ -210,9 +216,7 @@ class StepRunner:
         is_sharded, plan = self._is_sharded, self.plan
         given_cut = GivenCut.of(cut, has_lengths=lengths is not None, is_sharded=is_sharded)
         sample_lengths = SampleLengths.of(lengths, plan, self._workload, is_sharded=is_sharded)
-        return GivenBatches(
-            plan.batch_lists, sum(plan.micro_batch_sizes), given_cut, sample_lengths, joins=not is_sharded
-        )
+        return GivenBatches(plan.batch_lists, given_cut, sample_lengths, joins=not is_sharded)
 
     def _make_update(
         self, optimizers: Sequence[Any], scaler: Any, max_grad_norm: float | None, schedulers: Sequence[Any]
@@ -244,6 +248,73 @@ class StepRunner:
     def micro_batch_size(self) -> int:
         """The most samples in a micro-batch from now on: the plan's, or less where memory was short."""
         return self._pace.size
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over a loader that ``run`` has finished."""
+        return self._progress.passes
+
+    def run(self, loader: Iterable[Any], *, epochs: int | None = None, drop_last: bool = False) -> Iterator[StepResult]:
+        """Run one optimizer step for every target's worth of samples, whatever sizes the loader's batches have.
+
+        Batches are joined and cut so that each step has exactly this rank's share of the target; what is left of a
+        batch begins the next step. At the loader's end the last, smaller step runs, with the mean over its own samples.
+        A step runs when its result is asked for.
+
+        ``state_dict()`` between two steps says how far the pass has come. After ``load_state_dict()`` the first call of
+        ``run`` reads the samples that were used, without running them, and goes on behind them; random generators are
+        then put back to where they were before. Let the loader give the same order again: by ``set_epoch`` and a seed,
+        or a generator that you seed for each pass. A ``ShareSampler`` that was resumed with its own state begins there
+        itself; load no state into other loaders that resume themselves. Every other call begins a new pass, also after
+        you have left the loop in the middle, or after a step that raised.
+
+        With several ranks each passes its own loader, for as many passes. A rank whose loader has ended takes part in
+        the others' last steps without samples. Leave the loop at the same step on every rank.
+
+        Args:
+            loader: A DataLoader, a list of batches, or another iterable of batches.
+            epochs: Number of passes. Before each, ``set_epoch(epoch)`` is called of what has it: the loader, its
+                sampler, its batch_sampler, its dataset. After ``load_state_dict()`` finished passes count. ``None``:
+                one pass, and ``set_epoch`` is yours to call.
+            drop_last: Leave out a last step that is smaller than the target.
+
+        Yields:
+            The result of each step, as ``step`` returns it.
+
+        Raises:
+            InvalidArgument: ``loader`` is a single batch or a dataset, or has fewer samples than the state says were
+                used.
+            InvalidBatch: Samples of a batch cannot be counted or divided.
+            DoesNotFit: As ``step``.
+            CannotRetry: As ``step``.
+            RankFailed: Another rank's loader or step has raised an error.
+        """
+        if self._update is None:
+            raise InvalidArgument(_NO_OPTIMIZER)
+        check_loader(loader, epochs)
+        check_switch("drop_last", drop_last)
+        return self._run_passes(loader, epochs, drop_last=drop_last)
+
+    def _run_passes(self, loader: Iterable[Any], epochs: int | None, *, drop_last: bool) -> Iterator[StepResult]:
+        share, progress = sum(self.plan.micro_batch_sizes), self._progress
+        for epoch in progress.begin(epochs):
+            if epoch is not None:
+                set_epoch(loader, epoch)
+            reading = Pass(loader, progress, share, self._batches.describe, self._device.torch_device)
+            while (batches := self._read_step(reading, drop_last=drop_last)) is not None:
+                result, used = self._run(batches, update=True, is_cut=True), count_samples(batches)
+                progress.samples += used
+                del batches  # while the user has the result, nothing of the step is held
+                yield result
+
+    def _read_step(self, reading: Pass, *, drop_last: bool) -> list[Layout] | None:
+        """This rank's samples of the next step of ``run``; ``None`` where the pass ends, on all ranks at once."""
+        if self._ranks is None:
+            layouts = reading.take()
+            samples = count_samples(layouts)
+        else:
+            layouts, samples = read_together(self._ranks, self.steps, reading)
+        return None if not samples or (drop_last and samples < self.plan.target_batch) else layouts
 
     def step(self, batch: Any) -> StepResult:
         """Run one optimizer step on a whole batch.
@@ -312,7 +383,7 @@ class StepRunner:
         return self._run([batch], update=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides the sizes of the next steps, as plain numbers, texts, lists and dicts.
+        """What decides the next steps' sizes, and how far ``run`` is, as plain numbers, texts, lists and dicts.
 
         With it, a resumed run is bit for bit the one that was not interrupted, also after a shortage has made the size
         smaller (sizes decide how gradients are rounded), as far as the same memory is free. Parameters, optimizers,
@@ -322,6 +393,8 @@ class StepRunner:
             self.plan,
             self._pace,
             steps=self.steps,
+            passes=self._progress.passes,
+            pass_samples=self._progress.samples,
             batch_lists=self._batches.lists,
             counted_per_sample=self._accumulation.counted_per_sample,
             **self._accumulation.state.learnt(),
@@ -345,6 +418,10 @@ class StepRunner:
         self._accumulation.counted_per_sample = found.counted_per_sample
         self._batches.lists = found.batch_lists
         self.steps = self._begun_at = found.steps
+        self._progress.resume(found.passes, found.pass_samples)
+        if found.steps:
+            self._sizes.resume()
+        self._stepped.forget()
         self._change_pace(pace, self.steps)
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
@@ -355,13 +432,13 @@ class StepRunner:
         """
         raise InvalidArgument(_NO_COPY)
 
-    def _run(self, batches: Iterable[Any], *, update: bool) -> StepResult:
+    def _run(self, batches: Iterable[Any], *, update: bool, is_cut: bool = False) -> StepResult:
         started, function_state = time.perf_counter(), _read_function_state()
         shared = self._begin_shared(update=update)
         try:
             if shared is not None:
                 shared.begin()
-            layouts = self._describe([*batches])
+            layouts = self._describe([*batches], update=update, is_cut=is_cut)
             is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
             accumulate = self._accumulate_counted if is_counted else self._accumulate
             accumulated, thrashed = accumulate(layouts, shared, update=update)
@@ -374,6 +451,7 @@ class StepRunner:
         finally:
             if shared is not None:
                 shared.close()
+        self._remember(layouts, update=update)
         if accumulated is None or accumulated.loss is None:
             return self._skip(layouts, started)
         result = StepResult(
@@ -402,7 +480,20 @@ class StepRunner:
         _set_function_state(function_state)
         if shared is not None:
             shared.fail(error)
+        self._stepped.forget()
         self._events.report_failed(self.steps, error)
+
+    def _warn_of_loop(self, samples: int, *, update: bool, is_cut: bool) -> None:
+        """Warn, once each, of a step of another size than planned and of what the user's loop steps as well."""
+        if not is_cut and self._sizes.surprise(samples):
+            self._events.report_size(self.steps, samples, can_run=self._update is not None)
+        if update and (moved := self._stepped.find_moved()):
+            self._events.report_moves(self.steps, moved)
+
+    def _remember(self, layouts: Sequence[Layout], *, update: bool) -> None:
+        if self._is_in_users_loop:
+            self._sizes.note(count_samples(layouts))
+            self._stepped.note(is_ours=update)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
         source = shared if isinstance(shared, ShardedStep) else self._update
@@ -476,12 +567,13 @@ class StepRunner:
     def _read_pace(self) -> Pace:
         return self._pace.before_step(*self._free_memory.read())
 
-    def _describe(self, batches: Sequence[Any]) -> Sequence[Layout]:
+    def _describe(self, batches: Sequence[Any], *, update: bool, is_cut: bool) -> Sequence[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
         if not batches and self._ranks is None:
             raise InvalidBatch("step_over() was given no batches")
-        report_size = partial(self._events.report_size, self.steps)
-        layouts = self._batches.read(batches, report_size, leaves_out_empty=self._ranks is not None)
+        layouts = self._batches.read(batches, leaves_out_empty=self._ranks is not None)
+        if self._is_in_users_loop:
+            self._warn_of_loop(count_samples(layouts), update=update, is_cut=is_cut)
         return self._batches.divide(layouts, self.micro_batch_size, self._accumulation.try_twice)
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:

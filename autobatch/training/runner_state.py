@@ -55,6 +55,8 @@ class RunnerState(Record):
         world_size: How many there are.
         smallest_micro_batch: The fewest samples that the model can run, as far as it is known.
         steps: Committed steps.
+        passes: Number of passes over a loader that ``run`` has finished.
+        pass_samples: Number of samples of the present pass that committed steps have used.
         size: The most samples in a micro-batch of the next step.
         batch_lists: What each list of a batch holds, by path.
         reason: Why it last changed.
@@ -77,6 +79,8 @@ class RunnerState(Record):
     steps: Count
     size: Samples
     batch_lists: dict[str, ListReading]
+    passes: Count = 0
+    pass_samples: Count = 0
     reason: Reason | None = None
     setbacks: Annotated[tuple[SavedSetback, ...], LISTED] = ()
     clean_steps: Count = 0

@@ -1,11 +1,11 @@
-"""Writes the errors of a runner whose plan does not suit it, or whose step does not fit.
+"""Writes what a runner says of a plan that does not suit it, or of a step that does not fit.
 
 Does not cover errors of the batch (``micro_batches``), of the step function (``step``) or of the search (``report``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,11 +15,22 @@ from autobatch.batch.layout import Layout
 from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.planner import least_size
+from autobatch.records import DeviceInfo
 from autobatch.report.advice import PHASES
 from autobatch.step.batch_norm import explain_smallest
 from autobatch.training.accumulation_state import Shortage
 
-__all__ = ["check_plan", "check_rank", "explain_no_retry", "explain_shortage", "refuse_larger_micro_batches"]
+__all__ = [
+    "check_plan",
+    "check_rank",
+    "device_differences",
+    "explain_no_retry",
+    "explain_shortage",
+    "refuse_larger_micro_batches",
+]
+
+_SAME_MEMORY = 0.03
+"""By how much of its memory a card may differ from the one of a prediction, which knows cards by other names."""
 
 
 def check_plan(plan: Any, weigh: Any) -> None:
@@ -48,6 +59,15 @@ def check_rank(plan: Plan, rank: int, size: int) -> None:
             f"the plan is that of rank {plan.rank} of the model's process group, and this is rank {rank} of it: pass "
             f"each rank its own"
         )
+
+
+def device_differences(plan: Plan, device: DeviceInfo) -> Iterator[str]:
+    """One sentence where the plan is of another device than the one that runs it."""
+    planned = plan.device
+    is_near = abs(planned.total_bytes - device.total_bytes) <= _SAME_MEMORY * device.total_bytes
+    is_same_card = planned.name == device.name or (plan.predicted and is_near)
+    if planned.kind != device.kind or not is_same_card:
+        yield f"it was {'predicted for' if plan.predicted else 'made on'} {planned.name}, and this is {device.name}"
 
 
 def refuse_larger_micro_batches(layouts: Sequence[Layout], plan: Plan, smallest: int, model: nn.Module) -> None:

@@ -6,7 +6,7 @@ Does not cover their texts (``events``) nor the numbers in them (``runner``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -24,15 +24,18 @@ from autobatch.events import (
     SizeChanged,
     StepFailed,
     StepFinished,
+    SteppedTwice,
     StepSkipped,
     emit,
 )
 from autobatch.events.rank_step import RankStep
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
+from autobatch.records import DeviceInfo
 from autobatch.result import StepResult
 from autobatch.step.model_info import identify_model, model_differences
 from autobatch.training.accumulation_state import Shortage
+from autobatch.training.step_errors import device_differences
 
 __all__ = ["StepEvents", "check_hooks"]
 
@@ -86,17 +89,25 @@ class StepEvents:
         self._of: dict[str, int] = {"rank": plan.rank, "world_size": plan.world_size}
         self._inexact = "" if plan.verdict is None else "; ".join(plan.verdict.causes)
 
-    def report_plan(self, model: nn.Module, optimizer: Any | None) -> None:
-        """Warn of a plan of another model or optimizer."""
+    def report_plan(self, model: nn.Module, optimizer: Any | None, device: DeviceInfo) -> None:
+        """Warn of a plan of another model, optimizer or device."""
         name = type(unwrap_model(model)).__name__
         identity = identify_model(model, optimizer)
-        differing = tuple(model_differences(self._plan.model, self._plan.identity, name, identity))
+        differing = (
+            *model_differences(self._plan.model, self._plan.identity, name, identity),
+            *device_differences(self._plan, device),
+        )
         if differing:
             emit(PlanDiffers(plan_id=self._plan.id, differences=differing, **self._of), self._hooks)
 
-    def report_size(self, step: int, samples: int) -> None:
-        """Report another number of samples than planned."""
-        emit(BatchDiffers(step=step, samples=samples, planned=self._planned, **self._of), self._hooks)
+    def report_size(self, step: int, samples: int, *, can_run: bool) -> None:
+        """Warn of another number of samples than planned."""
+        sizes = {"samples": samples, "planned": self._planned, "target_batch": self._plan.target_batch}
+        emit(BatchDiffers(step=step, can_run=can_run, **sizes, **self._of), self._hooks)
+
+    def report_moves(self, step: int, moved: Mapping[str, str]) -> None:
+        """Warn of what the user's loop steps, by class, with the calls to remove."""
+        emit(SteppedTwice(step=step, names=tuple(moved), calls=tuple(moved.values()), **self._of), self._hooks)
 
     def report_earlier_gradients(self, step: int) -> None:
         """Report earlier gradients that became part of the step."""

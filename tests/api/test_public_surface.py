@@ -72,10 +72,11 @@ SIGNATURES = {
     "verify": "model batch step=None weigh=None * lengths=None device=None",
     "Runner": "plan model step optimizer * weigh=None lengths=None device=None cut=None scaler=None max_grad_norm=None "
     "scheduler=None hooks=() keep=() backward=None enforce='auto' timeout=None",
-    "Runner.fit": "model step optimizer * target_batch batch=None weigh=None lengths=None device=None "
+    "Runner.fit": "model target_batch * batch=None step=None optimizer=None weigh=None lengths=None device=None "
     "budget=None headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' "
     "reuse=True progress=True share='equal' cut=None scaler=None max_grad_norm=None scheduler=None hooks=() keep=() "
     "backward=None enforce='auto' timeout=None",
+    "Runner.run": "loader * epochs=None drop_last=False",
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
     "Runner.step_over": "batches",
@@ -94,6 +95,7 @@ SIGNATURES = {
     "PerStep": "loss",
     "is_oom": "error * memory_is_low=None handled=None",
     "Plan.load": "path",
+    "Plan.loader": "dataset * shuffle=True seed=0 drop_last=False options",
     "Plan.save": "path",
     "Plan.settings": "framework",
     "Plan.explain": "",
@@ -135,7 +137,7 @@ def test_a_signature_is_the_one_that_is_recorded(name: str) -> None:
 def test_one_call_takes_what_the_two_take() -> None:
     """``Runner.fit`` has every argument of ``fit`` and of ``Runner``, with the same default, but for the plan."""
     one = dict(inspect.signature(autobatch.Runner.fit).parameters)
-    two = {**inspect.signature(autobatch.fit).parameters, **inspect.signature(autobatch.Runner).parameters}
+    two = {**inspect.signature(autobatch.Runner).parameters, **inspect.signature(autobatch.fit).parameters}
     assert one.keys() == two.keys() - {"plan"}
     assert all(one[each].default == two[each].default for each in one)
     assert all(one[each].annotation == two[each].annotation for each in one)

@@ -223,8 +223,11 @@ def main(folder: Path) -> None:
     use_result(runner.accumulate(batch))
     assert (runner.steps, counter.steps, counter.retries) == (3, 3, 1)
     bound: autobatch.Runner = autobatch.Runner.fit(
-        model, step, optimizer, target_batch=8, batch=batch, device=gpu, max_grad_norm=1.0, reuse=False
+        model, 8, batch=batch, step=step, optimizer=optimizer, device=gpu, max_grad_norm=1.0, reuse=False
     )
+    for result in bound.run([batch, batch], epochs=2, drop_last=True):
+        use_result(result)
+    assert bound.passes == 2
     use_plan(bound.plan, folder)
     saved: dict[str, object] = runner.state_dict()
     runner.load_state_dict(saved)

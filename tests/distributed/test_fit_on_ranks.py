@@ -157,7 +157,7 @@ class Broken:
 def fit_runner(model, keep=()):
     """As a Runner."""
     options = {"batch": make_batch(4, torch.float64), "device": make_device(), "check": None}
-    return autobatch.Runner.fit(model, mean_step, None, target_batch=TARGET, keep=keep, **options)
+    return autobatch.Runner.fit(model, TARGET, step=mean_step, keep=keep, **options)
 
 
 def fail_again(model, call=fit, **changes):

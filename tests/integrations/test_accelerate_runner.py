@@ -87,10 +87,10 @@ def train_in_parts(prepared, **options):
         if runner is None:
             runner = autobatch.Runner.fit(
                 prepared.model,
-                step,
-                prepared.optimizers,
-                target_batch=31,
+                31,
                 batch=batch,
+                step=step,
+                optimizer=prepared.optimizers,
                 device=card(),
                 headroom=0,
                 max_grad_norm=0.5,
@@ -153,7 +153,7 @@ def test_accumulate_inside_accumulate_is_refused(unwrapped):
     batch, *_ = prepared.loader
     optimizer = optimizer.optimizer if unwrapped else optimizer
     runner = autobatch.Runner.fit(
-        prepared.model, step, optimizer, target_batch=31, batch=batch, device=card(), headroom=0
+        prepared.model, 31, batch=batch, step=step, optimizer=optimizer, device=card(), headroom=0
     )
     with prepared.accelerator.accumulate(prepared.model):
         with pytest.raises(
@@ -170,7 +170,7 @@ def test_accumulate_in_a_loop_of_ones_own(steps):
     [optimizer], [scheduler], runner = prepared.optimizers, prepared.schedulers, None
     for batch in prepared.loader:
         runner = runner or autobatch.Runner.fit(
-            prepared.model, step, optimizer, target_batch=31, batch=batch, device=card(), headroom=0
+            prepared.model, 31, batch=batch, step=step, optimizer=optimizer, device=card(), headroom=0
         )
         if steps == 1:
             with prepared.accelerator.accumulate(prepared.model):

@@ -31,7 +31,7 @@ def test_it_is_the_two_calls_in_one():
         of_fit = {"batch": make_batch(4), "headroom": 10, "reuse": False, "check": None}
         of_runner = {"max_grad_norm": 0.01, "scheduler": scheduler, "hooks": [events.append]}
         if is_one_call:
-            runner = autobatch.Runner.fit(model, mean_step, optimizer, target_batch=16, **both, **of_fit, **of_runner)
+            runner = autobatch.Runner.fit(model, 16, step=mean_step, optimizer=optimizer, **both, **of_fit, **of_runner)
         else:
             plan = autobatch.fit(model, 16, step=mean_step, optimizer=optimizer, **both, **of_fit)
             runner = autobatch.Runner(plan, model, mean_step, optimizer, **both, **of_runner)
@@ -67,7 +67,7 @@ def test_what_it_keeps_is_as_before_the_trials():
 
     model, optimizer = make_training()
     runner = autobatch.Runner.fit(
-        model, step, optimizer, target_batch=16, batch=make_batch(4), keep=[metric, seen, history], max_micro_batch=4
+        model, 16, batch=make_batch(4), step=step, optimizer=optimizer, keep=[metric, seen, history], max_micro_batch=4
     )
     assert (metric.total.item(), metric.calls, seen["samples"], history.item()) == (0, 0, 0, 0)
     runner.step(make_batch(16))
@@ -81,15 +81,15 @@ def test_a_subclass_makes_its_own():
         pass
 
     model, optimizer = make_training()
-    assert type(Mine.fit(model, mean_step, optimizer, target_batch=4, batch=make_batch(4))) is Mine
+    assert type(Mine.fit(model, 4, batch=make_batch(4), step=mean_step, optimizer=optimizer)) is Mine
 
 
 def test_errors_are_those_of_the_two():
     """Of ``fit`` before any Runner is made, of ``Runner`` after."""
     model, optimizer = make_training()
     with pytest.raises(NeedsBatch):
-        autobatch.Runner.fit(nn.Conv2d(3, 4, 3), mean_step, None, target_batch=16)
+        autobatch.Runner.fit(nn.Conv2d(3, 4, 3), 16, step=mean_step)
     with pytest.raises(InvalidArgument, match="max_grad_norm="):
-        autobatch.Runner.fit(model, mean_step, optimizer, target_batch=4, batch=make_batch(4), max_grad_norm=-1)
+        autobatch.Runner.fit(model, 4, batch=make_batch(4), step=mean_step, optimizer=optimizer, max_grad_norm=-1)
     with pytest.raises(InvalidArgument, match="keep="):
-        autobatch.Runner.fit(model, mean_step, optimizer, target_batch=4, batch=make_batch(4), keep="metric")
+        autobatch.Runner.fit(model, 4, batch=make_batch(4), step=mean_step, optimizer=optimizer, keep="metric")

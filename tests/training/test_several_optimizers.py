@@ -40,10 +40,10 @@ class Training:
             return
         self.runner = autobatch.Runner.fit(
             self.model,
-            mean_step,
-            self.optimizers,
-            target_batch=16,
+            16,
             batch=make_batch(8, torch.float64),
+            step=mean_step,
+            optimizer=self.optimizers,
             max_micro_batch=4,
             check=None,
             **options,

@@ -99,6 +99,8 @@ class LightningRunner(Runner):
         update: How it is made.
     """
 
+    _is_in_users_loop = False
+
     def __init__(self, apply: Apply, *arguments: Any, **named: Any) -> None:
         """Bind a plan to a module; the other arguments are Runner's."""
         self._apply = apply

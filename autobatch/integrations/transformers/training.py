@@ -41,6 +41,12 @@ _log = logging.getLogger("autobatch")
 _T = TypeVar("_T")
 
 
+class TrainerRunner(Runner):
+    """A Runner whose batches and schedules are the Trainer's."""
+
+    _is_in_users_loop = False
+
+
 class TrainingStep:
     """Stands in place of a Trainer's ``training_step``; what ``attach`` returns.
 
@@ -184,7 +190,7 @@ class TrainingStep:
     def _bind(self, model: nn.Module, rule: LossRule, plan: Plan) -> Runner:
         trainer, options = self._trainer, self._options
         self.rule, self.plan, self._bound_to = rule, plan, (model, trainer.optimizer)
-        self.runner = Runner(
+        self.runner = TrainerRunner(
             plan,
             model,
             step=rule.run,

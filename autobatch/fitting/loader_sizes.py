@@ -1,0 +1,82 @@
+"""Warns where a loader's batches, or the samples of a dataset, do not make up the target batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from autobatch._formatting import plural
+from autobatch.batch.largest import is_source
+from autobatch.distributed.share_sampler import ShareSampler
+
+__all__ = ["ForRun", "source_of", "warn_of_loader"]
+
+
+@dataclass(frozen=True)
+class ForRun:
+    """An example whose batch size says nothing about training: ``Runner.run`` joins and cuts a loader's batches.
+
+    Attributes:
+        source: What the user passed as ``batch=``.
+    """
+
+    source: Any
+
+
+def source_of(given: Any) -> Any:
+    """What the user passed as ``batch=``."""
+    return given.source if isinstance(given, ForRun) else given
+
+
+def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iterator[str]:
+    """Yield a sentence for each way in which steps on this loader or dataset would not have the target.
+
+    Args:
+        given: What ``fit`` was given as ``batch=``.
+        target: Samples of a step over all ranks.
+        share: Samples of a step on this rank.
+        world_size: Number of ranks.
+    """
+    source = source_of(given)
+    if not is_source(source):
+        return
+    size = source.batch_size if isinstance(source, DataLoader) else None
+    if size is not None and size != share and not isinstance(given, ForRun):
+        planned = f"a step has {share}" if world_size == 1 else f"this rank's share of {target} is {share}"
+        yield (
+            f"the loader has batch_size={size}, and {planned}: train with runner.run(loader), which joins and cuts its "
+            f"batches, or give the loader batch_size={share}"
+        )
+    samples = _count_samples(source)
+    needed = target if _is_whole(source, world_size) else share
+    if samples is not None and samples < needed:
+        yield (
+            f"the data has {plural(samples, 'sample')}, fewer than the {needed} of "
+            f"{'a step' if needed == target else 'a step on this rank'}: no step can have target_batch={target}; take "
+            f"a smaller target_batch, or more data"
+        )
+
+
+def _is_whole(source: Any, world_size: int) -> bool:
+    """Whether what is counted is known to be the samples of all ranks."""
+    return world_size == 1 or isinstance(getattr(source, "batch_sampler", None), ShareSampler)
+
+
+def _count_samples(source: Any) -> int | None:
+    """Samples of one pass; ``None`` where that is not known, as of a stream or of batches that somebody else makes."""
+    counted = source
+    if isinstance(source, DataLoader):
+        sampler = source.batch_sampler
+        if type(sampler) is BatchSampler:
+            counted = sampler.sampler
+        elif isinstance(sampler, ShareSampler):
+            counted = source.dataset
+        else:
+            return None
+    try:
+        return len(counted)
+    except Exception:  # noqa: BLE001 - of the user's __len__, which nothing else here needs
+        return None

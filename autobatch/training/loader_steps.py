@@ -1,0 +1,198 @@
+"""Reads a loader as steps of a given number of samples, whatever sizes its batches have.
+
+A pass is one iteration over the loader. Nothing is carried from one pass into the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+from autobatch._formatting import name_type, plural, show_value
+from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch, map_tensors
+from autobatch.batch.tree import as_leaf
+from autobatch.distributed.ranks import Ranks
+from autobatch.distributed.share_sampler import ShareSampler
+from autobatch.distributed.step_agreement import StepAgreement
+from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.state.random_state import RandomState
+
+__all__ = ["Pass", "Progress", "check_loader", "count_samples", "read_together", "set_epoch"]
+
+
+class Progress:
+    """How far ``run`` has come: what a resumed run goes on from.
+
+    Attributes:
+        passes: Number of finished passes.
+        samples: Number of this rank's samples that committed steps of the present pass have used.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has run yet."""
+        self.passes, self.samples = 0, 0
+        self._is_resumed = False
+
+    def resume(self, passes: int, samples: int) -> None:
+        """Let the next call of ``run`` begin here."""
+        self.passes, self.samples, self._is_resumed = passes, samples, True
+
+    def begin(self, epochs: int | None) -> Iterator[int | None]:
+        """Yield the epoch of each pass of one call of ``run``: ``None`` where the user sets it."""
+        if not self._is_resumed:
+            self.passes, self.samples = self.passes if epochs is None else 0, 0
+        self._is_resumed = False
+        for epoch in [None] if epochs is None else range(self.passes, epochs):
+            yield epoch
+            self.passes, self.samples = self.passes + 1, 0
+
+
+class Pass:
+    """Reads one pass over a loader, no further ahead than the next step needs."""
+
+    def __init__(
+        self, loader: Iterable[Any], progress: Progress, share: int, read: Callable[[Any], Layout], device: torch.device
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            loader: Yields batches.
+            progress: How many samples an earlier run has used of this pass.
+            share: Samples of this rank in a full step.
+            read: Describes a batch.
+            device: Whose random generator is put back after samples were skipped.
+        """
+        sampler = getattr(loader, "batch_sampler", None)
+        self._to_skip = progress.samples
+        if isinstance(sampler, ShareSampler) and sampler.first_batch:  # it was resumed, and begins there itself
+            self._to_skip, progress.samples = 0, sampler.first_batch * share
+        self._loader, self._share, self._read, self._device = loader, share, read, device
+        self._begins_at = progress.samples
+        self._layouts: Iterator[Layout] | None = None
+        self._rest: Layout | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was read."""
+        return self._layouts is not None
+
+    def take(self) -> list[Layout]:
+        """Read the samples of the next step; fewer where the loader ends.
+
+        Raises:
+            InvalidArgument: The loader has fewer samples than an earlier run has used.
+        """
+        if self._layouts is None:
+            self._begin()
+        taken, missing = list[Layout](), self._share
+        while missing and (layout := self._next(missing)) is not None:
+            taken.append(layout)
+            missing -= layout.count
+        return taken
+
+    def _begin(self) -> None:
+        """Start the loader, and read what an earlier run has used of this pass."""
+        # Loaders draw a seed when they start, and may draw more for each batch; the earlier run has done so before it
+        # came to where the user's program has put the generators now.
+        generators = RandomState(self._device) if self._begins_at else None
+        batches = iter(self._loader)
+        self._layouts = (self._read(batch) for batch in batches if not is_empty(batch))
+        missing = self._to_skip
+        while missing:
+            layout = self._next(missing)
+            if layout is None:
+                raise InvalidArgument(
+                    f"the state says that {plural(self._to_skip, 'sample')} of this pass were used, and the loader ended "
+                    f"after {self._to_skip - missing}: pass run() the loader that it had when the state was saved"
+                )
+            missing -= layout.count
+        if generators is not None:
+            generators.restore()
+
+    def _next(self, most: int) -> Layout | None:
+        """The next samples that lie in one batch, at most ``most``."""
+        layout, self._rest = self._rest or next(self._layouts or iter(()), None), None
+        if layout is None or layout.count <= most:
+            return layout
+        self._rest = _cut(layout, most, layout.count)
+        return _cut(layout, 0, most)
+
+
+def _cut(layout: Layout, start: int, stop: int) -> Layout:
+    """Samples ``start`` to ``stop`` as a batch, read as the whole is."""
+    taken = layout.take(start, stop)
+    if any(tensor.requires_grad and tensor.is_leaf for tensor in layout.tensors()):
+        taken = map_tensors(taken, lambda tensor: as_leaf(tensor) if tensor.requires_grad else tensor)
+    return describe(taken, like=layout, samples=stop - start)
+
+
+def count_samples(layouts: Iterable[Layout]) -> int:
+    """Samples of all of them."""
+    return sum(layout.count for layout in layouts)
+
+
+def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout], int]:
+    """Read this rank's samples of a step; returns also how many all ranks have.
+
+    Raises:
+        RankFailed: Another rank's loader has raised an error, or another rank is elsewhere.
+        InvalidStep: Another rank begins a pass where this one goes on.
+    """
+    agreement, is_first = StepAgreement(ranks.channel, ranks.number, step, "step"), not reading.has_begun
+    try:
+        layouts = reading.take()
+        said = agreement.meet("batches", samples=count_samples(layouts), first=is_first)
+    except BaseException as error:
+        agreement.fail(error)
+        raise
+    if len({one["first"] for one in said}) > 1:
+        raise agreement.refuse(
+            InvalidStep(
+                "one rank begins a pass of run(loader) where another goes on with one: leave the loop at the same step "
+                "on every rank"
+            )
+        )
+    return layouts, sum(one["samples"] for one in said)
+
+
+def check_loader(loader: Any, epochs: Any) -> None:
+    """Refuse what gives no batches, and a number of epochs that cannot be run.
+
+    Raises:
+        InvalidArgument: ``loader`` is a batch, a dataset or can be read only once, or ``epochs`` is no number.
+    """
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise InvalidArgument(
+            f"run() takes a loader, and {name_type(loader)} is a dataset: pass plan.loader(dataset) or "
+            f"DataLoader(dataset, batch_size=...)"
+        )
+    if is_one_batch(loader):
+        raise InvalidArgument(
+            f"run() takes a loader or another iterable of batches, not {name_type(loader)}: for one batch call step()"
+        )
+    if epochs is None:
+        return
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise InvalidArgument(f"epochs={show_value(epochs)} must be an int of at least 1, or None for one pass")
+    if epochs > 1 and isinstance(loader, Iterator):
+        raise InvalidArgument(
+            f"epochs={epochs}, and {name_type(loader)} can be read only once: pass a loader that begins again"
+        )
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Let what orders the samples know the epoch, where it has ``set_epoch``: each such object once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    ordering = (
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+        getattr(loader, "dataset", None),
+    )
+    setters = {id(one): getattr(one, "set_epoch", None) for one in ordering}
+    for setter in filter(callable, setters.values()):
+        setter(epoch)
