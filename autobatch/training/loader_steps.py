@@ -105,8 +105,8 @@ class Pass:
             layout = self._next(missing)
             if layout is None:
                 raise InvalidArgument(
-                    f"the state says that {plural(self._to_skip, 'sample')} of this pass were used, and the loader ended "
-                    f"after {self._to_skip - missing}: pass run() the loader that it had when the state was saved"
+                    f"the state says that {plural(self._to_skip, 'sample')} of this pass were used, and the loader "
+                    f"ended after {self._to_skip - missing}: pass run() the loader that it had when the state was saved"
                 )
             missing -= layout.count
         if generators is not None:

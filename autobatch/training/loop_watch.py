@@ -5,6 +5,7 @@ Both let a run train otherwise than its user thinks, and raise no error.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import chain, islice
@@ -18,6 +19,8 @@ __all__ = ["StepSizes", "SteppedObjects"]
 
 _MOST_PARAMETERS = 8
 """Parameters of an optimizer that are looked at for a count of steps; one that was never used has none."""
+
+_NUMBERS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
 class StepSizes:
@@ -122,11 +125,13 @@ def _read_scheduler(scheduler: Any) -> _Position | None:
 
 
 def _read_scaler(scaler: Any) -> _Position | None:
-    """A ``GradScaler``: its counter lies on the device, and update() writes into it."""
-    tracker = getattr(scaler, "_growth_tracker", None)
-    if not isinstance(tracker, torch.Tensor) or tracker.is_inference():
+    """A ``GradScaler``: its numbers lie on the device, and update() writes into the scale, load_state_dict() into all."""
+    scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+    tensors = [one for one in (scale, tracker) if isinstance(one, torch.Tensor) and not one.is_inference()]
+    if len(tensors) < 2:
         return None
-    return _Position(tracker._version, (tracker, scaler._init_scale))  # noqa: SLF001
+    written, loaded = (one._version for one in tensors)  # noqa: SLF001 - to read them would wait for the device
+    return _Position(written, (*tensors, loaded))
 
 
 def _read_optimizer(optimizer: Any) -> _Position | None:
@@ -137,7 +142,9 @@ def _read_optimizer(optimizer: Any) -> _Position | None:
         entry = state.get(parameter) if isinstance(state, dict) else None
         step = entry.get("step") if isinstance(entry, dict) else None
         if isinstance(step, torch.Tensor):
-            return _Position(float(step), (step,)) if step.device.type == "cpu" and step.numel() == 1 else None
+            kind = _NUMBERS.get(step.dtype) if type(step) is torch.Tensor and step.device.type == "cpu" else None
+            # Not by an operator, which may run out of memory where the step is over.
+            return None if kind is None else _Position(kind.from_address(step.data_ptr()).value, (step,))
         if isinstance(step, int | float):
             return _Position(step, (state,))
     return None

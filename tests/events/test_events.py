@@ -23,6 +23,7 @@ from autobatch.events import (
     SizeChanged,
     StepFailed,
     StepFinished,
+    SteppedTwice,
     StepSkipped,
     TrialFinished,
     emit,
@@ -98,9 +99,16 @@ EVENTS = [
     ),
     pytest.param(
         BatchDiffers(step=3, samples=200, planned=256),
-        logging.INFO,
-        "autobatch: step 3 was given 200 samples, the plan was made for 256; the update is the mean over the 200",
+        logging.WARNING,
+        "autobatch: step 3 was given 200 samples, planned 256: use runner.run(loader), or batch_size=256",
         id="batch of another size",
+    ),
+    pytest.param(
+        SteppedTwice(step=1, names=("StepLR", "Adam"), calls=("scheduler.step()", "optimizer.step()")),
+        logging.WARNING,
+        "autobatch: StepLR and Adam moved between two steps of the Runner, which steps what it was given: remove "
+        "scheduler.step() and optimizer.step() from the loop",
+        id="stepped twice",
     ),
     pytest.param(
         PlanDiffers(plan_id="5f3a", differences=("the optimizer was AdamW, and now is SGD",)),
@@ -163,10 +171,10 @@ EVENTS = [
         id="step of several ranks",
     ),
     pytest.param(
-        BatchDiffers(step=3, samples=200, planned=256, rank=3, world_size=8),
-        logging.INFO,
-        "autobatch: rank 3 of 8: step 3 was given 200 samples, the plan was made for 256; the update is the mean over "
-        "those of all ranks",
+        BatchDiffers(step=3, samples=200, planned=32, target_batch=256, can_run=False, rank=3, world_size=8),
+        logging.WARNING,
+        "autobatch: rank 3 of 8: step 3 was given 200 samples, planned 32, this rank's share of target_batch=256: use "
+        "batch_size=32",
         id="one of several ranks",
     ),
     pytest.param(

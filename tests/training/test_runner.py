@@ -313,8 +313,8 @@ def test_the_target_is_never_changed_in_silence(caplog):
     assert sum(result.micro_batch_sizes) == 37
 
 
-def test_a_batch_of_another_size_is_run_as_given_and_told_once():
-    """The last batch of an epoch is its own mean; that is said once a number of samples."""
+def test_a_batch_of_another_size_is_run_as_given_and_reported_once():
+    """Its gradient is its own mean."""
     events = []
     model, _, runner = make_runner(16, 5, hooks=[events.append])
     batch = make_batch(9, torch.float64)

@@ -44,9 +44,9 @@ def test_a_share_of_another_size_is_reported_with_its_rank():
     """Where there are several; the plan of one process names none."""
     events = []
     for plan in (*make_rank_plans((6, 6), 5), make_plan(12, 5)):
-        StepEvents(plan, [events.append]).report_size(3, 4)
-    found = [(event.samples, event.planned, event.rank, event.world_size) for event in events]
-    assert found == [(4, 6, 0, 2), (4, 6, 1, 2), (4, 12, 0, 1)]
+        StepEvents(plan, [events.append]).report_size(3, 4, can_run=True)
+    found = [(event.samples, event.planned, event.target_batch, event.rank, event.world_size) for event in events]
+    assert found == [(4, 6, 12, 0, 2), (4, 6, 12, 1, 2), (4, 12, 12, 0, 1)]
 
 
 class Unspeakable(autobatch.AutobatchError):
