@@ -1,4 +1,4 @@
-"""A plan of another model or optimizer: used as it is, and warned of once, with what differs."""
+"""A plan of another model, optimizer or device: used as it is, and warned of once, with what differs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from builders import plans
 from builders.python_calls import count_calls
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -15,7 +16,10 @@ from workloads import Plain, make_batch, mean_step
 import autobatch
 from autobatch.events import PlanDiffers
 from autobatch.plan import Plan
+from autobatch.records import DeviceInfo
 from autobatch.step.model_info import identify_model
+from autobatch.testing import FakeDevice
+from autobatch.training.step_errors import device_differences
 
 
 class Other(nn.Module):
@@ -208,3 +212,40 @@ def test_it_takes_no_time_worth_speaking_of():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         calls.append(count_calls(partial(identify_model, model, optimizer), builtins=True))
     assert calls[1] < 15 * calls[0]
+
+
+CARD, GIB = plans.L4, plans.GIB
+
+
+@pytest.mark.parametrize(
+    ("device", "predicted", "warns"),
+    [
+        (CARD, False, False),
+        (CARD.model_copy(update={"uuid": "GPU-1", "total_bytes": 23 * GIB}), False, False),  # another one of the kind
+        (CARD.model_copy(update={"name": "NVIDIA H100 80GB HBM3", "total_bytes": 80 * GIB}), False, True),
+        (CARD.model_copy(update={"name": "NVIDIA A10G"}), False, True),
+        (DeviceInfo(kind="cpu", name="CPU", total_bytes=24 * GIB), False, True),
+        (CARD.model_copy(update={"name": "L4 as the driver calls it", "total_bytes": 24 * GIB - 1000}), True, False),
+        (CARD.model_copy(update={"name": "NVIDIA H100 80GB HBM3", "total_bytes": 80 * GIB}), True, True),
+        (DeviceInfo(kind="cpu", name="CPU", total_bytes=24 * GIB), True, True),
+    ],
+)
+def test_a_plan_of_another_device_is_warned_of(device, predicted, warns):
+    """Both are named; a prediction knows cards by other names than the driver."""
+    plan = plans.make_plan(16, 4, device=CARD, predicted=predicted)
+    found = [*device_differences(plan, device)]
+    assert len(found) == warns
+    assert all(CARD.name in one and device.name in one and ("predicted" in one) == predicted for one in found)
+
+
+def test_a_runner_on_another_device_is_warned_of():
+    """Once, when it is made; on the device of the plan nothing is said."""
+    heard = []
+    model, device = nn.Linear(3, 2), FakeDevice(lambda n: 10 + n, total_bytes=1000)
+    plan = autobatch.fit(model, 4, batch=torch.ones(4, 3), device=device, check=None)
+    autobatch.Runner(plan, model, None, None, device=device, hooks=[heard.append])
+    assert not heard
+    autobatch.Runner(plan, model, None, None, hooks=[heard.append])
+    [event] = heard
+    assert isinstance(event, PlanDiffers)
+    assert "fake device" in str(event)

@@ -93,9 +93,8 @@ def call_step(runner, samples):
 
 def call_step_over(runner, samples):
     """Two batches, where there are two samples."""
-    runner.step_over(
-        [part for part in zip(*(tensor.split(max(1, samples // 2)) for tensor in batch_of(samples)), strict=True)]
-    )
+    parts = [tensor.split(max(1, samples // 2)) for tensor in batch_of(samples)]
+    runner.step_over(zip(*parts, strict=True))
 
 
 def call_accumulate(runner, samples):

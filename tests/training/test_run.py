@@ -64,18 +64,17 @@ def make_device():
 
 
 @cache
-def make_plan(target, largest, step, weigh, make_example, lengths):
+def make_plan(target, largest, step, make_example, **options):
     """The same for each model of the kind."""
     return autobatch.fit(
         Plain(torch.float64),
         target,
         batch=make_example(*make_batch(8, torch.float64)),
         step=step,
-        weigh=weigh,
-        lengths=lengths,
         max_micro_batch=largest,
         check=None,
         device=make_device(),
+        **options,
     )
 
 
@@ -89,7 +88,7 @@ def make_runner(target=16, largest=5, step=mean_step, make_example=pair, *, weig
     torch.manual_seed(2)
     model = Plain(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plan = make_plan(target, largest, step, weigh, make_example, lengths)
+    plan = make_plan(target, largest, step, make_example, weigh=weigh, lengths=lengths)
     options |= {"weigh": weigh, "lengths": lengths, "device": make_device()}
     return model, optimizer, autobatch.Runner(plan, model, step, optimizer, **options)
 
@@ -455,8 +454,7 @@ def test_passes_that_the_user_counts_are_resumed_too():
     first = Training(RESUMED["a sampler with epochs"])
     for epoch in range(2):
         first.loader.sampler.set_epoch(epoch)
-        for _ in first.runner.run(first.loader):
-            states.append(first.state())
+        states += [first.state() for _ in first.runner.run(first.loader)]
         states.append(first.state())
     for saved in states:
         again = Training(RESUMED["a sampler with epochs"])
