@@ -110,9 +110,9 @@ class BatchDiffers(Event):
     One smaller step after full ones, as at the end of an epoch, is not reported.
 
     Attributes:
-        samples: Of this rank.
-        planned: For this rank.
-        target_batch: Over all ranks; 0 where it was not noted.
+        samples: Number of this rank's samples.
+        planned: Number of samples in the plan, for this rank.
+        target_batch: Number of samples over all ranks; 0 where it was not noted.
         can_run: Whether the runner has an optimizer, and so ``run``.
     """
 
@@ -137,8 +137,8 @@ class SteppedTwice(Event):
     """Something that the runner steps was stepped between two of its steps as well; emitted once for each runner.
 
     Attributes:
-        names: Classes of what was stepped.
-        calls: For each of them, what to remove from the loop.
+        names: Classes of the objects that were stepped.
+        calls: Calls to remove from the loop, one for each class.
     """
 
     step: int

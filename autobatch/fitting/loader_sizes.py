@@ -20,14 +20,14 @@ class ForRun:
     """An example whose batch size says nothing about training: ``Runner.run`` joins and cuts a loader's batches.
 
     Attributes:
-        source: What the user passed as ``batch=``.
+        source: The argument ``batch=`` of the user.
     """
 
     source: Any
 
 
 def source_of(given: Any) -> Any:
-    """What the user passed as ``batch=``."""
+    """Return the argument ``batch=`` of the user."""
     return given.source if isinstance(given, ForRun) else given
 
 
@@ -35,7 +35,7 @@ def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iter
     """Yield a sentence for each way in which steps on this loader or dataset would not have the target.
 
     Args:
-        given: What ``fit`` was given as ``batch=``.
+        given: The argument ``batch=`` of ``fit``.
         target: Samples of a step over all ranks.
         share: Samples of a step on this rank.
         world_size: Number of ranks.
@@ -61,12 +61,12 @@ def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iter
 
 
 def _is_whole(source: Any, world_size: int) -> bool:
-    """Whether what is counted is known to be the samples of all ranks."""
+    """Whether the samples that are counted are known to be those of all ranks."""
     return world_size == 1 or isinstance(getattr(source, "batch_sampler", None), ShareSampler)
 
 
 def _count_samples(source: Any) -> int | None:
-    """Samples of one pass; ``None`` where that is not known, as of a stream or of batches that somebody else makes."""
+    """Count the samples of one pass; ``None`` if it is unknown, as with a stream or a batch sampler of the user's."""
     counted = source
     if isinstance(source, DataLoader):
         sampler = source.batch_sampler

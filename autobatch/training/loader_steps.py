@@ -6,6 +6,7 @@ A pass is one iteration over the loader. Nothing is carried from one pass into t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,11 +21,13 @@ from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.errors import InvalidArgument, InvalidStep
 from autobatch.state.random_state import RandomState
 
+_COUNT = attrgetter("count")
+
 __all__ = ["Pass", "Progress", "check_loader", "count_samples", "read_together", "set_epoch"]
 
 
 class Progress:
-    """How far ``run`` has come: what a resumed run goes on from.
+    """The place of ``run`` in the loader, from which a resumed run continues.
 
     Attributes:
         passes: Number of finished passes.
@@ -37,7 +40,7 @@ class Progress:
         self._is_resumed = False
 
     def resume(self, passes: int, samples: int) -> None:
-        """Let the next call of ``run`` begin here."""
+        """Let the next call of ``run`` continue here."""
         self.passes, self.samples, self._is_resumed = passes, samples, True
 
     def begin(self, epochs: int | None) -> Iterator[int | None]:
@@ -51,7 +54,11 @@ class Progress:
 
 
 class Pass:
-    """Reads one pass over a loader, no further ahead than the next step needs."""
+    """Reads one pass over a loader, no further ahead than the next step needs.
+
+    Attributes:
+        has_begun: Whether the loader has been started.
+    """
 
     def __init__(
         self, loader: Iterable[Any], progress: Progress, share: int, read: Callable[[Any], Layout], device: torch.device
@@ -63,7 +70,7 @@ class Pass:
             progress: How many samples an earlier run has used of this pass.
             share: Samples of this rank in a full step.
             read: Describes a batch.
-            device: Whose random generator is put back after samples were skipped.
+            device: Device of the steps; its generator is restored after samples were skipped.
         """
         sampler = getattr(loader, "batch_sampler", None)
         self._to_skip = progress.samples
@@ -71,13 +78,9 @@ class Pass:
             self._to_skip, progress.samples = 0, sampler.first_batch * share
         self._loader, self._share, self._read, self._device = loader, share, read, device
         self._begins_at = progress.samples
-        self._layouts: Iterator[Layout] | None = None
+        self.has_begun = False
+        self._layouts: Iterator[Layout] = iter(())
         self._rest: Layout | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether anything was read."""
-        return self._layouts is not None
 
     def take(self) -> list[Layout]:
         """Read the samples of the next step; fewer where the loader ends.
@@ -85,7 +88,7 @@ class Pass:
         Raises:
             InvalidArgument: The loader has fewer samples than an earlier run has used.
         """
-        if self._layouts is None:
+        if not self.has_begun:
             self._begin()
         taken, missing = list[Layout](), self._share
         while missing and (layout := self._next(missing)) is not None:
@@ -97,7 +100,7 @@ class Pass:
         """Start the loader, and read what an earlier run has used of this pass."""
         # Loaders draw a seed when they start, and may draw more for each batch; the earlier run has done so before it
         # came to where the user's program has put the generators now.
-        generators = RandomState(self._device) if self._begins_at else None
+        self.has_begun, generators = True, RandomState(self._device) if self._begins_at else None
         batches = iter(self._loader)
         self._layouts = (self._read(batch) for batch in batches if not is_empty(batch))
         missing = self._to_skip
@@ -114,7 +117,7 @@ class Pass:
 
     def _next(self, most: int) -> Layout | None:
         """The next samples that lie in one batch, at most ``most``."""
-        layout, self._rest = self._rest or next(self._layouts or iter(()), None), None
+        layout, self._rest = self._rest or next(self._layouts, None), None
         if layout is None or layout.count <= most:
             return layout
         self._rest = _cut(layout, most, layout.count)
@@ -130,16 +133,16 @@ def _cut(layout: Layout, start: int, stop: int) -> Layout:
 
 
 def count_samples(layouts: Iterable[Layout]) -> int:
-    """Samples of all of them."""
-    return sum(layout.count for layout in layouts)
+    """Count the samples of all batches."""
+    return sum(map(_COUNT, layouts))
 
 
 def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout], int]:
     """Read this rank's samples of a step; returns also how many all ranks have.
 
     Raises:
-        RankFailed: Another rank's loader has raised an error, or another rank is elsewhere.
-        InvalidStep: Another rank begins a pass where this one goes on.
+        RankFailed: Another rank's loader raised an error, or the ranks made different calls.
+        InvalidStep: Another rank begins a pass, and this one is in the middle of one.
     """
     agreement, is_first = StepAgreement(ranks.channel, ranks.number, step, "step"), not reading.has_begun
     try:
@@ -151,8 +154,8 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
     if len({one["first"] for one in said}) > 1:
         raise agreement.refuse(
             InvalidStep(
-                "one rank begins a pass of run(loader) where another goes on with one: leave the loop at the same step "
-                "on every rank"
+                "one rank begins a pass of run(loader), and another is in the middle of one: leave the loop at the "
+                "same step on every rank"
             )
         )
     return layouts, sum(one["samples"] for one in said)
@@ -162,7 +165,7 @@ def check_loader(loader: Any, epochs: Any) -> None:
     """Refuse what gives no batches, and a number of epochs that cannot be run.
 
     Raises:
-        InvalidArgument: ``loader`` is a batch, a dataset or can be read only once, or ``epochs`` is no number.
+        InvalidArgument: ``loader`` is a batch or a dataset, or cannot be read ``epochs`` times.
     """
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise InvalidArgument(
@@ -184,7 +187,7 @@ def check_loader(loader: Any, epochs: Any) -> None:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Let what orders the samples know the epoch, where it has ``set_epoch``: each such object once."""
+    """Call ``set_epoch`` once of each part of the loader that has it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     ordering = (
         loader,

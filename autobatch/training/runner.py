@@ -196,7 +196,7 @@ class StepRunner:
             self._progress, self._sizes = Progress(), StepSizes(sum(plan.micro_batch_sizes))
             self._stepped = SteppedObjects(optimizers, scaler, schedulers)
             self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
-            self._peak_bytes, self._has_reported_gradients, self._is_running = 0, False, False
+            self._peak_bytes, self._has_reported_gradients, self._is_running, self._samples = 0, False, False, 0
             if self._ranks is not None:
                 said.append(
                     describe_binding(
@@ -262,11 +262,11 @@ class StepRunner:
         A step runs when its result is asked for.
 
         ``state_dict()`` between two steps says how far the pass has come. After ``load_state_dict()`` the first call of
-        ``run`` reads the samples that were used, without running them, and goes on behind them; random generators are
-        then put back to where they were before. Let the loader give the same order again: by ``set_epoch`` and a seed,
+        ``run`` reads the samples that were used, without running them, restores the random generators to the states
+        that you had set, and continues. Let the loader give the same order again: by ``set_epoch`` and a seed,
         or a generator that you seed for each pass. A ``ShareSampler`` that was resumed with its own state begins there
         itself; load no state into other loaders that resume themselves. Every other call begins a new pass, also after
-        you have left the loop in the middle, or after a step that raised.
+        a ``break`` or an error.
 
         With several ranks each passes its own loader, for as many passes. A rank whose loader has ended takes part in
         the others' last steps without samples. Leave the loop at the same step on every rank.
@@ -383,7 +383,7 @@ class StepRunner:
         return self._run([batch], update=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides the next steps' sizes, and how far ``run`` is, as plain numbers, texts, lists and dicts.
+        """Return what decides the next steps' sizes and how far ``run`` is, in plain numbers, texts, lists and dicts.
 
         With it, a resumed run is bit for bit the one that was not interrupted, also after a shortage has made the size
         smaller (sizes decide how gradients are rounded), as far as the same memory is free. Parameters, optimizers,
@@ -420,7 +420,7 @@ class StepRunner:
         self.steps = self._begun_at = found.steps
         self._progress.resume(found.passes, found.pass_samples)
         if found.steps:
-            self._sizes.resume()
+            self._sizes.last = self._sizes.planned  # the next step may be the last of an epoch
         self._stepped.forget()
         self._change_pace(pace, self.steps)
 
@@ -451,7 +451,8 @@ class StepRunner:
         finally:
             if shared is not None:
                 shared.close()
-        self._remember(layouts, update=update)
+        self._sizes.last = self._samples or self._sizes.last
+        self._stepped.note(is_ours=update and self._is_in_users_loop)
         if accumulated is None or accumulated.loss is None:
             return self._skip(layouts, started)
         result = StepResult(
@@ -482,18 +483,6 @@ class StepRunner:
             shared.fail(error)
         self._stepped.forget()
         self._events.report_failed(self.steps, error)
-
-    def _warn_of_loop(self, samples: int, *, update: bool, is_cut: bool) -> None:
-        """Warn, once each, of a step of another size than planned and of what the user's loop steps as well."""
-        if not is_cut and self._sizes.surprise(samples):
-            self._events.report_size(self.steps, samples, can_run=self._update is not None)
-        if update and (moved := self._stepped.find_moved()):
-            self._events.report_moves(self.steps, moved)
-
-    def _remember(self, layouts: Sequence[Layout], *, update: bool) -> None:
-        if self._is_in_users_loop:
-            self._sizes.note(count_samples(layouts))
-            self._stepped.note(is_ours=update)
 
     def _read_norm(self, shared: SharedStep | None) -> torch.Tensor | None:
         source = shared if isinstance(shared, ShardedStep) else self._update
@@ -572,8 +561,12 @@ class StepRunner:
         if not batches and self._ranks is None:
             raise InvalidBatch("step_over() was given no batches")
         layouts = self._batches.read(batches, leaves_out_empty=self._ranks is not None)
+        self._samples = count_samples(layouts)
         if self._is_in_users_loop:
-            self._warn_of_loop(count_samples(layouts), update=update, is_cut=is_cut)
+            if self._samples != self._sizes.planned and not is_cut and self._sizes.surprise(self._samples):
+                self._events.report_size(self.steps, self._samples, can_run=self._update is not None)
+            if update and (moved := self._stepped.find_moved()):
+                self._events.report_moves(self.steps, moved)
         return self._batches.divide(layouts, self.micro_batch_size, self._accumulation.try_twice)
 
     def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:

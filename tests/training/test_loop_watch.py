@@ -167,10 +167,29 @@ def test_a_step_that_was_undone_does_not_count(plan):
 def test_a_step_without_samples_is_no_accident():
     """As of a rank whose loader has ended."""
     sizes = StepSizes(8)
-    for samples in (8, 0, 0, 5):
-        assert not sizes.surprise(samples)
-        sizes.note(samples)
+    sizes.last = 8
+    assert not sizes.surprise(0)
+    assert not sizes.surprise(5)
+    sizes.last = 5
+    assert not sizes.surprise(0)
     assert sizes.surprise(5)
+
+
+@pytest.mark.parametrize("adapter", ["Trainer", "Lightning"])
+def test_a_frameworks_loop_is_not_warned_of(plan, adapter):
+    """Its sizes and schedules are the framework's: an adapter says at its start what cannot be reached."""
+    events, model = [], Plain(torch.float64)
+    options = {"device": make_device(), "hooks": [events.append]}
+    optimizer = torch.optim.Adam(model.parameters())
+    if adapter == "Trainer":
+        module = pytest.importorskip("autobatch.integrations.transformers.training")
+        runner = module.TrainerRunner(plan, model, mean_step, optimizer, **options)
+    else:
+        module = pytest.importorskip("autobatch.integrations.lightning.update")
+        runner = module.LightningRunner(lambda *_: None, plan, model, mean_step, optimizer, **options)
+    for samples in (3, 3, 12):
+        runner.accumulate(batch_of(samples))
+    assert not [event for event in events if isinstance(event, BatchDiffers)]
 
 
 def sequential(optimizer):
@@ -399,7 +418,20 @@ class Unhashable(lr_scheduler.StepLR):
         super().__init__(optimizer, 1)
 
 
-@pytest.mark.parametrize("kind", [Slotted, Unhashable])
+class Answering:
+    """It has every attribute that it is asked for, and none of them is a number."""
+
+    def __init__(self, _):
+        self.steps = 0
+
+    def __getattr__(self, name):
+        return object()
+
+    def step(self):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("kind", [Slotted, Unhashable, Answering])
 def test_a_scheduler_that_cannot_be_watched_is_stepped_all_the_same(plan, kind):
     """Once a step, without an error."""
     training = Training(plan, scheduler=kind)
