@@ -86,6 +86,8 @@ LIFETIME_TESTS = ("tests/training/test_step_lifetimes.py",)
 
 MAP_TESTS = ("tests/inference/test_map.py",)
 MAP_FAILURE_TESTS = ("tests/inference/test_failures.py",)
+LOADER_STEPS = "autobatch/training/loader_steps.py"
+RUN_TESTS = ("tests/training/test_run.py",)
 JOINING_TESTS = ("tests/batch/test_joining.py",)
 CUT_OF_ONES_OWN_TESTS = ("tests/training/test_given_cut.py",)
 LENGTH_TESTS = ("tests/training/test_sample_lengths.py",)
@@ -214,6 +216,41 @@ MUTANTS = (
         "if type(layout) is JoinedLayout and stop - start == layout.count:",
         "if False:",
         ("tests/training/test_step_over.py",),
+    ),
+    Mutant(
+        "what is left of a loader's batch is dropped",
+        LOADER_STEPS,
+        "self._rest = _cut(layout, most, layout.count)",
+        "self._rest = None",
+        RUN_TESTS,
+    ),
+    Mutant(
+        "a resumed run draws what the skipped part has drawn",
+        LOADER_STEPS,
+        "            generators.restore()\n",
+        "            generators.is_current()\n",
+        RUN_TESTS,
+    ),
+    Mutant(
+        "a resumed share sampler is skipped twice",
+        LOADER_STEPS,
+        "self._to_skip, progress.samples = 0, sampler.first_batch * share",
+        "progress.samples = sampler.first_batch * share",
+        RUN_TESTS,
+    ),
+    Mutant(
+        "a rank whose loader ends first ends the pass for itself",
+        "autobatch/training/runner.py",
+        "layouts, samples = read_together(self._ranks, self.steps, reading)",
+        "layouts, samples = read_together(self._ranks, self.steps, reading)[:1] * 2; samples = count_samples(layouts)",
+        ("tests/distributed/test_run_on_ranks.py",),
+    ),
+    Mutant(
+        "a left-over step of a scheduler is not noticed",
+        "autobatch/training/loop_watch.py",
+        "before[0] < now[0]",
+        "before[0] + 1 < now[0]",
+        ("tests/training/test_loop_watch.py",),
     ),
     Mutant(
         "a cut that gives a sample twice is run",
