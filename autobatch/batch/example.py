@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from autobatch._wrappers import unwrap_model
-from autobatch.batch.largest import is_source, largest_samples
+from autobatch.batch.largest import choose_samples, is_source
 from autobatch.batch.layout import Layout, describe, map_tensors
 from autobatch.batch.lengths import Lengths
 from autobatch.batch.registry import find_type
@@ -50,21 +50,36 @@ _CONVOLVED = {
 
 
 class Example(NamedTuple):
-    """A batch, and what the user should know about where it came from."""
+    """A batch, and what the user should know about where it came from.
+
+    Attributes:
+        layout: The samples of the trials.
+        warnings: What the user should know.
+        with_smallest: The same after the smallest sample of the dataset, which may have nothing to count; ``None``
+            where all are alike, and of a given batch.
+    """
 
     layout: Layout
     warnings: tuple[str, ...] = ()
+    with_smallest: Layout | None = None
 
 
-def find_example(model: nn.Module, batch: Any | None, most: int, lengths: Lengths | None = None) -> Example:
+def find_example(
+    model: nn.Module, batch: Any | None, most: int, lengths: Lengths | None = None, *, has_own_step: bool = False
+) -> Example:
     """An example: a given batch, about ``most`` samples of a Dataset or DataLoader, or one inferred from the model.
 
     Samples of a source are its largest; with ``lengths`` its longest, and some of all shorter lengths.
 
     Raises:
-        NeedsBatch: No batch is given and the model does not show its input.
+        NeedsBatch: No batch is given, and the model does not show its input or the user's own step takes it.
         InvalidBatch: The batch cannot be counted.
     """
+    if batch is None and has_own_step:
+        raise NeedsBatch(
+            f"no batch= was given, and what your step() takes cannot be read from {_name(unwrap_model(model))}: pass "
+            f"an example as batch=, such as next(iter(loader)) or the loader itself"
+        )
     if batch is None:
         warning = (
             "no batch= was given: sizes were tried with an input inferred from the model; real samples may be larger"
@@ -72,8 +87,14 @@ def find_example(model: nn.Module, batch: Any | None, most: int, lengths: Length
         return Example(describe(infer_example(model)), (warning,))
     if not is_source(batch):
         return Example(describe(batch))
-    layout, note = largest_samples(batch, min(most, _MOST_SAMPLES), lengths=lengths)
-    return Example(layout, () if note is None else (note,))
+    layout, note, has_smallest = choose_samples(batch, min(most, _MOST_SAMPLES), lengths)
+    warnings = () if note is None else (note,)
+    if not has_smallest:
+        return Example(layout, warnings)
+    # First, where the few samples that are compared have it in any case.
+    count = layout.count - 1
+    turned = Layout(layout.pick([count, *range(count)]), count + 1, layout.lists)
+    return Example(Layout(layout.take(0, count), count, layout.lists), warnings, turned)
 
 
 def check_values(batch: Any) -> None:

@@ -14,6 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -27,7 +28,7 @@ from autobatch.batch.registry import find_type
 from autobatch.batch.tree import leaves_of
 from autobatch.errors import InvalidBatch
 
-__all__ = ["is_source", "largest_samples"]
+__all__ = ["choose_samples", "is_source", "largest_samples"]
 
 _OUTWEIGHS: tuple[ListReading, ...] = ("unclear", "samples", "fields")
 """Where two batches of one loader are read differently, the later of these holds."""
@@ -75,22 +76,28 @@ class _Source:
         characters = sum(len(leaf) for leaf in leaves_of(batch) if isinstance(leaf, str))
         return length, count_elements(batch) / samples, characters
 
-    def rank(self, entries: Iterable[Any], count: int, time_limit: float) -> tuple[list[Any], int]:
-        """The largest entries, largest first, and how many were looked at.
+    def rank(
+        self, entries: Iterable[Any], count: int, time_limit: float, *, adds_smallest: bool = False
+    ) -> tuple[list[Any], int, bool]:
+        """The largest entries, largest first; how many were looked at; and whether the smallest was added.
 
-        Where lengths are known, a half of them are shorter ones: the longest of each class of lengths.
+        Where lengths are known, a half of them are shorter ones: the longest of each class of lengths. Else the
+        smallest of all is added as the last, where it is smaller than the largest.
         """
         deadline, seen = time.monotonic() + time_limit, 0
         longest = dict[int, tuple[Any, Any]]()  # of each class
+        smallest: tuple[Any, Any] | None = None
 
         def in_time() -> Iterator[tuple[Any, Any]]:
-            nonlocal seen
+            nonlocal seen, smallest
             for entry in entries:
                 seen += 1
                 size = self.size(entry)
                 if self.lengths is not None:
                     key = _class_of(size[0])
                     longest[key] = max(longest.get(key, (size, entry)), (size, entry), key=itemgetter(0))
+                elif smallest is None or size < smallest[0]:
+                    smallest = size, entry
                 yield size, entry
                 if time.monotonic() > deadline:
                     return
@@ -102,7 +109,10 @@ class _Source:
             largest = largest[: -(-count // 2)]
             shorter = sorted((longest[key] for key in longest if key < _class_of(largest[-1][0][0])), key=itemgetter(0))
             largest += shorter[: -_MOST_SHORTER - 1 : -1]
-        return [entry for _, entry in largest], seen
+        is_added = adds_smallest and smallest is not None and smallest[0] < largest[0][0] and not self.gives_batches
+        if is_added and smallest is not None:
+            largest.append(smallest)
+        return [entry for _, entry in largest], seen, is_added
 
     def keys(self) -> Sequence[Any]:
         """What a map-style dataset can be asked for."""
@@ -152,6 +162,23 @@ def largest_samples(
     fetched once, so that one made at random is the one that was measured. Raises InvalidBatch where the dataset is
     empty or has no length.
     """
+    found = choose_samples(source, count, lengths, adds_smallest=False, scan_limit=scan_limit, time_limit=time_limit)
+    return found[:2]
+
+
+def choose_samples(
+    source: Any,
+    count: int,
+    lengths: Lengths | None = None,
+    *,
+    adds_smallest: bool = True,
+    scan_limit: int = 2048,
+    time_limit: float = 10.0,
+) -> tuple[Layout, str | None, bool]:
+    """``largest_samples``; without lengths with the smallest one of all as the last; and whether it was added.
+
+    It may have nothing to count, as an image without a box has.
+    """
     opened = _Source(source, lengths=lengths)
     if isinstance(source, DataLoader):
         gives_batches = source.batch_sampler is None
@@ -160,19 +187,25 @@ def largest_samples(
         one_batch = 1 if opened.gives_batches else getattr(source, "batch_size", None) or count
         stream = iter(opened.dataset)
         try:
-            largest, _ = opened.rank(itertools.islice(stream, one_batch), count, time_limit)
+            largest, *_ = opened.rank(itertools.islice(stream, one_batch), count, time_limit)
         finally:
             getattr(stream, "close", lambda: None)()
-        return opened.described(largest), (
+        note = (
             f"one batch of {type(opened.dataset).__name__} was read, and training does not get it if this stream goes "
             f"on where it was left; pass a batch to read none"
         )
+        return opened.described(largest), note, False
     keys = opened.keys()
     chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
-    largest, seen = opened.rank(chosen, count, time_limit)
+    largest, seen, is_added = opened.rank(chosen, count, time_limit, adds_smallest=adds_smallest)
     kind = "batches" if opened.gives_batches else "samples"
-    note = f"the largest was looked for among {seen} of the dataset's {len(keys)} {kind}"
-    return opened.described(largest), note if seen < len(keys) else None
+    looked_at = f"the largest was looked for among {seen} of the dataset's {len(keys)} {kind}"
+    note = looked_at if seen < len(keys) else None
+    if is_added:
+        with suppress(Exception):  # of a collate function that does not pad: the largest may be of one size
+            return opened.described(largest), note, True
+        largest.pop()
+    return opened.described(largest), note, False
 
 
 def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:

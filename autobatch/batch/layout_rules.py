@@ -172,12 +172,25 @@ def _agree(parts: Sequence[_Part], batch: Any) -> int:
     if len(firsts) > 1:
         shown = ", ".join(f"{path} has {size}" for path, size in sorted(firsts.values(), key=parts.index)[:4])
         raise InvalidBatch(
-            f"the number of samples is unclear: {shown}; each needs one entry a sample (what all samples share can "
-            "live in the step; samples that are joined, as graphs are, go into a type for autobatch.batches.register)"
+            f"the number of samples is unclear: {shown}; each needs one entry a sample ({_advise_groups(firsts)}what "
+            f"all samples share can live in the step; samples that are joined, as graphs are, go into a type for "
+            f"autobatch.batches.register)"
         )
     if parts[0].size == 0:
         raise InvalidBatch(f"{parts[0].path} has 0 samples: pass a batch of at least one")
     return parts[0].size
+
+
+def _advise_groups(parts: Mapping[int, _Part]) -> str:
+    """How several entries a sample, such as unlabelled images beside labelled ones, become one."""
+    fewest, most = min(parts), max(parts)
+    if len(parts) != 2 or fewest < 1 or most % fewest or most == fewest:
+        return ""
+    each = most // fewest
+    return (
+        f"{each} entries of {parts[most].path} for one sample are exact as the shape ({fewest}, {each}, ...), "
+        f"flattened inside the step; "
+    )
 
 
 def _explain_nothing(batch: Any) -> str:

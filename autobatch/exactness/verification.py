@@ -77,7 +77,8 @@ def verify(
     workload = Workload(model, step or default_step, weigh, called_by="autobatch.verify")
     memory = find_device(workload.parameters(), type(model).__name__, device)
     given = None if lengths is None else Lengths.read(lengths)
-    layout = find_example(model, batch, _MOST_AT_ONCE, given).layout
+    example = find_example(model, batch, _MOST_AT_ONCE, given, has_own_step=step is not None)
+    layout = example.with_smallest or example.layout
     check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
     samples = None if given is None else SamplesByLength.read(layout, given)

@@ -63,6 +63,7 @@ class SizeSearch:
     shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))
     lengths: Lengths | None = None  # how long samples are; None: all alike
     example: Layout = field(init=False)  # the samples of the trials, as they were given or found
+    compared: Layout = field(init=False)  # those of the check: these, and of a dataset its smallest one
     fingerprint: str = ""
     trials: list[Trial] = field(default_factory=list)  # of the longest samples, where they differ
     shorter_trials: list[Trial] = field(default_factory=list)
@@ -169,8 +170,8 @@ class SizeSearch:
     def _prepare(self, batch: Any | None) -> Layout:
         """Find the example batch and put the model into train mode; returns the samples that a trial repeats."""
         model, target = self.workload.model, self.wanted.target_batch
-        found = find_example(model, batch, target, self.lengths)
-        self.example = found.layout
+        found = find_example(model, batch, target, self.lengths, has_own_step=self.workload.step is not default_step)
+        self.example, self.compared = found.layout, found.with_smallest or found.layout
         check_values(self.example.batch)
         self.warnings += [*self.allowance.warnings, *found.warnings]
         self.batch_norms = batch_norms_in_train_mode(model)

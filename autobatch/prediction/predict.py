@@ -129,7 +129,7 @@ def predict(
     shares = share_target(target_batch, "equal", [1.0] * (parallelism.world_size if parallelism else 1))
     card = _find_local() if gpu is None else find_gpu(gpu, torch.version.cuda)
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
-    example = find_example(model, batch, shares[0])
+    example = find_example(model, batch, shares[0], has_own_step=step is not None)
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
     sizing, proof = _find_sizing(
         workload,

@@ -202,6 +202,10 @@ class StepState:
             memory = self._memory
         return RewindPoint(state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects)
 
+    def mark(self) -> RewindPoint:
+        """Record everything, before calls in the middle of a step that are undone whatever they change."""
+        return self._make_point(ModuleState([*self._model.modules(), *self._modules]), HostRandomState.capture())
+
     def begin_micro_batch(self, begun: RewindPoint) -> RewindPoint:
         """Record what is known to change from one micro-batch to the next, and rely on ``begun`` for the rest."""
         if self.is_looked_over:

@@ -7,7 +7,7 @@ returned. Does not cover how terms of many micro-batches are divided (``training
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ __all__ = [
     "Sum",
     "Term",
     "Weigh",
+    "add_counts",
+    "counts_of",
     "losses_of",
     "read_terms",
     "read_weights",
@@ -161,6 +163,11 @@ def _read_term(name: str, returned: Any) -> Term:
             kind = "part"
         case loss:
             pass
+    if loss is None:
+        raise InvalidStep(
+            f"{what} returned None; to skip a bad batch return autobatch.Sum(torch.zeros(()), 0), which counts for "
+            f"nothing, and state the count of the others with autobatch.Mean or Sum"
+        )
     if not isinstance(loss, torch.Tensor):
         raise InvalidStep(
             f"{what} returned {type(loss).__name__}; it must return a scalar tensor, the mean loss, or (loss, aux)"
@@ -189,6 +196,30 @@ def losses_of(returned: Any) -> dict[str, torch.Tensor]:
         str(name): term.loss if isinstance(term, Mean | Sum | PerStep | Part) else term for name, term in terms.items()
     }
     return {name: loss for name, loss in losses.items() if isinstance(loss, torch.Tensor)}
+
+
+def counts_of(returned: Any) -> dict[str, float]:
+    """What a step states itself as the counts of its losses, by term; empty where it states none.
+
+    Raises InvalidStep where a count is none.
+    """
+    terms = returned if isinstance(returned, Mapping) else {"": returned}
+    counts = dict[str, float]()
+    for name, term in terms.items():
+        if isinstance(term, Mean):
+            counts[str(name)] = _read_count(term.over, "Mean(over=)")
+        elif isinstance(term, Sum):
+            counts[str(name)] = _read_count(term.count, "Sum(count=)")
+    return counts
+
+
+def add_counts(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sums of counts, by term."""
+    totals = dict[str, float]()
+    for one in counts:
+        for name, count in one.items():
+            totals[name] = totals.get(name, 0.0) + count
+    return totals
 
 
 def states_counts(returned: Any) -> bool:

@@ -293,8 +293,8 @@ def _check_one_optimizer(optimizer: Any) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS) or not takes_none(optimizer, "step"):
         raise InvalidArgument(
-            f"{type(optimizer).__name__} calls a closure several times a step, which cannot be split exactly; use "
-            f"another"
+            f"{type(optimizer).__name__} calls a closure several times a step: leave it out (optimizer=None), and call "
+            f"runner.accumulate(batch) in your closure, after zero_grad(); its loss and .grad are the whole batch's"
         )
 
 

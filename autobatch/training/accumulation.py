@@ -8,8 +8,9 @@ counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``o
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.trimming import SortedLayout
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, DoesNotFit
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
@@ -31,6 +32,7 @@ from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import StepState
 from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
 from autobatch.step.gradient_hooks import HOOKS_OF, find_hooks
+from autobatch.step.losses import add_counts, counts_of
 from autobatch.step.model_info import is_compiled
 from autobatch.step.workload import Workload, split_output
 from autobatch.torch_internals.backward import begin_in_engine, can_begin_in_engine
@@ -39,6 +41,7 @@ from autobatch.training.batch_mutation import WatchedBatch, refuse_write
 from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import Denominators, DividedLoss
 from autobatch.training.micro_batches import MicroBatch, check_additive, cut, find_least_size, join, refuse_graphs
+from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
 from autobatch.training.transaction import Transaction
 
 __all__ = ["Accumulation", "UpdateFunction"]
@@ -46,6 +49,7 @@ __all__ = ["Accumulation", "UpdateFunction"]
 UpdateFunction = Callable[[Callable[[], None]], None]
 """Makes the update: prepares, calls the function that it was given, then begins what cannot be undone."""
 
+_LOG = logging.getLogger("autobatch")
 _T = TypeVar("_T")
 _PARAMS, _VERSION = itemgetter("params"), attrgetter("_version")
 _UNDISTURBED = torch._C.DisableTorchFunctionSubclass  # noqa: SLF001 - a subclass would be asked in Python
@@ -104,6 +108,7 @@ class Accumulation:
     _seen_modules: ModuleState | None = None
     _seen_held: Sequence[torch.Tensor] = ()
     _begins_in_engine: bool = False
+    _stated: StatedCounts = field(default_factory=StatedCounts)
 
     def __post_init__(self) -> None:
         """Find out what steps change, where ``known_state`` does not say it."""
@@ -139,7 +144,7 @@ class Accumulation:
             InvalidArgument: A parameter has got a gradient hook.
             InvalidBatch: ``weigh`` does not count, trimming changes a sample's length, or a batch carries a graph.
             InvalidStep: The step wrote into its batch or into gradients, trains what is in neither model nor optimizer,
-                or returned no valid loss or count.
+                or returned no valid loss or count, or counts that do not add up.
             DoesNotFit: A copy of the model's buffers does not fit, or ``weigh`` or ``lengths``, or what follows the
                 last backward pass. Errors of ``shrink`` and ``update`` pass through.
         """
@@ -252,6 +257,8 @@ class Accumulation:
         if not stamps.unchanged():
             stamps.refuse_change()
         divided = progress.denominators.divide(micro_batch, losses, progress.unit)
+        if self._stated.is_due and type(losses) is not torch.Tensor:
+            progress.stated += read_stated(micro_batch, losses)
         progress.phase = "backward"
         if divided is not None:
             loss, factor = divided[:2]
@@ -294,6 +301,33 @@ class Accumulation:
         with self.device.micro_batch(micro_batch.size) or nullcontext(), watch, record:
             yield
 
+    def _check_counts(self, progress: AccumulationState, *, is_shared: bool) -> None:
+        """Refuse counts of the step's own that do not add up; of several ranks none can run samples again alone."""
+        doubtful, wrong = find_doubtful(progress.stated, progress.done), ""
+        if is_shared:
+            self._stated.warn_of_zero_loss(doubtful)
+        if is_shared or not doubtful:
+            return
+        start = self.try_twice(_COPYING, self.state.mark)
+        recorder = start.record(progress.batch)
+        try:
+            with torch.no_grad(), recorder:
+                wrong = check_counts(doubtful, self.smallest, self._count_again)
+        except Exception:  # noqa: BLE001 - these samples have run: what ends here is the comparison, not the step
+            _LOG.debug("the counts that step() states could not be compared", exc_info=True)
+        finally:
+            recorder.stop()
+            start.restore()
+            torch.clear_autocast_cache()  # casts that were made without a graph
+        if wrong:
+            raise InvalidStep(wrong)
+
+    def _count_again(self, samples: tuple[Layout, int, int], largest: int) -> Mapping[str, float]:
+        """The sum of what the step states for these samples in micro-batches of at most so many."""
+        pieces = self._cut([samples], largest)
+        returned = (self.workload.call_step(self._move(piece)) for piece in pieces)
+        return add_counts(counts_of(split_output(one)[0]) for one in returned)
+
     def _find_apart(self) -> Sequence[torch.Tensor]:
         """Memory that steps write into and that is never put back."""
         return ()
@@ -321,6 +355,8 @@ class Accumulation:
     ) -> str | None:
         """Make ``.grad`` the whole gradient, then update; returns why memory ended before the update."""
         aside, handled = transaction.aside, sys.exc_info()[1]
+        if self._stated.is_due:
+            self._check_counts(progress, is_shared=shared is not None)
         begin = aside.settle if update is None else transaction.begin_update
         try:
             if shared is not None:
@@ -385,6 +421,8 @@ class Accumulation:
 
     def _begin(self, batches: Sequence[Layout], largest: int) -> AccumulationState:
         tensors = [*chain.from_iterable(map(Layout.tensors, batches))]
+        if self.is_training:
+            self._stated.begin()
         if self.is_training and self.state.is_looked_over:
             self.leaves_are_known = False  # a step may begin later to train another network
         is_home = {*map(_HOME, batches)} == {self._home}  # which no tensor with a graph has
@@ -393,9 +431,9 @@ class Accumulation:
         ranges = [*zip(batches, repeat(0), map(_COUNT, batches), strict=False)]
         weighed = self.workload.weigh is not None
         micro_batches = self._cut(ranges, largest)
-        if weighed and not self._is_additive:
+        if weighed and (self._stated.is_due or not self._is_additive):
             check_additive(self._cut(ranges, None), micro_batches)
-            self._is_additive = True  # once: it is the user's function that is wrong or right, not one batch
+            self._is_additive = True  # now and then: where it keeps counts from 0, only some batches show that
         is_ready = is_home and all(map(_PAIR_SIZE, batches))
         progress = AccumulationState(micro_batches, tensors, weighed=weighed, is_ready=is_ready)
         if self.counted_per_sample:

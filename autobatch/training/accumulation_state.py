@@ -26,6 +26,9 @@ _SIZE = attrgetter("size")
 _VERSION = attrgetter("_version")
 
 
+_STATED_FOR_SOME = "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
+
+
 @dataclass(frozen=True)
 class Shortage:
     """A micro-batch in which memory ended, as known after the clean-up, when the next size is chosen.
@@ -60,6 +63,7 @@ class AccumulationState:
         todo: Micro-batches to be run.
         done: Micro-batches that have run.
         denominators: What the step's losses are divided by.
+        stated: What the step stated for each micro-batch, where counts are compared (``stated_counts``).
         aux: What the step returned beside each finished micro-batch's loss.
         loss: The running sum of the divided losses.
         counted: The sum of the counts of losses that were divided by ``unit``.
@@ -93,10 +97,11 @@ class AccumulationState:
         self.todo, self._weighed, self.is_ready = deque(micro_batches), weighed, is_ready
         self.done: list[MicroBatch] = []
         self.aux: list[Any] = []
+        self.stated: list[Any] = []
         self.batch = [*filterfalse(torch.Tensor.is_inference, batch)]
         self.versions = list(map(_VERSION, self.batch))
         self.denominators = Denominators.of(micro_batches, weighed=weighed)
-        self._is_shared, self._per_sample, self._is_scaled = False, 0.0, False
+        self._is_shared, self._per_sample, self._is_scaled, self._has_stated_none = False, 0.0, False, False
 
     def expect(self, per_sample: float, *, is_scaled: bool) -> None:
         """Of the step before: what its losses were divided by, for each sample."""
@@ -131,20 +136,22 @@ class AccumulationState:
         Raises:
             InvalidStep: The step counts for one micro-batch and not for another.
         """
-        if divided is not None:
+        if divided is None:
+            self._has_stated_none |= self.todo[0].counts
+        else:
             loss, factor, count, unit = divided
             if self.loss is None:
                 self.loss, self.unit = loss.detach() * factor, unit
             elif unit is not self.unit and (unit is None or self.unit is None):
-                raise InvalidStep(
-                    "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it"
-                )
+                raise InvalidStep(_STATED_FOR_SOME)
             elif self.loss.dtype is loss.dtype:
                 # A running sum in place: only the first micro-batch allocates one number for it.
                 self.loss.add_(loss.detach(), alpha=factor)
             else:
                 self.loss = self.loss + loss.detach() * factor
             self.counted += count
+        if self._has_stated_none and self.loss is not None and self.unit is None:
+            raise InvalidStep(_STATED_FOR_SOME)  # the others' mean would be over these samples too
         # Last: if memory ends in the addition, the micro-batch is not done and is run again.
         done = self.todo.popleft()
         done.leaves.clear()  # the step may have given them gradients
@@ -162,6 +169,7 @@ class AccumulationState:
         self.todo.extendleft(reversed(self.done))
         self.done, self.aux = [], []
         self.loss, self.counted, self.unit = None, 0.0, None
+        self._has_stated_none = False
 
     def retry_with(self, micro_batches: list[MicroBatch]) -> None:
         """Go on with these micro-batches instead of the unfinished ones.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autobatch.batch.joining import join_neighbours
+from autobatch.batch.largest import is_source
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.batch.list_rules import ListReading
 from autobatch.errors import InvalidArgument, InvalidBatch
@@ -89,6 +90,11 @@ class GivenBatches:
             try:
                 layouts.append(self.describe(batch))
             except InvalidBatch as error:
+                if is_source(batch):
+                    raise InvalidBatch(
+                        f"a step takes one batch, and was given a {type(batch).__name__}: pass one batch of it, or "
+                        f"call runner.run(loader), which runs a step for every target batch"
+                    ) from None
                 if len(batches) == 1:
                     raise
                 raise InvalidBatch(f"{error} (batch {number} of the {len(batches)} that this step was given)") from None

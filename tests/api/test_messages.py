@@ -433,7 +433,7 @@ TABLE = [
         "Stream gave no samples: pass a dataset that does, or a batch",
     ),
     (
-        lambda: fit(model=nn.Sequential(nn.Conv2d(3, 8, 3)), batch=None),
+        lambda: fit(model=nn.Sequential(nn.Conv2d(3, 8, 3)), batch=None, step=None),
         "NeedsBatch",
         (
             "Sequential's first layer, 0 (Conv2d), takes 3 channels and leaves height and width open: pass yours as "
@@ -680,7 +680,10 @@ TABLE = [
     (
         lambda: fit_with(optimizer=torch.optim.LBFGS),
         "InvalidArgument",
-        "LBFGS calls a closure several times a step, which cannot be split exactly; use another",
+        (
+            "LBFGS calls a closure several times a step: leave it out (optimizer=None), and call "
+            "runner.accumulate(batch) in your closure, after zero_grad(); its loss and .grad are the whole batch's"
+        ),
     ),
     (
         lambda: fit_with(hook=lambda p: p.register_post_accumulate_grad_hook(lambda _: None)),

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from workloads import Plain, make_batch
 
+import autobatch
 from autobatch.batch.example import find_example
 from autobatch.errors import InvalidBatch, NeedsBatch
 
@@ -68,3 +69,45 @@ def test_a_batch_that_cannot_be_counted_is_refused():
     """No tensors, no samples."""
     with pytest.raises(InvalidBatch):
         find_example(Plain(), {"name": "x"}, 256)
+
+
+@pytest.mark.parametrize("call", ["fit", "Runner.fit", "verify", "predict"])
+def test_a_step_of_the_users_own_needs_a_batch(call):
+    """What it takes cannot be read from the model: a batch that was made up would fail inside the user's loss."""
+    model = nn.Sequential(nn.Linear(7, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch):
+        raise AssertionError("the step was called")
+
+    calls = {
+        "fit": lambda: autobatch.fit(model, 8, step=step, optimizer=optimizer),
+        "Runner.fit": lambda: autobatch.Runner.fit(model, step=step, optimizer=optimizer, target_batch=8),
+        "verify": lambda: autobatch.verify(model, None, step),
+        "predict": lambda: autobatch.predict(model, step=step, optimizer=optimizer, gpu="A100-80GB"),
+    }
+    with pytest.raises(NeedsBatch, match=r"batch=.*step\(\)") as caught:
+        calls[call]()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_smallest_sample_of_a_dataset_stands_first_beside_the_largest():
+    """Trials run the largest ones alone."""
+    loader = DataLoader(Sentences(20), batch_size=2, collate_fn=pad)
+    example = find_example(Plain(), loader, 4)
+    assert example.with_smallest.count == 5
+    assert torch.equal(example.with_smallest.batch[1:], example.layout.batch)
+    assert (example.with_smallest.batch[0] != 0).sum() <= 1
+    every = find_example(Plain(), loader, 100)
+    assert every.layout.count == 20
+    assert torch.equal(every.with_smallest.batch[0], every.layout.batch[-1])
+    for alike in (DataLoader([torch.ones(3)] * 9), DataLoader([torch.ones(3, 2)] * 9, batch_size=None)):
+        assert find_example(Plain(), alike, 4).with_smallest is None
+
+
+def test_a_smallest_sample_that_cannot_stand_beside_the_largest_is_left_out():
+    """Images of one size and a smaller one, which torch's own collate function cannot stack."""
+    dataset = [torch.ones(3, 2)] + [torch.ones(3, 4)] * 8
+    example = find_example(Plain(), DataLoader(dataset, batch_size=1), 4)
+    assert example.layout.batch.shape == (4, 3, 4)
+    assert example.with_smallest is None

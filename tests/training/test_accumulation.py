@@ -337,7 +337,7 @@ def test_aux_comes_back_once_a_committed_micro_batch_detached():
         (lambda loss: loss.item(), "returned float"),
         (lambda loss: loss.detach(), "without a graph"),
         (lambda loss: loss.expand(3), r"shape \(3,\)"),
-        (lambda loss: None, "returned NoneType"),
+        (lambda loss: None, "returned None; to skip"),
         (lambda loss: (loss, loss * 2), "second loss"),
         (lambda loss: (loss, (loss * 2).reshape(())), "second loss"),
     ],

@@ -871,3 +871,17 @@ def test_a_scheduler_that_wants_a_metric_is_refused_before_any_update():
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     with pytest.raises(InvalidArgument, match="ReduceLROnPlateau needs a metric"):
         autobatch.Runner(runner.plan, Plain(), mean_step, optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("call", ["step", "accumulate", "step_over"])
+@pytest.mark.parametrize("kind", ["DataLoader", "TensorDataset"])
+def test_a_loader_in_the_place_of_a_batch_is_named(call, kind):
+    """The message says what runs a loader, not how to register a type; nothing has run."""
+    _, _, runner = make_runner(16, 4)
+    dataset = torch.utils.data.TensorDataset(*make_batch(16, torch.float64))
+    given = torch.utils.data.DataLoader(dataset, batch_size=4) if kind == "DataLoader" else dataset
+    with pytest.raises(InvalidBatch, match=rf"{kind}.*runner\.run\(loader\)") as caught:
+        getattr(runner, call)([given] if call == "step_over" else given)
+    assert "register" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert runner.steps == 0

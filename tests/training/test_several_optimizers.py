@@ -255,3 +255,26 @@ def test_what_cannot_be_stepped_together_is_refused(make, message):
         autobatch.fit(model, 16, batch=make_batch(4, torch.float64), step=mean_step, optimizer=make(model))
     with pytest.raises(InvalidArgument, match=message):
         autobatch.Runner(Training().runner.plan, model, mean_step, make(model))
+
+
+def test_an_optimizer_that_calls_a_closure_runs_on_accumulated_gradients():
+    """As the message says: the closure accumulates the whole batch, so LBFGS moves as on all samples at once."""
+    found, batch = [], make_batch(16, torch.float64)
+    for is_divided in (True, False):
+        torch.manual_seed(1)
+        model = Plain()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+        if is_divided:
+            with pytest.raises(InvalidArgument, match=r"LBFGS.*optimizer=None.*runner\.accumulate\(batch\)"):
+                autobatch.fit(model, 16, batch=batch, step=mean_step, optimizer=optimizer)
+        plan = autobatch.fit(model, 16, batch=batch, step=mean_step, max_micro_batch=4 if is_divided else 16)
+        runner = autobatch.Runner(plan, model, mean_step, None)
+
+        def closure(runner=runner, optimizer=optimizer):
+            optimizer.zero_grad()
+            return runner.accumulate(batch).loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.allclose(*found, rtol=1e-8, atol=1e-10)

@@ -1,0 +1,128 @@
+"""Holds what a step states as its counts to additivity: the same samples, cut otherwise, must count the same.
+
+A count that is kept from 0, ``max(boxes, 1)``, adds 1 for each micro-batch without a box, and makes the gradient too
+small. An example batch need not have such samples, so this is asked in the steps 1, 2, 4, 8 and so on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autobatch._formatting import plural
+from autobatch.batch.layout import Layout
+from autobatch.step.losses import add_counts, counts_of, losses_of
+from autobatch.training.micro_batches import MicroBatch
+
+__all__ = ["CountAgain", "Stated", "StatedCounts", "check_counts", "find_doubtful", "read_stated"]
+
+_log = logging.getLogger("autobatch")
+
+_ROUNDS = 4
+"""How often a count that does not add up is asked for again: one that is drawn at random is another each time."""
+
+_TOLERANCE = 1e-5
+
+CountAgain = Callable[[tuple[Layout, int, int], int], Mapping[str, float]]
+"""Called with samples of a batch, and the most that run together; returns the sum of what the step states for them."""
+
+
+class Stated(NamedTuple):
+    """Counts that a step stated for one micro-batch, and whether a loss of theirs is exactly 0."""
+
+    micro_batch: MicroBatch
+    counts: Mapping[str, float]
+    has_zero_loss: bool
+
+
+class StatedCounts:
+    """When the counts that a step states are compared, and what was said of them.
+
+    Attributes:
+        is_due: Whether those of the running step are compared.
+    """
+
+    def __init__(self) -> None:
+        """Begin before the first step."""
+        self.is_due, self._begun, self._has_warned = False, 0, False
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._begun += 1
+        self.is_due = self._begun.bit_count() == 1
+
+    def warn_of_zero_loss(self, doubtful: Sequence[Stated]) -> None:
+        """Warn once of a loss of 0 that has a count: among several ranks none can run samples again alone."""
+        for one in doubtful[:1]:
+            if one.has_zero_loss and not self._has_warned:
+                self._has_warned = True
+                _log.warning(
+                    "a loss of %s is exactly 0, and step() states a count of %s for it: where that is a count kept "
+                    "from 0, as by max(n, 1), the gradient is too small; let a part without anything to count state 0",
+                    plural(one.micro_batch.size, "sample"),
+                    _show(one.counts),
+                )
+
+
+def read_stated(micro_batch: MicroBatch, returned: Any) -> list[Stated]:
+    """Read the counts in the losses that a step returned for a micro-batch; an empty list where it states none."""
+    losses, counts = losses_of(returned), counts_of(returned)
+    has_zero_loss = any(
+        counts[name] > 0 and type(losses[name]) is torch.Tensor and bool((losses[name] == 0).all()) for name in counts
+    )
+    return [Stated(micro_batch, counts, has_zero_loss)] if counts else []
+
+
+def find_doubtful(stated: Sequence[Stated], done: Sequence[MicroBatch]) -> list[Stated]:
+    """Return what was stated for the finished micro-batches, the most doubtful first."""
+    finished = {*map(id, done)}  # without attempts that ran out of memory
+    found = [one for one in stated if id(one.micro_batch) in finished]
+    return sorted(found, key=lambda one: (not one.has_zero_loss, sum(one.counts.values())))
+
+
+def check_counts(doubtful: Sequence[Stated], smallest: int, count_again: CountAgain) -> str:
+    """Compare the count of the most doubtful micro-batch with that of its halves, or of it and its neighbour together.
+
+    Returns:
+        The error's text; empty where the counts add up, or are others each time.
+    """
+    if not doubtful:
+        return ""
+    first = doubtful[0]
+    layout, start, stop, size, *_ = first.micro_batch
+    span, largest = [first], size - size // 2
+    if size < 2 * smallest:
+        after = [one for one in doubtful if one.micro_batch.layout is layout and one.micro_batch.start == stop]
+        before = [one for one in doubtful if one.micro_batch.layout is layout and one.micro_batch.stop == start]
+        if not after and not before:
+            return ""
+        span = [first, after[0]] if after else [before[0], first]
+        largest = sum(one.micro_batch.size for one in span)
+    # What changes the total of the step by no more than rounding is nothing, such as 1e-8 that is added to each count.
+    nothing = _TOLERANCE * max(1.0, sum(sum(one.counts.values()) for one in doubtful))
+    samples = layout, span[0].micro_batch.start, span[-1].micro_batch.stop
+    stated, otherwise = add_counts(one.counts for one in span), count_again(samples, largest)
+    for _ in range(_ROUNDS):
+        if _are_same(stated, otherwise, nothing) or not _are_same(stated, count_again(samples, size), nothing):
+            return ""
+        otherwise = count_again(samples, largest)
+    if _are_same(stated, otherwise, nothing):
+        return ""
+    return (
+        f"step() states counts that do not add up: {_show(stated)} for {samples[2] - samples[1]} samples in "
+        f"micro-batches of up to {size}, and {_show(otherwise)} for the same in micro-batches of up to {largest}; do "
+        f"not keep a count from 0, as by max(n, 1): a part without anything to count has to state 0"
+    )
+
+
+def _are_same(first: Mapping[str, float], second: Mapping[str, float], nothing: float) -> bool:
+    pairs = [(first.get(name, 0.0), second.get(name, 0.0)) for name in first.keys() | second.keys()]
+    return all(math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=nothing) for one, other in pairs)
+
+
+def _show(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} ({name})" if name else f"{count:g}" for name, count in counts.items())
