@@ -71,6 +71,8 @@ DENOMINATOR_TESTS = ("tests/training/test_loss_denominators.py",)
 SEVERAL_OPTIMIZERS_TESTS = ("tests/training/test_several_optimizers.py",)
 RUNNER_STATE_TESTS = ("tests/training/test_runner_state.py",)
 KERNEL_MEMORY_TESTS = ("tests/prediction/test_kernel_memory.py",)
+STATED_COUNTS_TESTS = ("tests/training/test_stated_counts.py",)
+UPDATE_CHECK_TESTS = ("tests/exactness/test_updates.py",)
 GIVEN_BACKWARD_TESTS = ("tests/training/test_given_backward.py",)
 RUNNER_TESTS = ("tests/training/test_runner.py",)
 FAULT_TESTS = ("tests/training/test_faults.py",)
@@ -594,6 +596,48 @@ MUTANTS = (
         "        self.loss, self.counted, self.unit = None, 0.0, None\n",
         "        self.unit = None\n",
         (*RUNNER_TESTS, *FAULT_TESTS),
+    ),
+    Mutant(
+        "counts that a step states are compared in the first step alone",
+        "autobatch/training/stated_counts.py",
+        "self._begun.bit_count() == 1",
+        "self._begun == 1",
+        STATED_COUNTS_TESTS,
+    ),
+    Mutant(
+        "a count that is drawn at random is refused",
+        "autobatch/training/stated_counts.py",
+        "or not _are_same(stated, count_again(samples, size), nothing)",
+        "",
+        STATED_COUNTS_TESTS,
+    ),
+    Mutant(
+        "what a comparison of counts changes stays",
+        ACCUMULATION,
+        "            recorder.stop()\n            start.restore()\n",
+        "            recorder.stop()\n",
+        STATED_COUNTS_TESTS,
+    ),
+    Mutant(
+        "a mean over samples counts the skipped ones too",
+        ACCUMULATION_STATE,
+        "            self._has_stated_none |= self.todo[0].counts\n",
+        "            pass\n",
+        STATED_COUNTS_TESTS,
+    ),
+    Mutant(
+        "an update that is another each time is blamed on the parts",
+        EXACTNESS + "updates.py",
+        "            if _distance(parts, whole) <= _REPEATS * _distance(again, whole):",
+        "            if False:",
+        UPDATE_CHECK_TESTS,
+    ),
+    Mutant(
+        "nothing moves in a compared update at a rate of 0",
+        EXACTNESS + "updates.py",
+        '                    group["lr"] = group["lr"] + _RATE\n',
+        "                    pass\n",
+        UPDATE_CHECK_TESTS,
     ),
     Mutant(
         "a piece that counts for nothing is run",

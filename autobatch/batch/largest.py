@@ -190,11 +190,11 @@ def choose_samples(
             largest, *_ = opened.rank(itertools.islice(stream, one_batch), count, time_limit)
         finally:
             getattr(stream, "close", lambda: None)()
-        note = (
+        was_read = (
             f"one batch of {type(opened.dataset).__name__} was read, and training does not get it if this stream goes "
             f"on where it was left; pass a batch to read none"
         )
-        return opened.described(largest), note, False
+        return opened.described(largest), was_read, False
     keys = opened.keys()
     chosen = (opened.dataset[keys[index]] for index in _spread(len(keys), scan_limit))
     largest, seen, is_added = opened.rank(chosen, count, time_limit, adds_smallest=adds_smallest)

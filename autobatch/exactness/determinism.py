@@ -57,14 +57,18 @@ _FACTORIES = frozenset((
 
 @contextmanager
 def deterministic(
-    model: nn.Module, parameters: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    parameters: Sequence[torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+    *,
+    random: SampleNumbers | None = None,
 ) -> Iterator[SampleNumbers]:
     """Make every forward and backward pass inside the block deterministic; afterwards all is as it was.
 
     It takes memory: a model in half precision is there in ``dtype`` (float32 or float64) as well, as are its
     activations; where that does not fit the error comes out. No parameter in half precision may have a ``.grad``: its
-    dtype would be another than the parameter's. One thread at a time. Yields the random numbers, which need to know
-    the samples of each forward pass.
+    dtype would be another than the parameter's. One thread at a time. Yields the random numbers (``random``, or new
+    ones), which need to know the samples of each forward pass.
     """
     wider = _WIDER[dtype]
     with ExitStack() as stack:
@@ -78,7 +82,7 @@ def deterministic(
         for tensor in (*parameters, *model.buffers()):
             if tensor.dtype in wider:
                 _set(stack, tensor, "data", tensor.data.to(wider[tensor.dtype]))
-        random = SampleNumbers()
+        random = random or SampleNumbers()
         stack.enter_context(PerSampleRandom(random))
         stack.enter_context(_NoDropoutNorCasts(wider))
         yield random

@@ -40,6 +40,7 @@ from autobatch.records import Padding
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
+from autobatch.step.gradient_hooks import refuse_sample_gradients
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.torch_internals.storages import bytes_of
@@ -144,8 +145,7 @@ def fit(
             reuse=reuse,
             progress=progress,
         )
-        model = take_module(model, ranks)
-        workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer), "autobatch.fit")
+        workload = _make_workload(take_module(model, ranks), step, weigh, optimizer)
         division = Division(ranks, target_batch, share)
         said.extend(
             division.describe(
@@ -194,6 +194,11 @@ def fit(
     ledger.remember(plan)
     emit(PlanMade(summary=str(plan), warnings=checked[1], rank=plan.rank, world_size=plan.world_size))
     return plan
+
+
+def _make_workload(model: nn.Module, step: Step | None, weigh: Weigh | None, optimizer: Any | None) -> Workload:
+    refuse_sample_gradients(model.named_parameters())
+    return Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer), "autobatch.fit")
 
 
 def _check(found: SizeSearch, division: Division, said: Any, check: Any, batch: Any) -> Checked:

@@ -6,6 +6,7 @@ Does not cover the comparison (``exactness``).
 from __future__ import annotations
 
 from autobatch.errors import InexactSplit
+from autobatch.exactness.updates import check_update
 from autobatch.exactness.verification import check_split, check_trimming
 from autobatch.fitting.size_search import SizeSearch
 from autobatch.records import Verdict
@@ -36,10 +37,12 @@ def _compare(found: SizeSearch) -> Verdict:
     target, memory = found.wanted.target_batch, found.memory
     sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
     with memory.limit(found.wanted.limit_bytes):
-        verdict = check_split(found.workload, found.example, memory, found.samples, **sizes)
-        if found.samples is None or found.lengths is None or not verdict.exact:
+        verdict = check_split(found.workload, found.compared, memory, found.samples, **sizes)
+        if verdict.exact and found.samples is not None and found.lengths is not None:
+            verdict = check_trimming(verdict, found.workload, found.samples, found.lengths, memory)
+        if not verdict.exact:
             return verdict
-        return check_trimming(verdict, found.workload, found.samples, found.lengths, memory)
+        return check_update(verdict, found.workload, found.compared, memory, found.state)
 
 
 def _judge(found: SizeSearch, verdict: Verdict | None, target: int, *, strict: bool) -> tuple[str, ...]:

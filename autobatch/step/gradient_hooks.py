@@ -8,7 +8,7 @@ are looked for.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from autobatch.errors import InvalidArgument
 
-__all__ = ["HOOKS_OF", "find_hooks", "refuse_hooks", "remove_hook", "table_of"]
+__all__ = ["HOOKS_OF", "find_hooks", "refuse_hooks", "refuse_sample_gradients", "remove_hook", "table_of"]
 
 HOOKS_OF = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """A tensor's two tables of hooks on its gradient, each of which may be ``None``."""
@@ -51,6 +51,21 @@ def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> N
             f"{name} has a gradient hook, which would run on the part of each micro-batch instead of on the "
             f"whole gradient; remove it, and do its work on .grad between runner.accumulate(batch) and your update"
         )
+
+
+def refuse_sample_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise InvalidArgument where gradients of single samples are gathered, as opacus and other DP-SGD do.
+
+    Each micro-batch's loss is multiplied by its share, and with it those gradients are, before they are clipped.
+    """
+    for name, parameter in parameters:
+        if "grad_sample" in getattr(parameter, "__dict__", ()):
+            raise InvalidArgument(
+                f"parameter {name} has grad_sample, the gradients of single samples, which no division into "
+                f"micro-batches leaves as they are: with opacus use its "
+                f"BatchMemoryManager(max_physical_batch_size=...) without autobatch, or plan on the model before it "
+                f"is wrapped"
+            )
 
 
 def _keys_of(table: Mapping[Any, Any] | None) -> Iterator[int]:

@@ -257,15 +257,13 @@ class Accumulation:
         if not stamps.unchanged():
             stamps.refuse_change()
         divided = progress.denominators.divide(micro_batch, losses, progress.unit)
-        if self._stated.is_due and type(losses) is not torch.Tensor:
-            progress.stated += read_stated(micro_batch, losses)
-        progress.phase = "backward"
+        progress.stated += read_stated(micro_batch, losses) if self._stated.is_due else ()
         if divided is not None:
             loss, factor = divided[:2]
             if not self.leaves_are_known:
                 self.workload.check_leaves(loss, self.stand_ins())
                 self.leaves_are_known = True  # going through the graph takes as long as a forward pass
-            progress.running = "the backward pass of your loss"
+            progress.phase, progress.running = "backward", "the backward pass of your loss"
             if self._begins_in_engine and type(loss) is torch.Tensor:
                 # Not loss * factor: its gradient begins with the same number, and two operators less are run.
                 begin_in_engine(loss, torch.full_like(loss, factor))

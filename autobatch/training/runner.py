@@ -41,6 +41,7 @@ from autobatch.result import StepResult
 from autobatch.state.user_objects import check_objects
 from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
+from autobatch.step.gradient_hooks import refuse_sample_gradients
 from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
@@ -182,6 +183,7 @@ class StepRunner:
             check_choice("enforce", enforce, ("auto", "always"))
             self.plan, self.steps, self._begun_at, self._max_grad_norm = plan, 0, 0, max_grad_norm
             self._workload = Workload(model, step or default_step, weigh, inner, "autobatch.Runner")
+            refuse_sample_gradients(model.named_parameters())
             self._device = find_device(self._workload.parameters(), type(model).__name__, device)
             self._free_memory = FreeMemory(plan, self._workload, self._device)
             self._is_sharded = self._ranks is not None and self._ranks.lockstep is not None

