@@ -367,12 +367,6 @@ MUTANTS = (
         ("tests/fitting/test_length_search.py",),
     ),
     Mutant(
-        "no dirty check",
-        TRANSACTION,
-        "stamps.unchanged() and progress.denominators.are_exact",
-        "progress.denominators.are_exact",
-    ),
-    Mutant(
         "the state made for the first of several optimizers stays where that of the second cannot be made",
         "autobatch/state/optimizer_state.py",
         "    except BaseException:\n        forget_state(optimizer, made)\n        raise\n    return made\n",
@@ -562,12 +556,6 @@ MUTANTS = (
         GIVEN_BACKWARD_TESTS,
     ),
     Mutant(
-        "a piece is kept that drew from NumPy",
-        REWIND_POINT,
-        "not (draws or draws_on_host or moves)",
-        "not moves",
-    ),
-    Mutant(
         "generators are not restored",
         REWIND_POINT,
         "            parts.callback(self.random.restore)  # last: the user's objects may draw when they are loaded\n",
@@ -586,9 +574,6 @@ MUTANTS = (
         STEP,
         '        if self.weigh is None:\n            return {""',
         '        if True:\n            return {""',
-    ),
-    Mutant(
-        "gradients are not cleared on a restart", TRANSACTION, "            self.stamps.clear(self.parameters)\n", ""
     ),
     Mutant(
         "the loss of a failed attempt is kept",
@@ -904,13 +889,6 @@ MUTANTS = (
         FAULT_TESTS,
     ),
     Mutant(
-        "memory that forward writes into is not copied",
-        "autobatch/state/written_memory.py",
-        "                point.setdefault(key, saved)\n",
-        "                pass\n",
-        MOVING_TESTS,
-    ),
-    Mutant(
         "memory that is known to move is copied once",
         "autobatch/state/written_memory.py",
         "            self._known.add([tensor])\n",
@@ -939,13 +917,6 @@ MUTANTS = (
         MOVING_TESTS,
     ),
     Mutant(
-        "a generator that was drawn from is taken for the one before",
-        RANDOM,
-        "marks is not None and marks == earlier.marks",
-        "marks is not None",
-        ("tests/state/test_generator_marks.py",),
-    ),
-    Mutant(
         "what modules hold is never looked at again",
         "autobatch/state/module_state.py",
         "            and self.watch.is_current()\n            and self.headers.renew()\n",
@@ -953,17 +924,10 @@ MUTANTS = (
         MOVING_TESTS,
     ),
     Mutant(
-        "nothing is remembered before other micro-batches",
-        REWIND_POINT,
-        "bool(self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects)",
-        "False",
-        MOVING_TESTS,
-    ),
-    Mutant(
         "a parameter of a later forward pass takes its gradient into the next step",
         TRANSACTION,
         "        made_some = not self.start.modules.holds_same_parameters()",
-        "        made_some = self._state.moves_modules",
+        "        made_some = False",
         LIFETIME_TESTS,
     ),
     Mutant(
@@ -1110,13 +1074,6 @@ MUTANTS = (
         LIFETIME_TESTS,
     ),
     Mutant(
-        "a step that has failed goes on as one in which nothing moves",
-        REWIND_POINT,
-        "        self._draws |= draws\n        self.is_still = False\n",
-        "        self._draws |= draws\n",
-        MOVING_TESTS,
-    ),
-    Mutant(
         "an optimizer's state is counted instead of looked at",
         "autobatch/state/optimizer_state.py",
         "    if len(held) == len(state) and all(map(is_, held, state)):",
@@ -1145,20 +1102,6 @@ MUTANTS = (
         IN_PLACE_TESTS,
     ),
     Mutant(
-        "a generator that the user has put in front of Python's is not seen",
-        "autobatch/state/generator_marks.py",
-        'getattr(random.getstate, "__self__", None) is not _PYTHON',
-        "False",
-        ("tests/state/test_generator_marks.py",),
-    ),
-    Mutant(
-        "a bit generator is known by its address",
-        "autobatch/state/generator_marks.py",
-        "    if generator is not _latest[0]:",
-        "    if _latest[1] is None or generator.ctypes.state_address != ctypes.addressof(_latest[1]):",
-        ("tests/state/test_generator_marks.py",),
-    ),
-    Mutant(
         "a guard removes another thread's",
         LOOP_GUARD,
         "            if front is refusal:\n",
@@ -1185,13 +1128,6 @@ MUTANTS = (
         "            if list(batch) != self._keys:\n",
         "            if False:\n",
         ("tests/batch/test_tree_spec.py",),
-    ),
-    Mutant(
-        "a piece is kept that moved an attribute",
-        REWIND_POINT,
-        "not (draws or draws_on_host or moves)",
-        "not (draws or draws_on_host)",
-        MOVING_TESTS,
     ),
     Mutant(
         "a lazy parameter stays what it became",
@@ -1542,13 +1478,6 @@ MUTANTS = (
         MICRO_BATCHES,
         "    sizes = balance(total, max(largest, least_size(total, smallest)), min(total, smallest))\n",
         "    sizes = balance(total, largest)\n",
-        SMALLEST_TESTS,
-    ),
-    Mutant(
-        "a rest that no size divides is kept",
-        TRANSACTION,
-        "self.can_keep(progress) and can_divide_rest:",
-        "self.can_keep(progress):",
         SMALLEST_TESTS,
     ),
     Mutant(
@@ -1993,13 +1922,6 @@ MUTANTS = (
         SHARDED_TESTS,
     ),
     Mutant(
-        "ranks: after a backward pass that was dropped finished micro-batches stay",
-        "autobatch/training/lockstep_accumulation.py",
-        """        can_keep = self._ended_in == "forward" and divides""",
-        "        can_keep = divides",
-        ("tests/distributed/test_faults_on_ranks.py",),
-    ),
-    Mutant(
         "ranks: each rank's own limit counts in trials of all",
         DISTRIBUTED + "shared_trials.py",
         "        return min((limit for limit in self._hear(limit_bytes) if limit), default=0)\n",
@@ -2088,13 +2010,6 @@ MUTANTS = (
         "autobatch/training/lockstep_accumulation.py",
         "            self._cut_again(progress)\n",
         "            pass\n",
-        SHARDED_PASS_TESTS,
-    ),
-    Mutant(
-        "ranks: what is left after one sample was refused may be one sample",
-        "autobatch/training/lockstep_accumulation.py",
-        "        can_keep = can_keep and ONE_SAMPLE not in causes  # what is left may be a single sample\n",
-        "",
         SHARDED_PASS_TESTS,
     ),
     Mutant(

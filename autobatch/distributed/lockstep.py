@@ -120,15 +120,12 @@ class Lockstep:
             self._record.end()
             self.running, self._record.ask = None, None
 
-    def drop(self, *, short: str | None = None, again: str | None = None) -> str:
+    def drop(self, *, short: str | None = None, again: str | None = None) -> None:
         """Drop the pass that is running, which all ranks will run again; ``causes`` says why.
 
         Args:
             short: Why memory ended in it here, after which this rank still takes part in the rest of the pass.
             again: Why else it has to be run again: ``DIFFERS`` or ``ONE_SAMPLE``. Neither: another rank has said it.
-
-        Returns:
-            Which pass it was.
 
         Raises:
             RankFailed: Another rank has failed in it, in another way.
@@ -144,7 +141,6 @@ class Lockstep:
         if DIFFERS in self.causes:
             self._record.forget(name)
         self._clear()
-        return name
 
     def _play_rest(self) -> None:
         """Take part in the rest of the pass with zeros.

@@ -67,10 +67,6 @@ class ShardedStep(SharedStep):
         said = self._agreement.meet("micro-batches", count=micro_batches)
         return max(int(one["count"]) for one in said)
 
-    def agree_to_keep(self, *, can_keep: bool) -> bool:
-        """Whether every rank can keep its finished micro-batches."""
-        return all(one["keep"] for one in self._agreement.meet("rewind", keep=can_keep))
-
     def _describe(self, earlier: Sequence[torch.Tensor | None]) -> str:
         """Each rank has its own part of a sharded gradient, so of that only whether it is there can be compared."""
         there = [gradient for gradient in earlier if gradient is not None]

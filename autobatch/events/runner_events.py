@@ -36,8 +36,6 @@ class Retried(Event):
         step: Which step of the runner, counted from 0.
         failed_size: Samples in the micro-batch that did not fit.
         new_size: The most samples in a micro-batch from here on.
-        samples_kept: Samples whose gradient was already complete and is kept.
-        samples_redone: Samples that have to be run again.
         used_bytes: Held on the device after the clean-up.
         budget_bytes: What the process may hold.
         reason: The first line of the error.
@@ -47,8 +45,6 @@ class Retried(Event):
     step: int
     failed_size: int
     new_size: int
-    samples_kept: int
-    samples_redone: int
     used_bytes: int
     budget_bytes: int
     reason: str
@@ -57,8 +53,8 @@ class Retried(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: step {self.step} ran out of memory at {plural(self.failed_size, 'sample')}; "
-            f"goes on with at most {self.new_size} ({self.samples_kept} kept, {self.samples_redone} redone); "
+            f"{self.source}: step {self.step} ran out of memory at {plural(self.failed_size, 'sample')} and runs again "
+            f"with at most {self.new_size}; "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "
             f"held by others and us after clean-up; {self.reason}{_warn_of_inexactness(self.inexact)}"
         )

@@ -189,8 +189,7 @@ class Probe:
         before = self.device.usage()
         now.resident, now.retries_before = before.allocated, before.alloc_retries
         if self._holds_activations:
-            # Those of the step before are still held; a Runner learns that in its first step, and so holds them too.
-            self._learnt.moves_modules = True
+            # Those of the step before are still held.
             with self._now.read(self.device, "backward"):
                 self._accumulate([batch], size)
                 self._drop_gradients()

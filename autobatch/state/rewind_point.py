@@ -1,11 +1,8 @@
-"""Records everything that a failed attempt at a micro-batch may have changed, and restores it.
+"""Records everything that a step may change before its update, and restores it.
 
-Covers random generators, what modules hold (``module_state``), the values of buffers, memory that steps are known to
-write into (``written_memory``) and objects that the user has named (``user_objects``). Does not cover gradients
-(``gradients``), nor the optimizer, which no micro-batch touches.
-
-Copies of values stay on their device, and are made before every micro-batch. What costs more to record than to restore
-is recorded once a step, until a failure shows that it changes (``StepState``).
+That is: random generators, what modules hold (``module_state``), the values of buffers, memory that steps are known to
+write into (``written_memory``) and objects that the user has named (``user_objects``). Gradients are recorded by
+``gradients``. Copies of values stay on their device, and are made once a step, at its beginning.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import torch
 from torch import nn
 
 from autobatch.state.module_state import Location, ModuleState, tensors_at
-from autobatch.state.random_state import HostRandomState, RandomState
+from autobatch.state.random_state import RandomState
 from autobatch.state.user_objects import UserObjects, expand_objects
 from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory
 from autobatch.torch_internals.storages import storages_of
@@ -29,7 +26,7 @@ _NO_OBJECTS = UserObjects(())
 
 
 class RewindPoint:
-    """Everything that a micro-batch may change, at one moment.
+    """Everything that a step may change before its update, at one moment.
 
     Attributes:
         random: The generators.
@@ -42,7 +39,6 @@ class RewindPoint:
         modules: Sequence[nn.Module],
         device: torch.device,
         *,
-        host: HostRandomState | None = None,
         state: ModuleState | None = None,
         memory: WrittenMemory | None = None,
         objects: Sequence[Any] = (),
@@ -52,12 +48,11 @@ class RewindPoint:
         Args:
             modules: ``[*model.modules()]``, listed once for many points.
             device: The device whose generator is recorded.
-            host: A record of Python's and NumPy's generators; default: a new one.
             state: A record of what the modules hold; default: a new one.
             memory: The memory that steps are known to write into.
             objects: The objects that the user has named.
         """
-        self.random = RandomState(device, host)
+        self.random = RandomState(device)
         self.modules: ModuleState = state or ModuleState(modules)
         # By value: running statistics are written without a change of ``_version``.
         self._buffers = self.modules.buffers
@@ -75,7 +70,7 @@ class RewindPoint:
         Args:
             apart: Tensors of which no copies are made: gradients, the batch.
         """
-        return WriteRecorder([self.memory], WrittenMemory(), [*apart, *self.buffers()])
+        return WriteRecorder(self.memory, WrittenMemory(), [*apart, *self.buffers()])
 
     def find_moved(self) -> list[nn.Module]:
         """The modules whose attributes, or whose tensors' values, are not as they were."""
@@ -132,11 +127,9 @@ class StepState:
 
     Attributes:
         records: Whether writes may be recorded.
-        moves_modules: Whether a failure has shown that a micro-batch changes what modules hold.
         is_recording: Whether the step that began last is one of those in which writes are recorded.
         makes_sparse: Whether a step has made a sparse gradient.
         may_be_sparse: Whether gradients of the step that began last are searched for sparse ones.
-        is_still: Whether nothing has to be recorded before its other micro-batches.
         is_looked_over: Whether it is one of those in which each micro-batch is searched for what it changes: step 0, 1,
             4, 16, 64 and so on.
     """
@@ -160,19 +153,7 @@ class StepState:
         self._recorder: WriteRecorder | None = None
         self._written: set[int] = set()
         self._locations: set[Location] = set()
-        self._host: HostRandomState | None = None
-        self.moves_modules = self._draws = self._draws_on_host = False
-        self.is_recording = self.is_looked_over = self.is_still = self.may_be_sparse = self.makes_sparse = False
-
-    def learnt(self) -> dict[str, bool]:
-        """What is known of micro-batches, by name; where tensors lie that they write into is found anew."""
-        return {"moves_modules": self.moves_modules, "draws": self._draws, "draws_on_host": self._draws_on_host}
-
-    def relearn(self, *, moves_modules: bool, draws: bool, draws_on_host: bool) -> None:
-        """Know it from now on, beside what is known already."""
-        self.moves_modules |= moves_modules
-        self._draws |= draws
-        self._draws_on_host |= draws_on_host
+        self.is_recording = self.is_looked_over = self.may_be_sparse = self.makes_sparse = False
 
     def begin(self) -> RewindPoint:
         """Record everything, before a step."""
@@ -186,13 +167,10 @@ class StepState:
         if self._latest is None or not self._latest.renew():
             modules = [*self._model.modules(), *self._modules]
             self._latest = ModuleState(modules, self._latest)
-        self._host = HostRandomState.capture(self._host)
-        begun = self._make_point(self._latest, self._host)
         self.may_be_sparse = self.is_looked_over or self.makes_sparse
-        self.is_still = not (self.is_looked_over or self._moves(begun))
-        return begun
+        return self._make_point(self._latest)
 
-    def _make_point(self, state: ModuleState, host: HostRandomState) -> RewindPoint:
+    def _make_point(self, state: ModuleState) -> RewindPoint:
         memory = None
         if self._locations:  # a tensor that is replaced in each step and written into is never the same one
             self._memory.add(tensors_at(self._locations, state.modules))
@@ -200,46 +178,28 @@ class StepState:
             self._memory.add(tensor for module in self._modules for tensor in state.tensors_of(module))
         if self._memory.known:
             memory = self._memory
-        return RewindPoint(state.modules, self._device, host=host, state=state, memory=memory, objects=self._objects)
+        return RewindPoint(state.modules, self._device, state=state, memory=memory, objects=self._objects)
 
     def mark(self) -> RewindPoint:
-        """Record everything, before calls in the middle of a step that are undone whatever they change."""
-        return self._make_point(ModuleState([*self._model.modules(), *self._modules]), HostRandomState.capture())
-
-    def begin_micro_batch(self, begun: RewindPoint) -> RewindPoint:
-        """Record what is known to change from one micro-batch to the next, and rely on ``begun`` for the rest."""
-        if self.is_looked_over:
-            self.returns_to(begun, begun)
-        if not self._moves(begun):
-            return begun
-        state = begun.modules
-        if self.moves_modules:
-            state = ModuleState(state.modules, state)
-        return self._make_point(state, HostRandomState.capture() if self._draws_on_host else begun.random.host)
-
-    def _moves(self, begun: RewindPoint) -> bool:
-        """Whether a micro-batch is known to change anything."""
-        return bool(self._draws or self.moves_modules or begun.memory or begun.modules.buffers or self._objects)
+        """Record everything, before calls in the middle of a step that must leave no trace."""
+        return self._make_point(ModuleState([*self._model.modules(), *self._modules]))
 
     def record(
         self,
-        points: Sequence[RewindPoint],
+        begun: RewindPoint,
         apart: Iterable[torch.Tensor],
         before_write: Callable[[int], bool] | None = None,
     ) -> WriteRecorder:
         """Around a micro-batch of a step that is recorded: copies what it writes into.
 
         Args:
-            points: The step's and the micro-batch's.
+            begun: The step's beginning, which gets the copies.
             apart: Tensors of which there are no copies: gradients, the batch.
             before_write: As in ``WriteRecorder``.
         """
         if self._recorder is not None:  # of an earlier micro-batch, which may have written into other memory
             self._written |= self._recorder.written
-        buffers = [buffer for point in points for buffer in point.buffers()]
-        self._recorder = WriteRecorder(
-            [point.memory for point in points], self._memory, [*apart, *buffers], before_write
-        )
+        self._recorder = WriteRecorder(begun.memory, self._memory, [*apart, *begun.buffers()], before_write)
         return self._recorder
 
     def stop_recording(self) -> None:
@@ -249,21 +209,6 @@ class StepState:
             written = self._written | self._recorder.written
             self._locations |= self._latest.find_locations(written) if self._latest else set()
         self._recorder, self._written = None, set()
-
-    def returns_to(self, here: RewindPoint, begun: RewindPoint) -> bool:
-        """Whether ``here`` restores the start of its micro-batch: not where it relied on ``begun`` for what changed.
-
-        What has changed is recorded before each micro-batch from then on.
-        """
-        relies = here is begun
-        draws_on_host = (relies or here.random.host is begun.random.host) and not begun.random.host.is_current()
-        draws = relies and (draws_on_host or not begun.random.is_current())
-        moves = (relies or here.modules is begun.modules) and not begun.modules.is_current()
-        self._draws_on_host |= draws_on_host
-        self._draws |= draws
-        self.is_still = False
-        self.moves_modules |= moves
-        return not (draws or draws_on_host or moves)
 
     def learn(self, begun: RewindPoint) -> list[torch.Tensor]:
         """Find what was written since a step began, by torch's counts, in case the step is not recorded.

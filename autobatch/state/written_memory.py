@@ -13,7 +13,7 @@ counts of writes (``Tensor._version``), which miss those through ``.data``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class _WriteMode(DispatchMode):
 
 
 class WriteRecorder(_WriteMode):
-    """While active, copies each storage that was there before into the rewind points, before an operator writes to it.
+    """While active, copies each storage that was there before into a rewind point, before an operator writes to it.
 
     Attributes:
         written: Storages (``_cdata``) that were written into and not known before.
@@ -104,7 +104,7 @@ class WriteRecorder(_WriteMode):
 
     def __init__(
         self,
-        points: Sequence[Saved],
+        saved: Saved,
         known: WrittenMemory,
         apart: Iterable[torch.Tensor],
         before_write: Callable[[int], bool] | None = None,
@@ -112,14 +112,14 @@ class WriteRecorder(_WriteMode):
         """Prepare for one micro-batch.
 
         Args:
-            points: Where copies go.
+            saved: Where copies go.
             known: Is added to.
             apart: Tensors that are not copied: gradients, and sums of them.
             before_write: Called with each storage (``_cdata``) that is about to be written; true where it is somebody
                 else's, who puts it back.
         """
         super().__init__(apart)
-        self._points, self._known, self._before_write = points, known, before_write
+        self._saved, self._known, self._before_write = saved, known, before_write
         self.written: set[int] = set()
 
     @torch.no_grad()
@@ -128,12 +128,10 @@ class WriteRecorder(_WriteMode):
             key = storage._cdata
             if self._before_write is not None and self._before_write(key):
                 continue
-            if key in self._apart or all(key in point for point in self._points):
+            if key in self._apart or key in self._saved:
                 continue
-            saved = save_storage(storage)
+            self._saved[key] = save_storage(storage)
             self.written.add(key)
-            for point in self._points:
-                point.setdefault(key, saved)
             self._known.add([tensor])
 
 

@@ -1,9 +1,7 @@
 """Accumulates the gradient of a whole batch over micro-batches: all of it, or nothing happened.
 
-A trial measures this code and a training step runs it. Covers running the micro-batches and what is run again when
-memory ends: finished micro-batches stay if the failed one touched no gradient, else the batch begins anew. Both are
-exact; running only the failed one again on gradients that it has touched is not. Does not cover what a micro-batch
-counts for (``micro_batches``, ``loss_denominators``), the optimizer's step (``optimizer_step``), or the next size.
+A trial measures this code and a training step runs it. If a micro-batch runs out of memory, everything is restored to
+the beginning of the step and all samples run again, in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -205,7 +203,6 @@ class Accumulation:
         if not todo:  # a rank without samples
             return None
         handled = sys.exc_info()[1]  # the caller may be handling an OOM of its own, which is in every error's context
-        self._begins_in_engine = self.scale is None and self.backward is None and can_begin_in_engine()
         is_watched = state.is_looked_over or self.device.micro_batch(todo[0].size) is not None
         if self.in_float32 and len(todo) > 1:
             self._sums.begin(stamps.parameters)
@@ -215,17 +212,18 @@ class Accumulation:
                     if not todo[0].counts:  # 0 x nan is nan: one whose labels are all ignored must not be run
                         progress.finish(None, None)
                         continue
-                    if progress.done and not state.is_still:
-                        self._begin_micro_batch(progress, transaction)
                     # No variable stays: nothing of a micro-batch is held but what the user put beside its loss.
                     if is_watched:
-                        with self._watch(todo[0], transaction):
-                            ran = self._run_micro_batch(todo[0], progress, stamps)
-                        progress.finish(*ran)  # outside: it writes into the sum of the losses, which is not the step's
-                        del ran
+                        with self.device.micro_batch(todo[0].size) or nullcontext():
+                            with self._watch(todo[0], transaction):
+                                ran = self._run_micro_batch(todo[0], progress, stamps)
+                            progress.finish(*ran)  # not watched: it writes into the sum of the losses
+                            del ran
                     else:
                         progress.finish(*self._run_micro_batch(todo[0], progress, stamps))
                     stamps.renew()
+                    if len(progress.done) == 1 and transaction.find_made_parameters() and self.in_float32 and todo:
+                        self._sums.begin(stamps.parameters)
         except Exception as error:
             if isinstance(error, AutobatchError) or not is_oom(error, handled=handled):
                 progress.note_where(error, self.workload.called_by)
@@ -236,11 +234,10 @@ class Accumulation:
         return None
 
     def _recover(self, progress: AccumulationState, transaction: Transaction, reason: str) -> None:
-        """Go back to before what failed, and cut what is not finished smaller."""
+        """Go back to the beginning of the step, and cut all samples smaller."""
         progress.fail()
         self.leaves_are_known = False  # what the step trains by now, the next attempt would train twice
-        least = find_least_size(join(progress.todo), self.smallest)
-        transaction.rewind(progress, reason, can_divide_rest=least < progress.failed_size)
+        transaction.rewind(progress, reason)
         self.device.reclaim()
         self._divide_anew(progress, reason)
 
@@ -280,11 +277,6 @@ class Accumulation:
             refuse_write(stays=not self.owns_batches)
         return divided, aux
 
-    def _begin_micro_batch(self, progress: AccumulationState, transaction: Transaction) -> None:
-        transaction.begin_micro_batch(self.try_twice(_COPYING, self.state.begin_micro_batch, transaction.start))
-        if self.in_float32 and self.state.moves_modules and len(progress.todo) > 1:
-            self._sums.begin(transaction.stamps.parameters)
-
     @contextmanager
     def _watch(self, micro_batch: MicroBatch, transaction: Transaction) -> Iterator[None]:
         """In steps that are looked over: find what the micro-batch writes into."""
@@ -295,8 +287,8 @@ class Accumulation:
             watch = watched = WatchedBatch(samples, copies_arrays=True, is_copy=self.owns_batches)
             if self.state.is_recording:
                 apart = [*transaction.stamps.tensors(), *micro_batch.layout.tensors(), *self._find_apart()]
-                record = self.state.record([transaction.start, transaction.here], apart, watched.save)
-        with self.device.micro_batch(micro_batch.size) or nullcontext(), watch, record:
+                record = self.state.record(transaction.start, apart, watched.save)
+        with watch, record:
             yield
 
     def _check_counts(self, progress: AccumulationState, *, is_shared: bool) -> None:
@@ -419,6 +411,7 @@ class Accumulation:
 
     def _begin(self, batches: Sequence[Layout], largest: int) -> AccumulationState:
         tensors = [*chain.from_iterable(map(Layout.tensors, batches))]
+        self._begins_in_engine = self.scale is None and self.backward is None and can_begin_in_engine()
         if self.is_training:
             self._stated.begin()
         if self.is_training and self.state.is_looked_over:
@@ -448,13 +441,11 @@ class Accumulation:
         return self.try_twice(purpose, cut, self.workload, ranges, largest, self.smallest)
 
     def _divide_anew(self, progress: AccumulationState, reason: str) -> None:
-        """Cut what is not finished into smaller micro-batches."""
+        """Cut all samples into smaller micro-batches."""
         todo = progress.todo
         ranges = join(todo)
         shortage = Shortage(
             failed_size=progress.failed_size,
-            samples_kept=sum(progress.micro_batch_sizes),
-            samples_redone=sum(stop - start for _, start, stop in ranges),
             reason=reason,
             least_size=find_least_size(ranges, self.smallest),
             ended_in=progress.phase,

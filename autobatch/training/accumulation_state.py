@@ -35,19 +35,15 @@ class Shortage:
 
     Attributes:
         failed_size: Samples in the micro-batch that failed.
-        samples_kept: Samples whose gradient stays.
-        samples_redone: Samples that have to be run, or run again.
         failed_scale: The least ``largest`` with which batches are cut into such a micro-batch: ``failed_size``, but for
             samples in order of their lengths.
         reason: The error's first line.
-        least_size: The smallest size into which the ``samples_redone`` can be divided such that the model can run each
+        least_size: The smallest size into which the samples can be divided such that the model can run each
             micro-batch.
         ended_in: The pass in which memory ended.
     """
 
     failed_size: int
-    samples_kept: int
-    samples_redone: int
     reason: str
     least_size: int = 1
     ended_in: Phase = "forward"
@@ -172,13 +168,13 @@ class AccumulationState:
         self._has_stated_none = False
 
     def retry_with(self, micro_batches: list[MicroBatch]) -> None:
-        """Go on with these micro-batches instead of the unfinished ones.
+        """Run these micro-batches instead, and sum the denominators again.
 
-        Where none is finished, the denominators are summed again: sums of other parts may be rounded otherwise, and the
-        step has to equal one that used these micro-batches from the start.
+        Sums of other parts may be rounded otherwise, and the step has to equal one that used these micro-batches from
+        the start.
         """
         self.todo = deque(micro_batches)
-        if not self.done and not self._is_shared:
+        if not self._is_shared:
             self.denominators = Denominators.of(micro_batches, weighed=self._weighed)
             if self._per_sample:
                 self.expect(self._per_sample, is_scaled=self._is_scaled)

@@ -33,7 +33,7 @@ from autobatch.training.accumulation import Accumulation, UpdateFunction
 from autobatch.training.accumulation_state import AccumulationState
 from autobatch.training.given_backward import Backward
 from autobatch.training.loss_denominators import DividedLoss
-from autobatch.training.micro_batches import MicroBatch, find_least_size, join
+from autobatch.training.micro_batches import MicroBatch, join
 from autobatch.training.model_outputs import ModelOutput, collect_outputs, edges_of, find_reached, run_zero_backward
 from autobatch.training.transaction import Transaction
 
@@ -47,14 +47,12 @@ _SPARE = 2
 class LockstepAccumulation(Accumulation):
     """Accumulates the gradients of one workload whose parameters are sharded, batch after batch.
 
-    A forward pass that is dropped keeps the micro-batches before it; a backward pass that is dropped does not, since
-    some sharded gradients have its part by then.
+    After a pass that was dropped, all ranks restore the beginning of the step and run all their samples again.
     """
 
     _shared: ShardedStep | None = None
     _spare: Layout | None = None
     _is_short: bool = False
-    _ended_in: str = ""
     _outputs: Sequence[ModelOutput] = ()
     _losses: Mapping[str, GradientEdge] = field(default_factory=dict)
     _runs_spare: bool = False
@@ -126,7 +124,7 @@ class LockstepAccumulation(Accumulation):
         finally:
             self._forget_graph()
         # Only now, after the ``except`` block, are the frames of the failed pass gone.
-        self._ended_in = self._lockstep.drop(short=reason if self._is_short else None, again=again)
+        self._lockstep.drop(short=reason if self._is_short else None, again=again)
         return reason
 
     def _find_cause(self, error: BaseException) -> str | None:
@@ -226,7 +224,7 @@ class LockstepAccumulation(Accumulation):
 
     def _run_spare(self, spare: Layout, progress: AccumulationState, transaction: Transaction) -> None:
         self._lockstep.start("forward")
-        here = self.state.begin_micro_batch(transaction.start)
+        here = self.state.mark()
         (micro_batch,) = self._cut([(spare, 0, self.smallest)], None)
         self.workload.call_step(self._move(micro_batch))
         run_zero_backward(self._find_counted(progress))
@@ -241,13 +239,7 @@ class LockstepAccumulation(Accumulation):
         ran_spare = self._is_short and not _count(progress)
         if progress.todo and "short" in causes:
             progress.fail()
-        divides = not self._is_short or (
-            not ran_spare and find_least_size(join(progress.todo), self.smallest) < progress.failed_size
-        )
-        can_keep = self._ended_in == "forward" and divides and transaction.can_keep(progress)
-        can_keep = can_keep and ONE_SAMPLE not in causes  # what is left may be a single sample
-        keeps = self._shared.agree_to_keep(can_keep=can_keep)
-        transaction.rewind(progress, reason, can_divide_rest=keeps)
+        transaction.rewind(progress, reason)
         self.device.reclaim()
         if ran_spare:
             raise DoesNotFit(

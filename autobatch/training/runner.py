@@ -399,7 +399,6 @@ class StepRunner:
             pass_samples=self._progress.samples,
             batch_lists=self._batches.lists,
             counted_per_sample=self._accumulation.counted_per_sample,
-            **self._accumulation.state.learnt(),
         ).model_dump(mode="json")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -413,9 +412,6 @@ class StepRunner:
         """
         found = read_state(state, self.plan)
         pace = found.resume(self._set_pace(found.smallest_micro_batch))
-        self._accumulation.state.relearn(
-            moves_modules=found.moves_modules, draws=found.draws, draws_on_host=found.draws_on_host
-        )
         self._accumulation.smallest = found.smallest_micro_batch
         self._accumulation.counted_per_sample = found.counted_per_sample
         self._batches.lists = found.batch_lists

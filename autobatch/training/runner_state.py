@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict, ValidationError, model_validator
 
-from autobatch._bounds import LISTED, Count, Flag, Samples, Target
+from autobatch._bounds import LISTED, Count, Samples, Target
 from autobatch._formatting import show_value
 from autobatch.batch.list_rules import ListReading
 from autobatch.errors import InvalidArgument
@@ -63,9 +63,6 @@ class RunnerState(Record):
         setbacks: Sizes that failed, the largest first.
         clean_steps: Steps at this size without trouble, as far as they are counted.
         thrashed_steps: In a row, up to now.
-        moves_modules: Whether micro-batches are known to change what modules hold.
-        draws: Whether they are known to draw random numbers.
-        draws_on_host: Whether from Python's or NumPy's generators.
         counted_per_sample: What the last step's losses were divided by, for each sample, where it stated its count.
     """
 
@@ -85,9 +82,6 @@ class RunnerState(Record):
     setbacks: Annotated[tuple[SavedSetback, ...], LISTED] = ()
     clean_steps: Count = 0
     thrashed_steps: Count = 0
-    moves_modules: Flag = False
-    draws: Flag = False
-    draws_on_host: Flag = False
     counted_per_sample: Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)] = 0.0
 
     @classmethod

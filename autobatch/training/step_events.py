@@ -119,8 +119,6 @@ class StepEvents:
             step=step,
             failed_size=shortage.failed_size,
             new_size=new_size,
-            samples_kept=shortage.samples_kept,
-            samples_redone=shortage.samples_redone,
             used_bytes=used_bytes,
             budget_bytes=self._plan.budget_bytes,
             reason=shortage.reason,

@@ -1,7 +1,6 @@
 """Undoes a training step that fails before its update has begun.
 
-Covers gradients, modules, generators and everything else that a step changes, and going back to the start of one failed
-micro-batch. Does not cover running the micro-batches (``accumulation``).
+It restores gradients, modules, generators and everything else that a step changes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Transaction:
 
     Attributes:
         start: The state before the step.
-        here: The state before the running micro-batch.
         stamps: The gradients before the running micro-batch.
         aside: The gradients before the step.
     """
@@ -43,7 +41,7 @@ class Transaction:
         """Note the gradients; nothing is moved yet."""
         self._state, self._workload, self._sums = state, workload, sums
         self.parameters, self._has_ended, self._is_left = parameters, False, False
-        self.start = self.here = start
+        self.start = start
         self.stamps = GradientStamps(parameters, sums)
         self.aside = GradientsAside(self.stamps)
 
@@ -56,15 +54,15 @@ class Transaction:
         self.aside.take()
         self.stamps.renew()
 
-    def begin_micro_batch(self, here: RewindPoint) -> None:
-        """Go back to ``here`` on a failure; stamp parameters that a forward pass may have made."""
-        self.here = here
-        if self._state.moves_modules:
-            self.stamps.renew(self._workload.parameters())
+    def find_made_parameters(self) -> bool:
+        """Whether forward passes have made parameters since the step began; their gradients are stamped from now on."""
+        if self.start.modules.holds_same_parameters():
+            return False
+        self.stamps.renew(self._workload.parameters())
+        return True
 
     def end_micro_batches(self) -> None:
-        """Release what only the last micro-batch needed, such as its activations in attributes."""
-        self.here = self.start
+        """Note what the micro-batches have shown, and release the stamps of gradients."""
         self._state.makes_sparse |= self.stamps.any_sparse
         self.stamps.release()
         if self.start.modules.headers.any_written():
@@ -107,18 +105,12 @@ class Transaction:
                 tuple(lost[0].shape),
             )
 
-    def can_keep(self, progress: AccumulationState) -> bool:
-        """Whether a failed micro-batch can be undone by itself, so that the finished ones stay."""
-        is_clean = self.stamps.unchanged() and progress.denominators.are_exact
-        return self._state.returns_to(self.here, self.start) and is_clean
-
-    def rewind(self, progress: AccumulationState, reason: str, *, can_divide_rest: bool) -> None:
-        """Undo a failed micro-batch, and the finished ones too where their gradient cannot stay.
+    def rewind(self, progress: AccumulationState, reason: str) -> None:
+        """Restore the beginning of the step.
 
         Args:
-            progress: Begins anew in the second case.
+            progress: Begins again with all samples.
             reason: The failure's first line.
-            can_divide_rest: Whether the micro-batches that are not finished can be made smaller by themselves.
 
         Raises:
             CannotRetry: The step has written into memory that was not copied.
@@ -130,10 +122,6 @@ class Transaction:
                 f"it had never written into before and that was not copied: this tensor stays as it is, all else is as "
                 f"before the step; load your last checkpoint"
             )
-        if self.can_keep(progress) and can_divide_rest:
-            self.here.restore()
-        else:
-            self.start.restore()
-            self.here = self.start
-            self.stamps.clear(self.parameters)
-            progress.begin_anew()
+        self.start.restore()
+        self.stamps.clear(self.parameters)
+        progress.begin_anew()

@@ -46,7 +46,7 @@ from autobatch.testing import FakeDevice, oom_at
 
 SAMPLES = 8
 LARGEST = 4
-"""Two micro-batches of four by the plan, of three or fewer in a retry: kept is 4, 2, 2, restarted is 3, 3, 2."""
+"""Two micro-batches of four by the plan, of three or fewer in a retry: 3, 3, 2."""
 
 
 class Convolution(nn.Module):
@@ -212,16 +212,6 @@ class Case:
             return self.step, ()
         teacher = Teacher()
         return teacher.step, (teacher,)
-
-    @property
-    def restarts(self) -> bool:
-        """Whether its counts are no whole numbers: then the total is summed again over the pieces of a retry."""
-        return self.weigh in (weigh_terms, sum_class_weights)
-
-    @property
-    def draws_on_host(self) -> bool:
-        """Whether its step draws from Python's and NumPy's generators; its first shortage then restarts the batch."""
-        return self.step is augmented_step
 
 
 def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -473,7 +463,7 @@ class Tally:
 
     Attributes:
         places: How many faults there were in each part of the step.
-        outcomes: "kept": committed, and finished micro-batches were kept; "restarted": committed from the start;
+        outcomes: "committed": without a retry; "restarted": committed after the step began again;
             "undone": ``DoesNotFit``, everything as before; "raised": the error itself came out, everything as before;
             "reported": ``CannotRetry``; "wrong".
         wrong: What was wrong, for the first few.
@@ -504,11 +494,11 @@ class Tally:
 
 
 PLACES = ("weigh", "forward", "backward", "clip", "optimizer")
-OUTCOMES = ("kept", "restarted", "undone", "raised", "reported")
+OUTCOMES = ("committed", "restarted", "undone", "raised", "reported")
 RIGHT = {
-    "weigh": {"kept"},
-    "forward": {"kept", "restarted"},
-    "backward": {"kept", "restarted"},
+    "weigh": {"committed"},
+    "forward": {"committed", "restarted"},
+    "backward": {"restarted"},
     "clip": {"undone"},
     "optimizer": {"reported"},
 }
@@ -552,8 +542,7 @@ class Judge:
         changed = differences(_comparable(training.state()), state)
         if changed or not torch.equal(result.loss, loss):
             return f"sizes {result.micro_batch_sizes} differ at {changed[:3] or 'the loss'}"
-        retries = [event for event in training.events if isinstance(event, Retried)]
-        return "restarted" if retries and retries[-1].samples_kept == 0 else "kept"
+        return "restarted" if any(isinstance(event, Retried) for event in training.events) else "committed"
 
     def _commit(self, sizes: tuple[int, ...]) -> tuple[dict[str, Any], torch.Tensor]:
         """The run that used these micro-batches from the start."""

@@ -91,8 +91,6 @@ def retried(step, old=8, new=4, reason="CUDA out of memory"):
         step=step,
         failed_size=old,
         new_size=new,
-        samples_kept=0,
-        samples_redone=32,
         used_bytes=300,
         budget_bytes=2**30,
         reason=reason,

@@ -170,7 +170,7 @@ def _agree(outcomes: tuple[str, ...]) -> bool:
     if not set(outcomes) <= set(OUTCOMES):
         return False
     kinds = {
-        "committed" if one in ("kept", "restarted") else "reported" if one == "reported" else "undone"
+        "committed" if one in ("committed", "restarted") else "reported" if one == "reported" else "undone"
         for one in outcomes
     }
     return len(kinds) == 1

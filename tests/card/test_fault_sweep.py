@@ -34,9 +34,9 @@ class Sweep(NamedTuple):
         return "-".join([self.kind, self.case, *map(str, self.steps), *self.environment]).replace(" ", "_")
 
 
-ANY = frozenset({"kept", "restarted", "undone", "reported"})
-RETRIED = frozenset({"kept", "restarted"})
-KEPT = frozenset({"kept"})
+ANY = frozenset({"restarted", "undone", "reported"})
+RETRIED = frozenset({"restarted"})
+COMMITTED = frozenset({"committed"})
 FIRST, THIRD = (0,), (2,)
 BOTH = FIRST + THIRD
 SWEEPS = [
@@ -48,9 +48,9 @@ SWEEPS = [
     Sweep("refused", "large batch norm", BOTH, {}, 5, RETRIED),
     Sweep("refused", "large dropout", BOTH, {}, 10, RETRIED),
     Sweep("refused", "large attention", BOTH, {}, 14, RETRIED),
-    Sweep("refused once", "large batch norm", BOTH, {}, 5, KEPT),  # the allocator's second attempt succeeds
-    Sweep("refused once", "large dropout", BOTH, {}, 10, KEPT),
-    Sweep("refused once", "large attention", BOTH, {}, 14, KEPT),
+    Sweep("refused once", "large batch norm", BOTH, {}, 5, COMMITTED),  # the allocator's second attempt succeeds
+    Sweep("refused once", "large dropout", BOTH, {}, 10, COMMITTED),
+    Sweep("refused once", "large attention", BOTH, {}, 14, COMMITTED),
     Sweep("refused", "large batch norm", BOTH, EXPANDABLE, 4, RETRIED),
     Sweep("refused", "large dropout", BOTH, EXPANDABLE, 8, RETRIED),
     Sweep("refused", "large attention", BOTH, EXPANDABLE, 12, RETRIED),

@@ -41,8 +41,6 @@ RETRIED = Retried(
     step=120,
     failed_size=43,
     new_size=22,
-    samples_kept=86,
-    samples_redone=43,
     used_bytes=3 * GIB,
     budget_bytes=8 * GIB,
     reason="OutOfMemoryError: CUDA out of memory.",
@@ -93,7 +91,7 @@ EVENTS = [
     pytest.param(
         RETRIED,
         logging.WARNING,
-        "autobatch: step 120 ran out of memory at 43 samples; goes on with at most 22 (86 kept, 43 redone); "
+        "autobatch: step 120 ran out of memory at 43 samples and runs again with at most 22; "
         "3.0 GiB of 8.0 GiB held by others and us after clean-up; OutOfMemoryError: CUDA out of memory.",
         id="retry",
     ),

@@ -86,8 +86,7 @@ def test_wherever_memory_ends_the_same_is_held_after_the_clean_up(position):
     with oom_at(position):
         result = runner.step(arguments["batch"])
     [retried] = [event for event in events if isinstance(event, Retried)]
-    gradients = 5.2 * MIB if retried.samples_kept else 0
-    assert retried.used_bytes < 18 * MIB + gradients
+    assert retried.used_bytes < 18 * MIB
     assert max(result.micro_batch_sizes) >= plan.micro_batch_size // 2
 
 

