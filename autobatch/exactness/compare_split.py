@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from autobatch.exactness.determinism import deterministic, widen
 from autobatch.exactness.diagnosis import find_causes, find_uncontrolled_generators, judge_batch_norm
 from autobatch.exactness.gradients import TOLERANCE
 from autobatch.exactness.measurement import Measurement
+from autobatch.exactness.moved_parameters import stepping
 from autobatch.exactness.partitions import Sizes, partitions_of
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
@@ -41,6 +42,12 @@ from autobatch.step.workload import Workload
 __all__ = ["SplitComparison"]
 
 _log = logging.getLogger("autobatch")
+
+
+_MOST_HIDDEN = 8
+"""Samples that are compared again with parameters that have moved."""
+
+_HIDDEN = " (it makes no difference with the values that parameters have now, and does once they have moved)"
 
 
 class _ModelDoesNotFit(DoesNotFit):
@@ -62,6 +69,7 @@ class SplitComparison:
         is_reordered: Whether the smaller comparison took samples in another order: then it may also be which of them
             are together, not only how many, that makes a difference.
         trim: Makes a batch one whose parts are trimmed; the whole of it is not.
+        moves: Whether parameters have moved while samples are compared: against their gradient, along it or not.
     """
 
     workload: Workload
@@ -72,6 +80,7 @@ class SplitComparison:
     exact_at: int = 0
     is_reordered: bool = False
     trim: Callable[[Layout], Layout] | None = None
+    moves: Literal["", "against", "along"] = ""
 
     def run(self) -> Verdict:
         """The verdict, with its seconds. Raises what the step raises where it is used wrongly, except after trials."""
@@ -123,14 +132,26 @@ class SplitComparison:
         if not partitions and not _differ(self.layout.spread(samples)):
             return _unchecked(f"{samples} samples of the batch are all alike: pass a batch of samples that differ")
         before: dict[Sizes, list[float]] = {}
+        moves: Literal["", "against", "along"] = ""
         with self._measuring(samples, torch.float32) as measured:
             verdict = self._judge(measured, partitions)
+            if verdict.exact and not (partitions or self.moves):
+                moves = _find_hidden(measured)
             if not (verdict.exact or verdict.unchecked or verdict.causes):
                 apart = {sizes: math.hypot(*measured.differences(sizes)) for sizes in verdict.partitions}
                 worst_first = sorted(apart, key=lambda sizes: apart[sizes], reverse=True)
                 before = {sizes: measured.reference_norms(sizes) for sizes in worst_first}
             measured.rewind_point.restore()  # the next comparison begins with the state with which this one began
+        if moves:
+            return self._compare_moved(verdict, moves)
         return self._confirm_or_explain(verdict, before) if before else verdict
+
+    def _compare_moved(self, verdict: Verdict, moves: Literal["against", "along"]) -> Verdict:
+        """The verdict with parameters that have moved, where it is that the split is not exact."""
+        found, _ = replace(self, moves=moves, after_trials=True).attempt(verdict.samples)
+        if found is None or found.exact or found.unchecked:
+            return verdict
+        return found.model_copy(update={"causes": (*found.causes[:-1], f"{found.causes[-1]}{_HIDDEN}")})
 
     def _judge(self, measured: Measurement, partitions: Sequence[Sizes]) -> Verdict:
         """The verdict of float32; without causes, where it is inexact and has to be confirmed."""
@@ -198,7 +219,12 @@ class SplitComparison:
         """The causes. Where looking for them fails, the verdict stands."""
         handled = sys.exc_info()[1]
         try:
-            return find_causes(measured, partitions, 0 if self.is_reordered else self.exact_at)
+            exact = None
+            if self.exact_at and not self.is_reordered:
+                few = self.layout.spread(self.exact_at)
+                dtype = torch.float64
+                exact = Layout(map_tensors(few.batch, lambda tensor: widen(tensor, dtype)), few.count, few.lists)
+            return find_causes(measured, partitions, exact)
         except Exception as error:
             if is_oom(error, handled=handled) or isinstance(error, DoesNotFit):
                 raise
@@ -219,13 +245,45 @@ class SplitComparison:
                 raise _ModelDoesNotFit(f"the model does not fit in memory in float32 ({reason})") from None
             batch = map_tensors(self.layout.spread(samples).batch, lambda tensor: widen(tensor, dtype))
             layout = Layout(batch, samples, self.layout.lists)
-            yield self._make_measurement(self.trim(layout) if self.trim else layout, random, diagnoses=diagnoses)
+            layout = self.trim(layout) if self.trim else layout
+            if self.moves:
+                mirror = stack.enter_context(stepping(self._make_measurement(layout, random)))
+                if self.moves == "along":
+                    mirror()
+            yield self._make_measurement(layout, random, diagnoses=diagnoses)
 
     def _make_measurement(self, layout: Layout, random: SampleNumbers, *, diagnoses: bool = False) -> Measurement:
         rewind_point = RewindPoint([*self.workload.model.modules()], self.device.torch_device)
         modules = [module for module in self.workload.outside() if isinstance(module, nn.Module)]
         outside = ModuleState([part for module in modules for part in module.modules()])
         return Measurement(self.workload, self.device, layout, rewind_point, outside, random, diagnoses=diagnoses)
+
+
+def _find_hidden(measured: Measurement) -> Literal["", "against", "along"]:
+    """Where parameters have to move for the split to be inexact; "" where it is exact all the same, or does not run.
+
+    What compares samples may be 0 with the values that they have: a policy that is equal to its reference, a new
+    adapter, a gate or a last layer that begins at 0. One side alone may not show it: a mean may be kept from below 0.
+    """
+    samples = measured.layout.count
+    half = samples // 2
+    # Neighbours, and rows that are half a batch apart, in different parts.
+    rows = [0, 2, 4, 1, 3, 5, half, half + 1] if samples > _MOST_HIDDEN else [*range(samples)]
+    few = Layout(measured.layout.pick(rows), len(rows), measured.layout.lists)
+    sizes = (first := max(1, len(rows) // 3 // 2 * 2 + 1), len(rows) - first)  # odd, as two rows may be a pair
+    try:
+        with stepping(measured) as mirror:
+            if _is_inexact(replace(measured.anew(), layout=few), sizes):
+                return "against"
+            mirror()
+            return "along" if _is_inexact(replace(measured.anew(), layout=few), sizes) else ""
+    except Exception as error:  # noqa: BLE001 - too little memory, or a step that refuses such values
+        _log.info("autobatch: the check was not repeated with moved parameters: %s", describe_error(error))
+    return ""
+
+
+def _is_inexact(measured: Measurement, sizes: Sizes) -> bool:
+    return math.isfinite(math.hypot(*measured.scales().sizes)) and measured.error([sizes]) > TOLERANCE
 
 
 def _find_error(measured: Measurement, partitions: Sequence[Sizes], before: Sequence[float] = ()) -> float:

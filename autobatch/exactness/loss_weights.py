@@ -19,9 +19,10 @@ from autobatch.batch.layout import Layout
 from autobatch.batch.tree import fields_of
 from autobatch.exactness.gradients import relate
 from autobatch.exactness.measurement import Measurement
+from autobatch.exactness.moved_parameters import reversed_values
 from autobatch.exactness.partitions import Sizes, ranges_of
 
-__all__ = ["EXPLAINS", "NO_MEAN", "Unit", "error_of", "explain_weighing", "is_near", "units_of"]
+__all__ = ["BY_SIZE", "EXPLAINS", "FILLERS", "NO_MEAN", "Unit", "error_of", "explain_weighing", "is_near", "units_of"]
 
 NO_MEAN = (
     "the loss is not a mean over samples: what each counts for depends on the losses themselves (a maximum, logsumexp, "
@@ -29,10 +30,10 @@ NO_MEAN = (
     "or choose the target so that a micro-batch is the unit you want"
 )
 
-_MOVES_OUTSIDE = (
-    "each micro-batch by itself is exact, and one after another they are not: something outside the model moves with "
-    "every forward pass (such as an average of the weights, a teacher or a queue that the step updates), so once a "
-    "micro-batch and not once a step: update it after runner.step()"
+BY_SIZE = (
+    "the loss is not a mean over samples: what each counts for depends on how many samples its micro-batch has (a "
+    "power of their number, a branch on it), which no weighing makes exact: divide by the number of samples, or choose "
+    "the target so that a micro-batch is the unit you want"
 )
 
 EXPLAINS = 1e-3
@@ -44,7 +45,7 @@ _BETTER = 10.0
 _NO_ERROR = 1e-6
 """Candidates that are nearer than this are equally good, and the commonest of them is named."""
 
-_FILLERS = (-100, 0, -1, 1)
+FILLERS = (-100, 0, -1, 1)
 """What stands for "no label" or "padding": torch's ignore_index, and the usual padding tokens."""
 
 _Weigh = Callable[[int, int], float]
@@ -92,7 +93,7 @@ def units_of(layout: Layout) -> Iterator[Unit]:
     for source in found:
         if source.within:
             yield source.unit("len({})", len)
-    for filler in _FILLERS:
+    for filler in FILLERS:
         for source, is_mask in zip(found, masks, strict=True):
             if not is_mask and not source.values.is_floating_point():
                 yield from source.units(f"({{}} != {filler}).sum()", _count_unequal(filler))
@@ -137,14 +138,13 @@ def _at(batch: Any, path: str) -> Any:
 def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str | None:
     """One sentence where the loss is a mean over something else than is counted, with what to pass or return.
 
-    Or where each part by itself, from the state at the beginning, is exact: then it is the state that makes it inexact.
+    ``None`` where no weights give the whole gradient, and "" where some do and it is not known on what they depend.
     """
     whole = measured.whole_values()
     passed = max(_relative(measured.values(sizes), whole) for sizes in partitions)
     most = min(EXPLAINS, passed / _BETTER)
-    if error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
-        if measured.workload.weigh is None and not measured.states_counts:  # samples are what is counted
-            return _MOVES_OUTSIDE
+    is_weighed = measured.workload.weigh is not None or measured.states_counts
+    if is_weighed and error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
         return (
             "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
             "or state the number of samples as its count"
@@ -160,18 +160,26 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str 
             f"the loss is a mean over {code}, not over {counted}: {pass_} (that leaves a relative error "
             f"{left} instead of {passed:.1e})"
         )
+    return _explain_weights(measured, partitions, counted)
+
+
+def _explain_weights(measured: Measurement, partitions: Sequence[Sizes], counted: str) -> str | None:
     weighed = [(sizes, _find_weights(measured, sizes)) for sizes in partitions]
     # Of samples that are alike, each in a part of its own, no weights are unique: the other partitions tell.
     partitions = [sizes for sizes, found in weighed if found != []]
     weights = [found for _, found in weighed if found]
-    if len(weights) < max(1, len(partitions)):
+    if not weights or len(weights) < len(partitions):
         return None
-    if _are_of_samples(partitions, weights) and not _depend_on_losses(measured, partitions, weights):
+    if _depend_on_losses(measured, partitions, weights):
+        return NO_MEAN
+    if all(max(found) > 1 - EXPLAINS for found in weights):
+        return ""  # one part counts alone: a maximum, or the only sample that has a weight
+    if _are_of_samples(partitions, weights):
         return (
             f"the loss is a mean over something else than {counted}, such as class weights: pass weigh= "
             f"that sums what the loss is divided by"
         )
-    return NO_MEAN
+    return BY_SIZE if _are_of_sizes(partitions, weights) else ""
 
 
 def _find_best_unit(measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, float]:
@@ -222,40 +230,40 @@ def _are_of_samples(partitions: Sequence[Sizes], weights: Sequence[Sequence[floa
     return all(later >= earlier - EXPLAINS for earlier, later in pairwise(ordered))
 
 
+def _are_of_sizes(partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
+    """Whether parts of one size have one weight, and not all sizes the weights of a mean over samples."""
+    of_size: dict[int, float] = {}
+    for sizes, found in zip(partitions, weights, strict=True):
+        for size, weight in zip(sizes, found, strict=True):
+            if abs(of_size.setdefault(size, weight) - weight) > EXPLAINS * max(abs(weight), EXPLAINS):
+                return False
+    samples = sum(partitions[0])
+    return any(abs(weight - size / samples) > EXPLAINS for size, weight in of_size.items())
+
+
 def _depend_on_losses(measured: Measurement, partitions: Sequence[Sizes], weights: Sequence[Sequence[float]]) -> bool:
-    """Whether one part counts alone, or other parameters give other weights: those of classes or tokens stay."""
-    if all(max(found) > 1 - EXPLAINS for found in weights):
-        return True  # a maximum, which may be the same sample's for other parameters too
-    parameters = measured.workload.parameters()
-    _flip(parameters)
-    try:
+    """Whether other parameters give other weights: those of classes or tokens stay."""
+    with reversed_values(measured.workload.parameters()):
         changed = measured.anew()
         others = [_find_weights(changed, sizes) for sizes in partitions]
-    finally:
-        _flip(parameters)
     return any(
         other and max(abs(one - two) for one, two in zip(found, other, strict=True)) > 2 * EXPLAINS
         for found, other in zip(weights, others, strict=True)
     )
 
 
-@torch.no_grad()
-def _flip(parameters: Iterable[torch.Tensor]) -> None:
-    """Reverse each parameter's values: other values of the same scale, restored by reversing them again."""
-    for parameter in parameters:
-        parameter.data.copy_(parameter.data.reshape(-1).flip(0).view(parameter.shape))
-
-
 def _find_weights(measured: Measurement, sizes: Sizes) -> list[float] | None:
     """Weights whose sum of parts is nearest to the whole.
 
-    ``None`` where even that is not near it; an empty list where other weights are as near.
+    ``None`` where even that is not near it; an empty list where other weights are as near, or some always are.
     """
     parts, whole = [measured.alone(start, stop) for start, stop in ranges_of(sizes)], measured.whole_values()
     columns = {index: part for index, part in enumerate(parts) if part is not None and bool(part.isfinite().all())}
     if not columns:
         return None
     matrix = torch.stack([*columns.values()], 1)
+    if int((matrix.abs().amax(1) > 0).sum()) <= len(columns):
+        return []  # so few equations have a solution whatever the loss is
     found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd")
     if not is_near((matrix @ found.solution).squeeze(1), whole):
         return None

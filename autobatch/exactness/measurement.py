@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
+from torch import nn
 
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.batch.tree import as_leaf, map_tensors
@@ -32,7 +33,7 @@ from autobatch.memory.device import Device
 from autobatch.records import ModuleError
 from autobatch.state.module_state import ModuleState
 from autobatch.state.rewind_point import RewindPoint, StepState
-from autobatch.step.losses import states_counts
+from autobatch.step.losses import Stated, find_stated, states_counts
 from autobatch.step.workload import Step, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
@@ -55,7 +56,9 @@ class Measurement:
         rewind_point: Buffers and generators at the start of each run.
         outside: What modules that the step can reach outside the model held, such as a teacher.
         diagnoses: Whether values of gradients are stored for ``values`` and ``alone``.
-        renews: Whether the model is rewound before each part of a run too, not only before the run.
+        renews: What is rewound before each part of a run too, not only before the run: nothing, what lies outside the
+            model, or all of it.
+        moves: Modules that are not rewound then.
         states_counts: Whether the step said itself what a loss was divided by.
         running: How many samples the step was called with last.
     """
@@ -67,18 +70,28 @@ class Measurement:
     outside: ModuleState
     random: SampleNumbers
     diagnoses: bool = False
-    renews: bool = False
+    renews: Literal["", "outside", "all"] = ""
+    moves: tuple[nn.Module, ...] = ()
     states_counts: bool = False
     running: int = field(default=0, init=False)
     _whole: Gradients | None = field(default=None, init=False)
     _scales: Scales | None = field(default=None, init=False)
+    _loss: torch.Tensor | None = field(default=None, init=False)
+    _whole_loss: torch.Tensor | None = field(default=None, init=False)
     _measured: dict[_Ranges, tuple[list[float], torch.Tensor]] = field(default_factory=dict, init=False)
+    _stated: dict[tuple[int, int], Stated] = field(default_factory=dict, init=False)
 
     def whole(self) -> Gradients:
         """The gradient of all samples at once."""
         if self._whole is None:
             self._whole = self._run(((0, self.layout.count),))
+            self._whole_loss = self._loss
         return self._whole
+
+    def whole_loss(self) -> float:
+        """The loss of all samples at once; 0 where they count for nothing."""
+        self.whole()
+        return float(self._whole_loss) if self._whole_loss is not None else 0.0
 
     def scales(self) -> Scales:
         """The scale on which each parameter is judged; without its noise until that was needed."""
@@ -98,6 +111,12 @@ class Measurement:
         """The same, measured again because something in the model or in its random numbers was changed."""
         return replace(self, rewind_point=RewindPoint([*self.workload.model.modules()], self.device.torch_device))
 
+    def renewing(self, renews: Literal["outside", "all"], moves: tuple[nn.Module, ...] = ()) -> Measurement:
+        """The same, with the state rewound before each part; the whole, which is one part, stays as measured."""
+        other = replace(self, renews=renews, moves=moves)
+        vars(other).update(_whole=self._whole, _scales=self._scales, _stated=self._stated)
+        return other
+
     def differences(self, sizes: Sizes) -> list[float]:
         """How far this partition's gradient is from the whole one, parameter by parameter."""
         return self._measure(ranges_of(sizes))[0]
@@ -116,6 +135,14 @@ class Measurement:
         """The relative error of all samples at once, run again."""
         return self._judge(distances(self._run(((0, self.layout.count),)), self.whole()))
 
+    def scaled_error(self) -> float:
+        """The relative error of the gradient at twice the loss, halved; a power of two rounds nothing."""
+        twice = self._run(((0, self.layout.count),), 2.0)
+        for tensor in twice:
+            if tensor is not None:
+                tensor.div_(2.0)
+        return self._judge(distances(twice, self.whole()))
+
     def values(self, sizes: Sizes) -> torch.Tensor:
         """Values of one partition's gradient, as ``sample_values`` picks them."""
         return self._measure(ranges_of(sizes))[1]
@@ -123,6 +150,29 @@ class Measurement:
     def whole_values(self) -> torch.Tensor:
         """Values of the whole gradient."""
         return self._sample(self.whole())
+
+    def whole_values_of(self, batch: Any) -> torch.Tensor:
+        """Values of the whole gradient of another batch of as many samples, on the scales of this one."""
+        other = replace(self, layout=Layout(batch, self.layout.count, self.layout.lists))
+        return self._sample(other.whole())
+
+    def whole_values_by(self, divisors: Sequence[float]) -> torch.Tensor:
+        """Values of the whole gradient, each divided by its parameter's entry."""
+        return sample_values(self.whole(), self.whole(), divisors)
+
+    def composed(self, sizes: Sizes) -> torch.Tensor | None:
+        """The parts' own gradients, each from the state at the beginning, added up with the counts that training uses.
+
+        ``None`` where there is no one count: the step returns several terms, or ``weigh`` counts each otherwise.
+        """
+        ranges = [part for part in ranges_of(sizes) if self.alone(*part) is not None]
+        stated = [self._stated.get(part, Stated("several", 0.0)) for part in ranges]
+        if not ranges or any(one.kind == "several" for one in stated):
+            return None
+        divisor = math.fsum(one.over for one in stated) if stated[0].kind != "part" else 1.0
+        parts = [self.alone(*part) for part in ranges]
+        terms = [p * (one.over / divisor) for p, one in zip(parts, stated, strict=True) if p is not None and one.over]
+        return torch.stack(terms).sum(0) if terms else None
 
     def alone(self, start: int, stop: int) -> torch.Tensor | None:
         """Values of one part's gradient, as if it were the whole batch; ``None`` where it counts for nothing."""
@@ -216,8 +266,8 @@ class Measurement:
         finally:
             recorder.stop()
             # After each run, as another rewind point may follow, or none. The model stays: a diagnosis looks at it.
-            self.rewind_point.restore_outside()
-            self.outside.put_back()
+            self._restore_outside()
+        self._loss = None if done is None else done.loss
         return [None] * len(parameters) if done is None else take_gradients(parameters)
 
     def _counts(self, part: Layout) -> bool:
@@ -228,16 +278,43 @@ class Measurement:
         step = self.workload.step
 
         def run(model: Any, batch: Any) -> Any:
-            if self.renews:
-                self.rewind_point.restore()
+            self._renew()
             start, stop = next(ranges)
             self.running = stop - start
             self.random.begin(start, stop, self.layout.count)
             returned = step(model, batch)
             self.states_counts = self.states_counts or states_counts(returned)
+            if self.diagnoses:
+                self._stated[start, stop] = self._read_count(returned, start, stop)
             return returned
 
         return run
+
+    def _restore_outside(self) -> None:
+        self.rewind_point.restore_outside()
+        self.outside.put_back()
+
+    def _renew(self) -> None:
+        if self.renews == "outside":
+            self._restore_outside()
+        elif self.renews == "all":
+            moved = ModuleState(self.moves)
+            tensors = [tensor for module in self.moves for tensor in moved.tensors_of(module)]
+            values = [tensor.detach().clone() for tensor in tensors]
+            self.rewind_point.restore()
+            self._restore_outside()
+            moved.put_back()
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.data.copy_(value)
+
+    def _read_count(self, returned: Any, start: int, stop: int) -> Stated:
+        """What one part counts for: the step's own count, or that of ``weigh``, or its samples."""
+        if self.workload.weigh is not None:
+            weights = self.workload.weights_of(self.part(start, stop).batch, stop - start)
+            counted = weights.get("")
+        else:
+            counted = float(stop - start)
+        return find_stated(returned, counted)
 
 
 def _end(shortage: Shortage) -> NoReturn:

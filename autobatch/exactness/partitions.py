@@ -26,7 +26,7 @@ def ranges_of(sizes: Sizes) -> tuple[tuple[int, int], ...]:
 
 
 def partitions_of(samples: int, smallest: int) -> list[Sizes]:
-    """The partitions of a few samples: a small part first, halves, the smallest parts there can be, a small part last.
+    """The partitions of a few samples: a small part first, halves, and the smallest parts there can be.
 
     All are needed: a mean that is stated with a wrong count looks right in two halves, and fails only in uneven parts;
     and two samples that depend on each other show it only where they are in different parts.
@@ -34,7 +34,7 @@ def partitions_of(samples: int, smallest: int) -> list[Sizes]:
     if samples < 2 * smallest:
         return []
     uneven, halves = (smallest, samples - smallest), (samples - samples // 2, samples // 2)
-    return [*dict.fromkeys([uneven, halves, _finest(samples, smallest), uneven[::-1]])]
+    return [*dict.fromkeys([uneven, halves, _finest(samples, smallest)])]
 
 
 def _finest(samples: int, smallest: int) -> Sizes:

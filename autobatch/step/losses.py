@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,11 +20,13 @@ __all__ = [
     "Mean",
     "Part",
     "PerStep",
+    "Stated",
     "Sum",
     "Term",
     "Weigh",
     "add_counts",
     "counts_of",
+    "find_stated",
     "losses_of",
     "read_terms",
     "read_weights",
@@ -227,6 +229,28 @@ def states_counts(returned: Any) -> bool:
     loss = returned[0] if isinstance(returned, tuple) and returned else returned
     terms = loss.values() if isinstance(loss, Mapping) else (loss,)
     return any(isinstance(term, Mean | Sum | Part) for term in terms)
+
+
+class Stated(NamedTuple):
+    """What one loss of a step counts for: a mean or a sum over ``over``, or a part that is added as it is."""
+
+    kind: Literal["mean", "part", "several"]
+    over: float
+
+
+def find_stated(returned: Any, counted: float | None) -> Stated:
+    """What a step that returned this counts for; ``counted`` where it does not say, ``None`` where terms differ."""
+    loss = returned[0] if isinstance(returned, tuple) and returned else returned
+    if isinstance(loss, Mapping):
+        if len(loss) != 1:
+            return Stated("several", 0.0)
+        [loss] = loss.values()
+    match loss:
+        case Part():
+            return Stated("part", 1.0)
+        case Mean(_, count) | Sum(_, count):
+            return Stated("mean", _read_count(count, "count"))
+    return Stated("several", 0.0) if counted is None else Stated("mean", counted)
 
 
 def read_weights(returned: Any, samples: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit, InvalidBatch
+from autobatch.exactness.diagnosis import rank_causes
 from autobatch.exactness.verification import verify
 from autobatch.integrations.transformers.cuts import CollatedSamples, Cut, Rows, TrimmedRows
 from autobatch.integrations.transformers.loss_rule import (
@@ -45,6 +46,10 @@ _NOT_COMPARED = (
 )
 _OF_THE_BATCH = ("has one sample", "are all alike", "count for nothing", "is not finite")
 """What ``verify`` says where nothing can be compared in this batch, and another may tell: not that memory ended."""
+_NO_TERM = (
+    " (in a Trainer's loss: multiply the term by the micro-batch's share of the labels, "
+    "(labels[:, 1:] != -100).sum() / num_items_in_batch for a language model)"
+)
 _NO_WEIGH = " (a Trainer takes no count: for that write the loop with autobatch.Runner)"
 
 
@@ -111,7 +116,8 @@ def find_rule(
         if not known.is_guess:
             _log.warning(_NOT_COMPARED, type(step.trainer).__name__, reason, guess)
         return replace(guess, is_guess=True)
-    nearest = min(verdicts, key=lambda verdict: (bool(verdict.unchecked), verdict.relative_error))
+    # A wrong reading of the loss adds a cause of its own, or hides the one that is there.
+    nearest = min(verdicts, key=lambda one: (bool(one.unchecked), *rank_causes(one.causes), one.relative_error))
     refusal = _refuse(type(step.trainer).__name__, nearest)
     if check == "raise":
         raise refusal
@@ -158,7 +164,8 @@ def _refuse(name: str, nearest: Verdict) -> InexactSplit:
             f"all the same"
         )
     advises = any(word in cause for cause in nearest.causes for word in ("weigh=", "as its count"))
-    shown = f"{nearest}{_NO_WEIGH if advises else ''}"
+    adds = any("autobatch.PerStep" in cause for cause in nearest.causes)
+    shown = f"{nearest}{_NO_WEIGH if advises else _NO_TERM if adds else ''}"
     return InexactSplit(
         f"{name}: no way was found to split this loss exactly: {shown}; check='warn' trains all the same"
     )
