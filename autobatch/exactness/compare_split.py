@@ -44,6 +44,9 @@ __all__ = ["SplitComparison"]
 _log = logging.getLogger("autobatch")
 
 
+_SURELY = 1e-2
+"""An error of float32 that no rounding has: it needs no float64 to be believed, where no cause is asked for."""
+
 _MOST_HIDDEN = 8
 """Samples that are compared again with parameters that have moved."""
 
@@ -70,6 +73,7 @@ class SplitComparison:
             are together, not only how many, that makes a difference.
         trim: Makes a batch one whose parts are trimmed; the whole of it is not.
         moves: Whether parameters have moved while samples are compared: against their gradient, along it or not.
+        explains: Whether causes are looked for.
     """
 
     workload: Workload
@@ -81,6 +85,7 @@ class SplitComparison:
     is_reordered: bool = False
     trim: Callable[[Layout], Layout] | None = None
     moves: Literal["", "against", "along"] = ""
+    explains: bool = True
 
     def run(self) -> Verdict:
         """The verdict, with its seconds. Raises what the step raises where it is used wrongly, except after trials."""
@@ -137,7 +142,8 @@ class SplitComparison:
             verdict = self._judge(measured, partitions)
             if verdict.exact and not (partitions or self.moves):
                 moves = _find_hidden(measured)
-            if not (verdict.exact or verdict.unchecked or verdict.causes):
+            is_doubtful = self.explains or verdict.relative_error < _SURELY
+            if is_doubtful and not (verdict.exact or verdict.unchecked or verdict.causes):
                 apart = {sizes: math.hypot(*measured.differences(sizes)) for sizes in verdict.partitions}
                 worst_first = sorted(apart, key=lambda sizes: apart[sizes], reverse=True)
                 before = {sizes: measured.reference_norms(sizes) for sizes in worst_first}
@@ -212,7 +218,8 @@ class SplitComparison:
                 return verdict.model_copy(update={"exact": True, "relative_error": max(exact)})
             modules = measured.find_modules(verdict.partitions)
             error = modules[0].relative_error if modules else verdict.relative_error
-            found = {"relative_error": error, "modules": modules, "causes": self._explain(measured, verdict.partitions)}
+            causes = self._explain(measured, verdict.partitions) if self.explains else ()
+            found = {"relative_error": error, "modules": modules, "causes": causes}
             return verdict.model_copy(update=found)
 
     def _explain(self, measured: Measurement, partitions: Sequence[Sizes]) -> tuple[str, ...]:

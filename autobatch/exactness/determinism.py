@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from autobatch._user_errors import contextmanager
+from autobatch.exactness.host_draws import hold_host_draws
 from autobatch.exactness.per_sample_random import PerSampleRandom
 from autobatch.exactness.sample_numbers import SampleNumbers
 
@@ -84,6 +85,7 @@ def deterministic(
                 _set(stack, tensor, "data", tensor.data.to(wider[tensor.dtype]))
         random = random or SampleNumbers()
         stack.enter_context(PerSampleRandom(random))
+        stack.enter_context(hold_host_draws(random))
         stack.enter_context(_NoDropoutNorCasts(wider))
         yield random
 

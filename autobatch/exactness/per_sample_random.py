@@ -3,7 +3,7 @@
 Covers the operators of torch that draw (torch 2.13: those tagged ``nondeterministic_seeded``, plus ``randperm``), each
 computed from the uniform numbers of ``sample_numbers``. So noise, masks and sampled steps of a diffusion are the same
 in every partition, while what mixes samples with each other (a permutation, ``rand(n).argsort()``, sampled negatives)
-is not. Dropout drops nothing. Does not cover kernels of other packages, nor Python's and NumPy's generators.
+is not. Dropout drops nothing. Python's and NumPy's generators: ``host_draws``.
 """
 
 from __future__ import annotations

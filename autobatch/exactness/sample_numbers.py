@@ -25,6 +25,9 @@ _ALIKE = 0.31
 """The number that is drawn where all are alike: half a deviation below the mean of a normal distribution, where a
 learned scale still has a gradient, and below 1/2, where a coin shows heads."""
 
+_MANY = 1000
+"""Draws after which a seed that is always the same changes."""
+
 _NEAREST = 1e-6
 """How close to 0 and 1 a number may be: the logarithm of either is infinite."""
 
@@ -95,6 +98,12 @@ class SampleNumbers:
         """Numbers in (0, 1) for the draw that is being made; float64, but float32 on MPS, which has no float64."""
         numbers = self._numbers(tuple(int(size) for size in shape))
         return numbers.to(device, torch.float32 if device.type == "mps" else torch.float64)
+
+    def seed(self) -> int:
+        """A seed for one draw of another generator: the same for a sample wherever it is, as far as the calls show."""
+        number = float(self._numbers(()))
+        # A loop may wait for another number than the one that is always the same.
+        return int(number * 2**31) + (sum(self._calls.values()) // _MANY if number == _ALIKE else 0)
 
     def _numbers(self, shape: _Shape) -> torch.Tensor:
         site, call = self._identify()

@@ -30,10 +30,13 @@ from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
 
-__all__ = ["check_split", "check_trimming", "compare_many", "verify"]
+__all__ = ["check_split", "check_trimming", "compare_many", "compare_with_parts", "verify"]
 
 _MOST_SAMPLES = 16
 """Enough to distinguish the causes by parts of unlike sizes; few enough to run each sample by itself."""
+
+_MOST_OF_A_READING = 5
+"""Enough that no two parts of a division are alike; 12 passes instead of 23."""
 
 _MOST_AT_ONCE = 4096
 """Samples of a user's batch that are compared at once: two training steps of more take longer than anybody expects."""
@@ -73,8 +76,27 @@ def verify(
         InvalidBatch: The batch cannot be counted, or ``weigh`` does not count.
         InvalidStep: What the step returns is no loss. Whatever the step itself raises comes out unchanged.
     """
-    model = module_of(model)
-    workload = Workload(model, step or default_step, weigh, called_by="autobatch.verify")
+    workload = Workload(module_of(model), step or default_step, weigh, called_by="autobatch.verify")
+    return _verify(workload, batch, lengths, device, most=_MOST_SAMPLES)
+
+
+def compare_with_parts(
+    model: nn.Module, batch: Any, step: Step, weigh: Weigh | None, *, device: torch.device | str | Device | None
+) -> Verdict:
+    """``verify`` without causes and on fewer samples, for an integration that asks it of several readings of a loss."""
+    return _verify(Workload(model, step, weigh, called_by="autobatch"), batch, None, device, most=_MOST_OF_A_READING, explains=False)
+
+
+def _verify(
+    workload: Workload,
+    batch: Any,
+    lengths: Lengths | LengthOf | None,
+    device: torch.device | str | Device | None,
+    *,
+    most: int,
+    explains: bool = True,
+) -> Verdict:
+    model = workload.model
     memory = find_device(workload.parameters(), type(model).__name__, device)
     given = None if lengths is None else Lengths.read(lengths)
     example = find_example(model, batch, _MOST_AT_ONCE, given, has_own_step=step is not None)
@@ -82,7 +104,7 @@ def verify(
     check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
     samples = None if given is None else SamplesByLength.read(layout, given)
-    comparison = SplitComparison(workload, layout, memory, _MOST_SAMPLES)
+    comparison = SplitComparison(workload, layout, memory, most, explains=explains)
     at_once = min(layout.count, _MOST_AT_ONCE)
     with (
         one_at_a_time(),
@@ -96,7 +118,8 @@ def verify(
                 verdict = compare_many(comparison, verdict, samples=samples, **options)
         if verdict.exact and samples is not None and given is not None:
             verdict = check_trimming(verdict, workload, samples, given, memory)
-    memory.reclaim()
+    if explains:  # for the user: a collection of garbage takes longer than the comparison of a small model
+        memory.reclaim()
     return verdict
 
 
@@ -157,8 +180,9 @@ def compare_many(
         if not sizes:
             break
         many, _ = larger.attempt(sum(sizes), (sizes,))
-        comparison.device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
-        if many is not None and not many.unchecked:
+        if many is None or many.unchecked:
+            comparison.device.reclaim()  # only now, after the ``except`` block, are a failed attempt's frames gone
+        else:
             verdict, compared = many, sum(sizes)
             if many.exact:
                 error = max(few.relative_error, many.relative_error)

@@ -6,14 +6,17 @@ done in it: ``training``, ``evaluation``, ``trainer_state``. Losses that compare
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+import inspect
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
 
 from transformers import Trainer
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from autobatch._arguments import check_target
 from autobatch._formatting import name_type, show_value
-from autobatch.errors import InvalidArgument
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import Hook
 from autobatch.fitting.options import Options
 from autobatch.integrations.transformers.evaluation import EvaluationStep
@@ -24,6 +27,8 @@ from autobatch.memory.device import Device
 from autobatch.planning.planner import Objective
 
 __all__ = ["attach"]
+
+_log = logging.getLogger("autobatch")
 
 
 def attach(
@@ -42,6 +47,7 @@ def attach(
     hooks: Iterable[Hook] = (),
     keep: Sequence[Any] = (),
     timeout: float | None = None,
+    **unknown: NoReturn,
 ) -> TrainingStep:
     """Let a Trainer's optimizer steps see ``target_batch`` samples, in micro-batches that fit.
 
@@ -62,23 +68,28 @@ def attach(
         objective: As in ``fit``.
         accumulate_in_float32: As in ``fit``.
         check: What to do where the loss cannot be split exactly: ``"raise"``, ``"warn"`` in the log, or ``None``, which
-            does not compare and takes the likeliest meaning of the loss.
+            compares no gradients: the values of a few losses then show what the loss is a mean over.
         reuse: As in ``fit``.
         progress: As in ``fit``.
         hooks: Called with every event of the Runner.
         keep: Objects that a step or an evaluation changes, as in ``Runner``; numbers and small containers in the
             Trainer's own attributes, such as TRL's metrics, are kept already.
         timeout: As in ``fit``.
+        unknown: Refused, with the names that there are.
 
     Returns:
         What runs the steps: its ``plan``, ``runner``, ``rule`` and last ``result``, after the first batch.
 
     Raises:
         InvalidArgument: The Trainer cannot be supported, and what to do instead; or an argument cannot mean anything.
+        InexactSplit: Its loss is known to compare samples, and ``check="raise"``.
 
     ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss that compares
     samples, such as a contrastive one.
     """
+    if unknown:
+        known = [*inspect.signature(attach).parameters][1:-1]
+        raise InvalidArgument(f"attach() has no argument {', '.join(unknown)}; it has {', '.join(known)}")
     if not isinstance(trainer, Trainer):
         raise InvalidArgument(f"trainer= is {name_type(trainer)}; pass a transformers.Trainer")
     if isinstance(vars(trainer).get("training_step"), TrainingStep):
@@ -99,6 +110,8 @@ def attach(
     }
     target = find_target(trainer, target_batch)
     options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep, timeout=timeout)
+    _check_loss(trainer, check)
+    _warn_of_few_samples(trainer, target)
     merge_batch(trainer, target)
     collate = trainer.data_collator
     step = TrainingStep(trainer, collate, options)
@@ -140,6 +153,16 @@ _GENERATING = frozenset(
 """TRL's Trainers whose ``training_step`` generates samples and divides them by itself."""
 
 
+_COMPARING: Mapping[str, tuple[frozenset[str], str]] = {
+    "DPOTrainer": (
+        frozenset(("aot", "aot_pair", "aot_unpaired")),
+        "choose one that looks at each pair alone, such as 'sigmoid' or 'apo_zero'",
+    ),
+    "KTOTrainer": (frozenset(("kto",)), "choose loss_type='apo_zero_unpaired', which looks at each sample alone"),
+}
+"""Loss types of TRL's Trainers that sort samples, or take a mean over them inside the loss; and what to do instead."""
+
+
 def _refuse_unsupported(trainer: Any) -> None:
     """Raise InvalidArgument for a Trainer whose steps cannot be run in micro-batches of any size."""
     reason = _find_reason(trainer) or _find_parallelism(trainer)
@@ -154,10 +177,17 @@ def _find_reason(trainer: Any) -> str:
             "auto_find_batch_size=True restarts training from step 0 and changes the target batch; switch it off, "
             "autobatch does its work"
         )
-    if "lomo" in str(arguments.optim).lower():
+    name = str(getattr(arguments.optim, "value", arguments.optim))
+    own = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate may have wrapped it
+    if "lomo" in name:
         return (
-            f"optim={show_value(str(getattr(arguments.optim, 'value', arguments.optim)))} (LOMO) updates parameters "
-            f"inside the backward pass, which cannot be undone; choose another optimizer"
+            f"optim={show_value(name)} (LOMO) updates parameters inside the backward pass, which cannot be undone; "
+            f"choose another optimizer"
+        )
+    if name.endswith("layerwise") or isinstance(own, LayerWiseDummyOptimizer):
+        return (
+            f"optim={show_value(name)} updates each layer inside the backward pass, once a micro-batch, which cannot "
+            f"be undone; choose {show_value(name.removesuffix('_layerwise'))}, or another optimizer"
         )
     if any(base.__name__ in _GENERATING for base in type(trainer).__mro__):
         return (
@@ -165,6 +195,43 @@ def _find_reason(trainer: Any) -> str:
             "steps_per_generation there"
         )
     return ""
+
+
+def _check_loss(trainer: Any, check: Literal["warn", "raise"] | None) -> None:
+    """Raise or warn where a loss is known to compare samples.
+
+    At first no comparison shows it: policy and reference are equal, so that what is compared is 0 for each sample.
+    """
+    chosen = getattr(trainer.args, "loss_type", None)
+    chosen = {chosen} if isinstance(chosen, str) else {*chosen} if isinstance(chosen, list | tuple) else set()
+    for base in type(trainer).__mro__:
+        compared, advice = _COMPARING.get(base.__name__, (frozenset(), ""))
+        if found := sorted(compared & chosen):
+            refusal = (
+                f"{type(trainer).__name__}: loss_type={show_value(found[0])} compares the samples of a micro-batch"
+            )
+            if check == "raise":
+                raise InexactSplit(f"{refusal}, which no split makes exact; {advice}; check='warn' trains all the same")
+            if check == "warn":
+                _log.warning("autobatch: %s, which no split makes exact; %s", refusal, advice)
+
+
+def _warn_of_few_samples(trainer: Any, target: int) -> None:
+    """Warn where the dataset has fewer samples than a step should see."""
+    try:
+        samples = len(trainer.train_dataset)
+    except TypeError:  # a stream, or none yet
+        return
+    if samples < target:
+        _log.warning(
+            "autobatch: %s: target_batch=%d is more than the %d samples of the dataset: each step sees these %d; pass "
+            "at most %d",
+            type(trainer).__name__,
+            target,
+            samples,
+            samples,
+            samples,
+        )
 
 
 def _find_parallelism(trainer: Any) -> str:

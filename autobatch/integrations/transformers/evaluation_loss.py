@@ -36,7 +36,7 @@ class EvaluationLoss:
     """How the losses of one kind of batch are put together.
 
     Attributes:
-        ways: Those that agree with all that was compared; ``None`` before anything was, empty where none does.
+        ways: Those that agree with all that was compared, or the nearest; ``None`` before anything was.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -68,14 +68,21 @@ class EvaluationLoss:
             size: Samples that fit, for the warning.
         """
         self._learnt += 1
-        if not all(is_number(loss) for loss, _ in parts) or not is_near(whole, again):
+        if not all(is_number(loss) for loss, _ in (*parts, (whole, {}))):
             return
         joined = self._join_each_way(parts)
+
+        def nearest(ways: Collection[str]) -> list[str]:
+            return sorted(ways, key=lambda way: abs(joined[way] - float(whole)))[:1]
+
+        if not is_near(whole, again):  # numbers are drawn: they hide which mean it is, not that it is a sum
+            self.ways = nearest([way for way in (*[*joined][:1], _SUM) if way in joined])
+            return
         for near in (*TOLERANCES, *([_COARSE] if self._is_coarse(whole) else [])):
             if found := [way for way, loss in joined.items() if is_near(loss, whole, near)]:
                 self.ways = found
                 return
-        self.ways = []
+        self.ways = nearest(joined)
         _log.warning(
             "autobatch: the loss of %s is no mean or sum over samples or labels: that of evaluation batches which run "
             "in parts is approximate; with per_device_eval_batch_size=%d they fit whole",

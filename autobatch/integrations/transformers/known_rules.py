@@ -8,6 +8,7 @@ ones; which of them are compared again, and what a checkpoint saves. Does not co
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,12 +44,14 @@ class KnownRules:
         self._entries: dict[str, Mapping[str, str | int]] = {}
         self._left_out: set[str] = set()
         self._batches = 0
+        self._asked = Counter[str]()
         self._said: Sequence[Mapping[str, str | int]] = ()
         self._kinds: list[str] = []
 
     def begin(self) -> None:
         """Forget the rules of an earlier ``train()``."""
         self._rules, self._entries, self._left_out, self._batches = {}, {}, set(), 0
+        self._asked.clear()
 
     def find(self, said: Sequence[Mapping[str, str | int]]) -> LossRule | None:
         """The rule for the next batch; ``None`` where none of its kind has come before.
@@ -88,7 +91,15 @@ class KnownRules:
 
     def is_compared(self, rule: LossRule) -> bool:
         """Whether this batch, by its number, is compared again: 2, 4, 8, ...; not where the rule is no exact one."""
-        return rule.is_exact and self._batches > 1 and self._batches & (self._batches - 1) == 0
+        return rule.is_exact and self._batches > 1 and _is_power_of_two(self._batches)
+
+    def is_asked_again(self) -> bool:
+        """Whether this batch is asked, of a kind of which none could be compared yet: the 1st, 2nd, 4th, ... of them.
+
+        Training on one sample repeated would else look for a comparison in each step.
+        """
+        self._asked[self._together] += 1
+        return _is_power_of_two(self._asked[self._together])
 
     def state(self, rule: LossRule) -> dict[str, Any]:
         """What a checkpoint has of the rule of the last batch."""
@@ -134,6 +145,10 @@ class KnownRules:
         joined = {kind: join(rules) for kind, rules in groups.items()}
         known = {kind: rule for kind, rule in joined.items() if rule is not None}
         return known if len(known) == len(groups) else None
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
 
 
 def entries_of(inputs: Any) -> dict[str, str | int]:

@@ -77,13 +77,8 @@ class LossRule:
         """Whether no batch of the same kind can put it in question."""
         return self.is_tried and not self.open and not self.is_guess
 
-    def is_put_in_question(self, inputs: Any, samples: Sequence[Any] | None) -> bool:
-        """Whether an open reading would weigh the samples of this batch otherwise, or it is the first with padding.
-
-        Or the first that may be compared at all, after some that could not be.
-        """
-        if self.is_guess and count_samples(inputs, samples) > 1:
-            return True
+    def is_put_in_question(self, inputs: Any) -> bool:
+        """Whether an open reading would weigh the samples of this batch otherwise, or it is the first with padding."""
         if not self.is_tried and self.cut.is_tried_by(inputs):
             return True
         counts = count_by_sample(inputs) if self.open else {}

@@ -15,20 +15,18 @@ from typing import Any, Literal
 
 from torch import nn
 
-from autobatch.batch.layout import describe
 from autobatch.errors import InexactSplit, InvalidBatch
-from autobatch.exactness.diagnosis import rank_causes
-from autobatch.exactness.verification import verify
+from autobatch.exactness.verification import compare_with_parts, verify
 from autobatch.integrations.transformers.cuts import CollatedSamples, Cut, Rows, TrimmedRows
 from autobatch.integrations.transformers.loss_rule import (
     READINGS,
     LossRule,
     Reading,
     are_proportional,
-    class_labels,
     count_by_sample,
     count_samples,
 )
+from autobatch.integrations.transformers.loss_values import LossValues, find_contrast, read_loss_values
 from autobatch.integrations.transformers.trainer_step import TrainerStep
 from autobatch.records import Verdict
 
@@ -36,19 +34,20 @@ __all__ = ["OTHERWISE", "cuts_for", "find_rule", "refutes"]
 
 _log = logging.getLogger("autobatch")
 
-_DIVIDED, _SHIFTED, _LABELS, _SAMPLES = READINGS
 _MEANS = READINGS[1:]
 OTHERWISE = "; check='warn' trains all the same"
 """What only an error says, not a warning."""
 _NOT_COMPARED = (
-    "autobatch: %s: a batch could not be compared with its parts (%s): it is divided as the last was (%s), and the "
-    "next of its kind is compared"
+    "autobatch: %s: a batch could not be compared with its parts (%s): it is divided as the last was (%s), and "
+    "later ones are asked, ever more rarely"
 )
-_OF_THE_BATCH = ("has one sample", "are all alike", "count for nothing", "is not finite")
+_AS_IF = "; training divides it as if it could be split: {}"
+_ALIKE = "are all alike"
+_OF_THE_BATCH = ("has one sample", _ALIKE, "count for nothing", "is not finite")
 """What ``verify`` says where nothing can be compared in this batch, and another may tell: not that memory ended."""
-_NO_TERM = (
-    " (in a Trainer's loss: multiply the term by the micro-batch's share of the labels, "
-    "(labels[:, 1:] != -100).sum() / num_items_in_batch for a language model)"
+_NO_PER_STEP = (
+    " (in a Trainer: multiply the term by the micro-batch's share of the labels, the number of its labels / "
+    "num_items_in_batch, in compute_loss)"
 )
 _NO_WEIGH = " (a Trainer takes no count: for that write the loop with autobatch.Runner)"
 
@@ -96,33 +95,80 @@ def find_rule(
         InvalidBatch: There is no way to divide the batch.
     """
     possible = _find_possible(step, cuts, inputs, samples)
-    readings = _order(step, inputs, has_count=check is None or step.divides(model, possible[0], inputs, samples))
-    likeliest = LossRule(possible[0], readings[0], step)
-    if check is None:
-        return likeliest
-    guess = _choose_guess(known, possible, readings) or likeliest
-    if count_samples(inputs, samples) == 1:
-        return replace(guess, is_guess=True)
-    verdicts: list[Verdict] = []
-    reason = ""
-    for cut, reading in itertools.product(possible, readings):
-        rule = LossRule(cut, reading, step)
-        verdict, compared = _try_rule(rule, model, inputs, samples, device)
+    candidates, values = _order_candidates(step, possible, model, inputs, samples)
+    guess = _guess(known, candidates, values)
+    if check is None or count_samples(inputs, samples) == 1:
+        return _take_values(candidates[0], values) if check is None and values.is_known else guess
+    name, verdicts = type(step.trainer).__name__, list[tuple[Verdict, LossRule]]()
+    for place, rule in enumerate(candidates):
+        batch = rule.cut.batch_of(inputs, samples)
+        verdict, compared = _compare(rule, model, batch, device, values if place < values.explained else None)
         if verdict.exact:
-            return replace(rule, open=_find_open(reading, compared), is_tried=cut.is_tried_by(inputs), is_exact=True)
-        verdicts.append(verdict)
-        reason = verdict.unchecked if rule.is_like(guess) else reason
-    if known is not None and reason:
+            its_open, is_tried = _find_open(rule.reading, compared), rule.cut.is_tried_by(inputs)
+            return replace(rule, open=its_open, is_tried=is_tried, is_exact=True)
+        verdicts.append((verdict, rule))
+        if _ALIKE in verdict.unchecked:
+            break  # whatever is asked of them
+    reasons = [
+        one.unchecked for one, rule in verdicts if one.unchecked and (rule.is_like(guess) or _ALIKE in one.unchecked)
+    ]
+    if known is not None and reasons:
         if not known.is_guess:
-            _log.warning(_NOT_COMPARED, type(step.trainer).__name__, reason, guess)
-        return replace(guess, is_guess=True)
-    # A wrong reading of the loss adds a cause of its own, or hides the one that is there.
-    nearest = min(verdicts, key=lambda one: (bool(one.unchecked), *rank_causes(one.causes), one.relative_error))
-    refusal = _refuse(type(step.trainer).__name__, nearest)
+            _log.warning(_NOT_COMPARED, name, reasons[0], guess)
+        return guess
+    nearest = _find_nearest(verdicts, candidates[0] if values.is_known else None)
+    if not nearest[0].unchecked:
+        # Of the batch: two samples have one division, by which causes cannot be distinguished.
+        rule = nearest[1]
+        explained = verify(model, rule.cut.batch_of(inputs, samples), rule.run, rule.weigh, device=device)
+        nearest = nearest if explained.exact or explained.unchecked else (explained, rule)
+    refusal = _refuse(name, nearest[0])
     if check == "raise":
         raise refusal
-    _log.warning("autobatch: %s", f"{refusal}".removesuffix(OTHERWISE))
-    return replace(likeliest, is_guess=any(one in nearest.unchecked for one in _OF_THE_BATCH))
+    _log.warning("autobatch: %s%s", f"{refusal}".removesuffix(OTHERWISE), _AS_IF.format(candidates[0]))
+    return guess if any(one in nearest[0].unchecked for one in _OF_THE_BATCH) else candidates[0]
+
+
+def _order_candidates(
+    step: TrainerStep, possible: Sequence[Cut], model: nn.Module, inputs: Any, samples: Sequence[Any] | None
+) -> tuple[list[LossRule], LossValues]:
+    """All ways to divide and to read, those first that explain the values of losses; and what the values show."""
+    for cut in possible:
+        values = read_loss_values(step, cut, model, cut.batch_of(inputs, samples))
+        if values.explained:
+            break
+    explained = itertools.product([cut], values.readings[: values.explained])
+    ordered = dict.fromkeys([*explained, *itertools.product(possible, values.readings)])
+    return [LossRule(cut, reading, step) for cut, reading in ordered], values
+
+
+def _take_values(rule: LossRule, values: LossValues) -> LossRule:
+    """A rule that only the values of losses have shown."""
+    if not values.explained:
+        _log.warning(
+            "autobatch: %s: the loss is no mean and no sum%s", type(rule.step.trainer).__name__, _AS_IF.format(rule)
+        )
+    return replace(rule, open=_find_open(rule.reading, values.compared), is_tried=values.is_tried)
+
+
+def _guess(known: LossRule | None, candidates: Sequence[LossRule], values: LossValues) -> LossRule:
+    """The rule of a batch in which nothing can be compared: that of the batches before, unless values refute it."""
+    possible = candidates[: values.explained] or candidates
+    likeliest = possible[0]
+    if known is not None and any(known.is_like(one) for one in possible):
+        likeliest = known
+    elif values.is_known:
+        likeliest = replace(likeliest, open=_find_open(likeliest.reading, values.compared), is_tried=values.is_tried)
+    return replace(likeliest, is_guess=True)
+
+
+def _find_nearest(verdicts: Sequence[tuple[Verdict, LossRule]], likeliest: LossRule | None) -> tuple[Verdict, LossRule]:
+    """The verdict to explain: on the reading that values show, divided in the way that was tried last."""
+    nearest = min(verdicts, key=lambda one: (bool(one[0].unchecked), one[0].relative_error))
+    for verdict, rule in verdicts:
+        if likeliest is not None and rule.reading == likeliest.reading and not verdict.unchecked:
+            nearest = verdict, rule
+    return nearest
 
 
 def _find_possible(
@@ -140,19 +186,13 @@ def _find_possible(
     return possible
 
 
-def _choose_guess(known: LossRule | None, possible: Sequence[Cut], readings: Sequence[Reading]) -> LossRule | None:
-    """The rule of the batches before, where this one can be divided by it."""
-    cuts = {cut.name for cut in possible}
-    return known if known is not None and known.cut.name in cuts and known.reading in readings else None
-
-
 def refutes(rule: LossRule, model: nn.Module, inputs: Any, samples: Sequence[Any] | None, device: Any) -> bool:
     """Whether a comparison of this batch with its parts shows that the rule is not exact, which held before.
 
     A step may change as it trains: with what it counts, or with samples of another kind. Where nothing can be compared,
     as with too little memory, nothing is shown.
     """
-    verdict = verify(model, rule.cut.batch_of(inputs, samples), rule.run, rule.weigh, device=device)
+    verdict = compare_with_parts(model, rule.cut.batch_of(inputs, samples), rule.run, rule.weigh, device=device)
     return not verdict.exact and not verdict.unchecked
 
 
@@ -164,54 +204,31 @@ def _refuse(name: str, nearest: Verdict) -> InexactSplit:
             f"all the same"
         )
     advises = any(word in cause for cause in nearest.causes for word in ("weigh=", "as its count"))
-    adds = any("autobatch.PerStep" in cause for cause in nearest.causes)
-    shown = f"{nearest}{_NO_WEIGH if advises else _NO_TERM if adds else ''}"
+    shown = f"{nearest}{_NO_WEIGH if advises else ''}{_NO_PER_STEP if 'PerStep' in str(nearest) else ''}"
     return InexactSplit(
         f"{name}: no way was found to split this loss exactly: {shown}; check='warn' trains all the same"
     )
 
 
-def _try_rule(
-    rule: LossRule, model: nn.Module, inputs: Mapping[str, Any], samples: Sequence[Any] | None, device: Any
+def _compare(
+    rule: LossRule, model: nn.Module, batch: Any, device: Any, values: LossValues | None
 ) -> tuple[Verdict, Any]:
-    """The verdict on a rule, and what was compared for it: first the samples that tell most, then the batch.
+    """The verdict on a rule, and what was compared: where no values explain it, the samples first that tell most.
 
     Of samples that tell most and cannot be compared, as with a gradient of 0, the batch is asked.
     """
-    batch = rule.cut.batch_of(inputs, samples)
-    contrast = _pick_contrast(rule.cut, batch) if rule.reading in _MEANS else None
-    compared = batch
-    if contrast is not None:
-        verdict = verify(model, contrast, rule.run, rule.weigh, device=device)
+    ends = find_contrast(rule.cut, batch) if values is None and rule.reading in _MEANS else []
+    compared = rule.cut.inputs_of(batch) if values is None else values.compared
+    if ends:
+        contrast = rule.cut.pick(batch, ends)
+        verdict = compare_with_parts(model, contrast, rule.run, rule.weigh, device=device)
+        compared = compared if verdict.unchecked else rule.cut.inputs_of(contrast)
         if not verdict.exact and not verdict.unchecked:
-            return verdict, rule.cut.inputs_of(contrast)
-        compared = contrast if verdict.exact else batch
-    return verify(model, batch, rule.run, rule.weigh, device=device), rule.cut.inputs_of(compared)
-
-
-def _pick_contrast(cut: Cut, batch: Any) -> Any:
-    """The samples by which means over labels and over samples differ most; ``None`` where labels are not by sample."""
-    counts = count_by_sample(cut.inputs_of(batch))
-    if not counts or len(counts[_LABELS]) != describe(batch).count:
-        return None
-    labels = counts[_LABELS]
-    shifted = counts.get(_SHIFTED, labels)
-    lost = [own / max(1, whole) for own, whole in zip(shifted, labels, strict=True)]
-    numbers = range(len(labels))
-    ends = [end(numbers, key=values.__getitem__) for values in (shifted, lost) for end in (max, min)]
-    return cut.pick(batch, [*dict.fromkeys(ends)]) if len(set(ends)) > 1 else None
+            return verdict, compared
+    return compare_with_parts(model, batch, rule.run, rule.weigh, device=device), compared
 
 
 def _find_open(reading: Reading, inputs: Any) -> tuple[Reading, ...]:
     counts = count_by_sample(inputs) if reading in _MEANS else {}
     others = [other for other in counts if other != reading]
     return tuple(other for other in others if are_proportional(counts[other], counts[reading]))
-
-
-def _order(step: TrainerStep, inputs: Any, *, has_count: bool) -> list[Reading]:
-    """Readings from the likeliest to the least likely."""
-    labels = class_labels(inputs)
-    means: list[Reading] = [_SAMPLES]
-    if labels is not None:
-        means = [_SAMPLES, _LABELS] if labels.ndim == 1 else [_SHIFTED, _LABELS, _SAMPLES]
-    return [_DIVIDED, *means] if has_count and step.num_items is not None else [*means, _DIVIDED]  # it may be a sum

@@ -6,6 +6,7 @@ Covers what the step would do besides: wait for other ranks, add to metrics. Doe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,18 +17,20 @@ import torch
 from torch import nn
 
 from autobatch.batch.layout import describe
-from autobatch.errors import InvalidStep
+from autobatch.errors import AutobatchError, InvalidStep
 from autobatch.exactness.determinism import deterministic
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers.cuts import Cut
 from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.trainer_logs import TrainerLogs
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
-from autobatch.memory.oom import is_oom
+from autobatch.memory.oom import describe_error
 from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
 
 __all__ = ["TrainerStep"]
+
+_log = logging.getLogger("autobatch")
 
 _FEW = 5
 """Samples that are compared with their parts: unequal ones, so that a mean over samples is not one over parts."""
@@ -73,27 +76,6 @@ class TrainerStep:
             )
         return losses[0]
 
-    def divides(self, model: nn.Module, cut: Cut, inputs: Mapping[str, Any], samples: Sequence[Any] | None) -> bool:
-        """Whether the loss depends on what the Trainer has counted, as that of few models with a head does.
-
-        Such a model is found out by one forward pass more, where a comparison of gradients takes seconds.
-        """
-        if self.num_items is None:
-            return False
-        layout = describe(cut.batch_of(inputs, samples))
-        few = layout.take(0, min(2, layout.count))
-        workload = Workload(model, lambda model, micro_batch: self.loss_of(model, cut.inputs_of(micro_batch)))
-        before = self._begin(model)
-        counted, losses = self.num_items, []
-        try:
-            for factor in (1, 2):
-                self.num_items = counted * factor
-                losses.append(float(workload.call_step(few).detach()))
-                before.restore()
-        finally:
-            self.num_items = counted
-        return losses[0] != losses[1]
-
     def _begin(self, model: nn.Module) -> RewindPoint:
         """What a few passes may change, as it is now."""
         device = next(model.parameters()).device
@@ -107,24 +89,46 @@ class TrainerStep:
         if few < 2:
             return
         spread = [index * (count - 1) // (few - 1) for index in range(few)]
-        before = self._begin(model)
 
         def run(sizes: Sequence[int]) -> None:
-            with deterministic(model, [*model.parameters()]) as random:
+            with self.repeatable(model, cut, batch, spread) as (loss_of, _):
                 for start, stop in pairwise([0, *accumulate(sizes)]):
-
-                    def step(model: nn.Module, part: Any, start: int = start, stop: int = stop) -> torch.Tensor:
-                        random.begin(start, stop, few)
-                        return self.loss_of(model, cut.inputs_of(part))
-
-                    Workload(model, step).call_step(cut.pick(batch, spread[start:stop]))
-            before.restore()
+                    loss_of(start, stop)
 
         try:
             self.logs.learn(run, (first := min(few - 1, few // 2 + 1), few - first))
-        except Exception as error:
-            if not is_oom(error):
-                raise
+        except AutobatchError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the step itself is run later, and raises what is the user's
+            _log.info("autobatch: a few samples could not be run to see what they log: %s", describe_error(error))
+
+    @contextmanager
+    def repeatable(
+        self, model: nn.Module, cut: Cut, batch: Any, rows: Sequence[int]
+    ) -> Iterator[tuple[Callable[[int, int], float], Callable[[], bool]]]:
+        """Run rows of a batch without dropout and with the same random numbers for each sample.
+
+        Yields what returns the loss of ``rows[start:stop]``, to be called with all of them first, and whether a part
+        has shown how its samples draw, so that all have to be run again. Afterwards all is restored that the passes
+        have changed.
+        """
+        before = self._begin(model)
+        try:
+            with deterministic(model, [*model.parameters()]) as random:
+
+                def loss_of(start: int, stop: int) -> float:
+                    def step(model: nn.Module, part: Any) -> torch.Tensor:
+                        random.begin(start, stop, len(rows))
+                        return self.loss_of(model, cut.inputs_of(part))
+
+                    loss = Workload(model, step).call_step(cut.pick(batch, rows[start:stop]))
+                    return float(loss.detach())
+
+                def has_learned() -> bool:
+                    random.end()
+                    return random.take_learned()
+
+                yield loss_of, has_learned
         finally:
             before.restore()
 

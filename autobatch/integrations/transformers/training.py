@@ -20,7 +20,7 @@ from autobatch.errors import DoesNotFit, InexactSplit
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
 from autobatch.integrations.transformers.known_rules import KnownRules, choose_likeliest, entries_of
-from autobatch.integrations.transformers.loss_rule import LossRule
+from autobatch.integrations.transformers.loss_rule import LossRule, count_samples
 from autobatch.integrations.transformers.rule_search import OTHERWISE, cuts_for, find_rule, refutes
 from autobatch.integrations.transformers.samples import collate_largest, take_samples
 from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
@@ -109,7 +109,7 @@ class TrainingStep:
             if rule is None or self._is_put_in_question(model, rule, inputs, samples):
                 rule = self._learn(model, inputs, samples, rule or (self.rule if recalled else None))
             else:
-                self._learn_logs(model, rule, inputs, samples)
+                self._step.learn_logs(module_of(model), rule.cut, inputs, samples)
             plan, state = recalled or (self._fit(model, rule, inputs, samples), None)
         runner = self._bind(model, rule, plan)
         if state is not None:
@@ -132,7 +132,7 @@ class TrainingStep:
             own = find_rule(
                 self._step, cuts, module_of(model), inputs, samples, device=device, check=check, known=known
             )
-            self._learn_logs(model, own, inputs, samples)
+            self._step.learn_logs(module_of(model), own.cut, inputs, samples)
             said.append((own.cut.name, own.reading, own.open, own.is_tried, own.is_exact, own.is_guess))
         by_name = {cut.name: cut for cut in cuts}
         found = [
@@ -162,10 +162,6 @@ class TrainingStep:
         with self._all_or_none(model, "attach(), the kind of the batch") as said:
             said.append(entries_of(inputs))
         return said
-
-    def _learn_logs(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> None:
-        if self._options.fit["check"] is not None:
-            self._step.learn_logs(module_of(model), rule.cut, inputs, samples)
 
     def _fit(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> Plan:
         """A plan that the dataset's largest samples fit."""
@@ -255,9 +251,13 @@ class TrainingStep:
         if rule.is_certain and not is_compared:
             return False
         with self._all_or_none(model, "attach(), the labels") as said:
-            is_open = not rule.is_certain and self._try_twice(lambda: rule.is_put_in_question(inputs, samples))
+            is_open = not rule.is_certain and self._try_twice(lambda: self._may_tell_more(rule, inputs, samples))
             said.append(is_open or (is_compared and self._is_refuted(model, rule, inputs, samples)))
         return any(said)
+
+    def _may_tell_more(self, rule: LossRule, inputs: Any, samples: Any) -> bool:
+        is_asked = rule.is_guess and count_samples(inputs, samples) > 1 and self._rules.is_asked_again()
+        return is_asked or rule.is_put_in_question(inputs)
 
     def _is_refuted(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> bool:
         try:

@@ -1,0 +1,59 @@
+"""Makes Python's and NumPy's global generators draw the same for each sample in the whole batch and in any part of it.
+
+Speech models of transformers draw their masks from ``numpy.random``, in a loop over the samples. Functions that were
+imported by their own name before, and generator objects, still draw as they do.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autobatch.exactness.per_sample_random import PerSampleRandom
+from autobatch.exactness.sample_numbers import SampleNumbers
+
+__all__ = ["hold_host_draws"]
+
+_STATEFUL = frozenset(
+    ("seed", "getstate", "setstate", "get_state", "set_state", "get_bit_generator", "set_bit_generator")
+)
+
+
+@contextmanager
+def hold_host_draws(numbers: SampleNumbers) -> Iterator[None]:
+    """Replace the functions of ``random`` and ``numpy.random`` that draw, for this thread, until the block ends."""
+    with ExitStack() as stack:
+        _hold(stack, random, random.Random(0), numbers)
+        numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
+        if numpy is not None:
+            _hold(stack, numpy, numpy.RandomState(0), numbers)
+        yield
+
+
+def _hold(stack: ExitStack, module: ModuleType, own: Any, numbers: SampleNumbers) -> None:
+    """Let a module's functions of its global generator draw from ``own``, which is seeded for each draw."""
+    shared = module.random.__self__  # type: ignore[attr-defined]
+    for name, function in list(vars(module).items()):
+        if getattr(function, "__self__", None) is shared and name not in _STATEFUL:
+            stack.callback(setattr, module, name, function)
+            setattr(module, name, partial(_draw, function, getattr(own, name), own.seed, numbers))
+
+
+def _draw(shared: Any, own: Any, seed: Any, numbers: SampleNumbers, *args: Any, **kwargs: Any) -> Any:
+    if not PerSampleRandom.is_active():  # another thread's
+        return shared(*args, **kwargs)
+    with _disable_current_modes():
+        seed(numbers.seed())
+    drawn = own(*args, **kwargs)
+    if getattr(
+        drawn, "ndim", 0
+    ):  # rows may be samples: which of them is not known, so all get the numbers of the first
+        drawn[...] = drawn[:1]
+    return drawn
