@@ -1,4 +1,4 @@
-"""What a Trainer's loss is a mean over is measured whatever ``check`` says, beside the Trainer's whole batches in float64.
+"""What a Trainer's loss is a mean over is measured whatever ``check`` is, beside whole batches in float64.
 
 Covers models that take their own mean, sums, losses that divide by the Trainer's count, ignored labels, masks by NumPy
 and Python, BatchNorm, penalties of weights, memory that ends later, and what the first batch may cost.
@@ -83,8 +83,8 @@ class Model(nn.Module):
 def numpy_mask():
     """As transformers' ``_compute_mask_indices``: choices without replacement, from NumPy's global generator."""
     mask = torch.ones(8, dtype=torch.float64)
-    mask[torch.from_numpy(np.random.choice(np.arange(8), 2, replace=False))] = 0  # noqa: NPY002 - what these models use
-    return mask * (1 + np.random.rand())  # noqa: NPY002
+    mask[torch.from_numpy(np.random.choice(np.arange(8), 2, replace=False))] = 0
+    return mask * (1 + np.random.rand())
 
 
 def python_mask():
@@ -171,12 +171,35 @@ def test_batch_norm_without_a_check_is_read_right(loss, reading, ignored, tmp_pa
     assert 1e-3 < logs_apart(whole, split, ["loss", "grad_norm"]) < 0.5
 
 
-def test_batch_norm_is_the_only_cause(tmp_path):
-    """The reading that values show is the one that is explained."""
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_batch_norm_is_the_only_cause(loss, mode, tmp_path):
+    """In whatever mode the model was: the Trainer's step sets it anew each time."""
     with pytest.raises(InexactSplit, match="BatchNorm in train mode") as raised:
-        train(partial(trainer, tmp_path, partial(Model, norm=nn.BatchNorm1d)), attached={})
+        train(partial(trainer, tmp_path, lambda: Model(loss, nn.BatchNorm1d).train(mode)), attached={})
     assert "depends on the others" not in str(raised.value)
     assert "weigh=" not in str(raised.value)
+
+
+class Frozen(Model):
+    """Its BatchNorm layers stay in eval mode, as in detectors that are fine-tuned."""
+
+    def train(self, mode=True):
+        """All but those layers."""
+        super().train(mode)
+        for layer in self.net:
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.eval()
+        return self
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_batch_norm_that_stays_in_eval_mode_is_exact(check, tmp_path):
+    """The model's own ``train`` decides."""
+    make = partial(trainer, tmp_path, partial(Frozen, norm=nn.BatchNorm1d))
+    whole, split = train(make), train(make, attached={"check": check})
+    assert apart(whole, split) < 1e-12
+    assert logs_apart(whole, split) < SINGLE
 
 
 OWN = np.random.default_rng(3)
@@ -281,7 +304,7 @@ def test_samples_that_are_all_alike_are_asked_ever_more_rarely(check, loss, tmp_
 @pytest.mark.parametrize("model", ["mean", "sum", "samples", "counted"])
 def test_the_first_batch_compares_few_passes(model, tmp_path, monkeypatch):
     """The reading that the values show is the only one whose gradients are compared: whole, in parts, at full size."""
-    passes, run = [], Measurement._run  # noqa: SLF001
+    passes, run = [], Measurement._run
     monkeypatch.setattr(Measurement, "_run", lambda self, ranges, *a: passes.extend(ranges) or run(self, ranges, *a))
     train(partial(trainer, tmp_path, partial(Model, model), Points(tokens=7), max_steps=1), attached={})
     assert 0 < len(passes) <= 20

@@ -10,8 +10,9 @@ import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from builders.refused_options import REFUSED_OPTIONS
 from torch import nn
-from trainers import Classes, bert, gpt2, mean_loss, small_device, train, trainer_of
+from trainers import Classes, Stream, Texts, bert, gpt2, mean_loss, small_device, train, trainer_of
 from transformers import Trainer
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from trl_trainers import embedder_of_two
 
 from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
@@ -30,6 +31,15 @@ REFUSED = {
     ),
     "LOMO": ({"optim": "lomo"}, None, "updates parameters inside the backward pass, which cannot be undone"),
     "AdaLOMO": ({"optim": "adalomo"}, None, "updates parameters inside the backward pass, which cannot be undone"),
+    **{
+        name: ({"optim": name}, None, rf"updates each layer inside the backward pass.*choose '{name[:-10]}'")
+        for name in ("galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise")
+    },
+    "an optimizer that a layerwise one left": (
+        {"given": {"optimizers": (LayerWiseDummyOptimizer(), None)}},
+        None,
+        "updates each layer inside the backward pass",
+    ),
     "nn.DataParallel": ({}, ("args._n_gpu", 2), "nn.DataParallel over 2 GPUs divides the batch by itself"),
     "FSDP": ({}, ("is_fsdp_enabled", True), "FSDP gathers parameters inside the passes"),
     **{
@@ -82,6 +92,33 @@ def test_arguments_that_mean_nothing(arguments, words, tmp_path):
         attach(trainer, **arguments)
     assert "\n" not in str(raised.value)
     assert (vars(trainer), trainer.args.per_device_train_batch_size) == (before, size)
+
+
+@pytest.mark.parametrize("wrong", ["max_microbatch", "weigh", "target"])
+def test_an_argument_that_is_not_there_is_named_with_those_that_are(wrong, tmp_path):
+    """In one line, and the Trainer is as it was."""
+    trainer = trainer_of(tmp_path)
+    before = dict(vars(trainer))
+    with pytest.raises(InvalidArgument, match=f"no argument {wrong}; it has target_batch, .*max_micro_batch") as raised:
+        attach(trainer, **{wrong: 3})
+    assert "\n" not in str(raised.value)
+    assert "unknown" not in str(raised.value)
+    assert vars(trainer) == before
+
+
+@pytest.mark.parametrize(("target", "is_more"), [(96, False), (97, True), (256, True)])
+def test_a_dataset_with_fewer_samples_than_the_target_is_named(target, is_more, tmp_path, caplog):
+    """A step then sees fewer than asked for; both numbers are in the warning."""
+    attach(trainer_of(tmp_path, data=Texts(96)), target)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == is_more
+    assert all(f"target_batch={target}" in line and "96 samples" in line for line in said)
+
+
+def test_a_stream_has_no_number_of_samples(tmp_path, caplog):
+    """Nothing is said of it."""
+    attach(trainer_of(tmp_path, data=Stream()), 256)
+    assert not caplog.records
 
 
 def test_only_trainers_once_each(tmp_path):

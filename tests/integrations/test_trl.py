@@ -14,7 +14,7 @@ import pytest
 from trainers import Interrupted, apart, logs_apart, train
 from trl_trainers import dpo, generating, kto, llama, preferences, reward, sft
 
-from autobatch.errors import InvalidArgument
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.transformers import attach
 from autobatch.integrations.transformers.metrics import StepMetrics
 
@@ -122,3 +122,27 @@ def test_steps_that_generate_are_refused(kind, tmp_path):
         InvalidArgument, match=f"{kind}Trainer: it generates inside its step and splits its own batches"
     ):
         attach(generating(tmp_path, kind), 32)
+
+
+COMPARING = [(dpo, ["aot"]), (dpo, ["aot_unpaired"]), (dpo, ["sigmoid", "aot"]), (kto, "kto")]
+
+
+@pytest.mark.parametrize(("make", "loss_type"), COMPARING)
+def test_losses_that_are_known_to_compare_samples_are_refused_at_once(make, loss_type, tmp_path, caplog):
+    """Where policy and reference are equal no comparison shows it; a warning or None let them pass."""
+    with pytest.raises(InexactSplit, match="compares the samples of a micro-batch") as raised:
+        attach(make(tmp_path, loss_type=loss_type))
+    assert "\n" not in str(raised.value)
+    attach(make(tmp_path, loss_type=loss_type), check="warn")
+    assert sum("compares the samples" in record.getMessage() for record in caplog.records) == 1
+    attach(make(tmp_path, loss_type=loss_type), check=None)
+    assert sum("compares the samples" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(dpo, {"loss_type": ["sigmoid", "apo_zero"]}), (kto, {}), (reward, {}), (sft, {})]
+)
+def test_losses_that_look_at_each_sample_are_not(make, options, tmp_path, caplog):
+    """Those of the same Trainers that compare nothing, and other Trainers."""
+    attach(make(tmp_path, **options))
+    assert not [record for record in caplog.records if record.name == "autobatch"]

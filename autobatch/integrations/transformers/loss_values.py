@@ -178,8 +178,7 @@ def _order_readings(inputs: Any) -> tuple[Reading, ...]:
 
 
 def _fix_batch_norm(stack: ExitStack, model: nn.Module) -> None:
-    """Let BatchNorm layers stay in eval mode, whatever mode the Trainer's step sets."""
+    """Let BatchNorm layers take their running statistics."""
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
-            stack.enter_context(replaced(layer, "train", lambda _=True, layer=layer: layer))
             stack.enter_context(replaced(layer, "training", value=False))

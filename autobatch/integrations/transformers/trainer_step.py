@@ -10,11 +10,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.batch.layout import describe
 from autobatch.errors import AutobatchError, InvalidStep
@@ -28,7 +30,7 @@ from autobatch.memory.oom import describe_error
 from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
 
-__all__ = ["TrainerStep"]
+__all__ = ["TrainerStep", "modes_of_training"]
 
 _log = logging.getLogger("autobatch")
 
@@ -160,6 +162,29 @@ class TrainerStep:
             f"{type(self.trainer).__name__} gathers over the ranks inside its step, and each rank may run another "
             f"number of micro-batches: train on one rank, or use plan.settings('huggingface')"
         )
+
+
+@contextmanager
+def modes_of_training(model: nn.Module) -> Iterator[None]:
+    """Put a model in train mode, as the Trainer's step does, which then leaves BatchNorm's modes alone.
+
+    Else a comparison with BatchNorm's statistics fixed would be done with those of each micro-batch.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    with ExitStack() as stack:
+        for module, _ in before:
+            if isinstance(module, _BatchNorm):
+                stack.enter_context(replaced(module, "train", partial(_switch_off, module)))
+        try:
+            yield
+        finally:
+            for module, was_training in before:
+                module.training = was_training
+
+
+def _switch_off(module: nn.Module, mode: bool = True) -> nn.Module:  # noqa: FBT001, FBT002 - the signature of torch
+    return module if mode else nn.Module.train(module, mode=False)
 
 
 def _return_own(tensor: Any, *_: Any, **__: Any) -> Any:

@@ -24,7 +24,7 @@ from autobatch.integrations.transformers.loss_rule import LossRule, count_sample
 from autobatch.integrations.transformers.rule_search import OTHERWISE, cuts_for, find_rule, refutes
 from autobatch.integrations.transformers.samples import collate_largest, take_samples
 from autobatch.integrations.transformers.trainer_state import AutobatchState, TrainerAttributes
-from autobatch.integrations.transformers.trainer_step import TrainerStep
+from autobatch.integrations.transformers.trainer_step import TrainerStep, modes_of_training
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.memory.oom import describe_error, is_oom
@@ -129,9 +129,10 @@ class TrainingStep:
         name = type(self._trainer).__name__
         with self._all_or_none(model, "attach(), the loss") as said:
             device, check = options.device, options.fit["check"]
-            own = find_rule(
-                self._step, cuts, module_of(model), inputs, samples, device=device, check=check, known=known
-            )
+            with modes_of_training(module_of(model)):
+                own = find_rule(
+                    self._step, cuts, module_of(model), inputs, samples, device=device, check=check, known=known
+                )
             self._step.learn_logs(module_of(model), own.cut, inputs, samples)
             said.append((own.cut.name, own.reading, own.open, own.is_tried, own.is_exact, own.is_guess))
         by_name = {cut.name: cut for cut in cuts}
@@ -261,7 +262,7 @@ class TrainingStep:
 
     def _is_refuted(self, model: nn.Module, rule: LossRule, inputs: Any, samples: Any) -> bool:
         try:
-            with self._leaves_no_trace():
+            with self._leaves_no_trace(), modes_of_training(module_of(model)):
                 return refutes(rule, module_of(model), inputs, samples, self._options.device)
         except Exception as error:
             if not is_oom(error):
