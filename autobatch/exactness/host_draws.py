@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autobatch._user_errors import contextmanager
 from autobatch.exactness.per_sample_random import PerSampleRandom
 from autobatch.exactness.sample_numbers import SampleNumbers
 

@@ -84,7 +84,7 @@ def compare_with_parts(
     model: nn.Module, batch: Any, step: Step, weigh: Weigh | None, *, device: torch.device | str | Device | None
 ) -> Verdict:
     """``verify`` without causes and on fewer samples, for an integration that asks it of several readings of a loss."""
-    return _verify(Workload(model, step, weigh, called_by="autobatch"), batch, None, device, most=_MOST_OF_A_READING, explains=False)
+    return _verify(Workload(model, step, weigh), batch, None, device, most=_MOST_OF_A_READING, explains=False)
 
 
 def _verify(
