@@ -40,7 +40,7 @@ def hold_host_draws(numbers: SampleNumbers) -> Iterator[None]:
 
 def _hold(stack: ExitStack, module: ModuleType, own: Any, numbers: SampleNumbers) -> None:
     """Let a module's functions of its global generator draw from ``own``, which is seeded for each draw."""
-    shared = module.random.__self__  # type: ignore[attr-defined]
+    shared = module.random.__self__
     for name, function in list(vars(module).items()):
         if getattr(function, "__self__", None) is shared and name not in _STATEFUL:
             stack.callback(setattr, module, name, function)
