@@ -37,7 +37,7 @@ from autobatch.records import Verdict
 from autobatch.state.random_state import HostRandomState
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
 
-__all__ = ["find_causes", "find_uncontrolled_generators", "judge_batch_norm", "rank_causes"]
+__all__ = ["find_causes", "find_uncontrolled_generators", "judge_batch_norm"]
 
 _ORDERS: tuple[Order, ...] = ("rising", "falling")
 _MOST_MOVED = 8
@@ -102,12 +102,6 @@ _BY_COUPLING: dict[Coupling, str] = {
 }
 _OPEN = (*_BY_COUPLING.values(), NO_MEAN, BY_SIZE)
 """What may be said of a step that depends on how many samples its micro-batch has."""
-
-
-def rank_causes(causes: Sequence[str]) -> tuple[int, bool]:
-    """The less the better, of several readings of one loss: how many causes, and whether the last may be another."""
-    vague = (_COUPLED_BY_CHOICES, _SEVERAL_TERMS, _NOT_FOUND)
-    return len(causes), any(one in causes[-1] for one in vague) if causes else False
 
 
 def judge_batch_norm(measured: Measurement, sizes: Sizes) -> Verdict | None:

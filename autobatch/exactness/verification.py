@@ -99,7 +99,7 @@ def _verify(
     model = workload.model
     memory = find_device(workload.parameters(), type(model).__name__, device)
     given = None if lengths is None else Lengths.read(lengths)
-    example = find_example(model, batch, _MOST_AT_ONCE, given, has_own_step=step is not None)
+    example = find_example(model, batch, _MOST_AT_ONCE, given, has_own_step=workload.step is not default_step)
     layout = example.with_smallest or example.layout
     check_values(layout.batch)
     host_bytes = read_host_memory().available_bytes // 2
