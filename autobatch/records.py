@@ -33,6 +33,9 @@ Outcome = Literal["fits", "oom", "thrash"]
 # The parts of a training step in which memory can end, in their order.
 Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
 
+# What a step may do already to save memory.
+Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
+
 
 class Record(BaseModel):
     """A frozen value: compared by content, refused when it holds an undeclared field."""

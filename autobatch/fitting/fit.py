@@ -315,6 +315,7 @@ def _make_plan(
         smallest_micro_batch=found.smallest,
         lengths=found.sizes,
         padding=found.samples.padding if found.samples else Padding(),
+        savings=found.savings,
     )
 
 

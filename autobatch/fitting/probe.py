@@ -28,11 +28,12 @@ from autobatch.fitting.readings import Readings
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.prediction.trial_replay import FIRST_SIZE
-from autobatch.records import MemoryUsage, Trial
+from autobatch.records import MemoryUsage, Saving, Trial
 from autobatch.state.optimizer_state import count_state, is_making_state, make_state
 from autobatch.state.rewind_point import StepState
 from autobatch.state.training_state import TrainingState
 from autobatch.step.model_info import is_compiled
+from autobatch.step.savings import find_savings, watch_savings
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation import Accumulation
@@ -60,6 +61,7 @@ class Probe:
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
     state_bytes: int = 0  # the most that the optimizer's state has taken
     aux_bytes: int = 0  # the most that a step has returned beside the loss of one micro-batch
+    savings: set[Saving] = field(default_factory=set)  # what the step does already to save memory
     _now: Readings = field(default_factory=Readings)
     _best_rate: float = 0.0  # samples a second, of the trials that fit
     _is_warm: bool = False
@@ -70,6 +72,7 @@ class Probe:
         """Rewind the state, so that the first attempt begins as the later ones do."""
         # What is compiled is not recorded, since that would run it eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
+        self.savings = find_savings(self.workload.model)
         self._learnt = StepState(self.workload.model, self.device.torch_device, records=not self._is_compiled)
         self.state.rewind()
 
@@ -130,7 +133,9 @@ class Probe:
         """Run the step before the first trial, which records writes; returns why memory ended."""
         before = self.device.usage()
         resumed = self._resumed_state_bytes(before)
-        reason = self._attempt(self._warm_up, size, records=True)
+        types = {parameter.device.type for parameter in self.workload.parameters()}
+        with nullcontext() if self._is_compiled else watch_savings(self.savings, *types):
+            reason = self._attempt(self._warm_up, size, records=True)
         if reason is None and self._is_compiled:  # recorded, it ran eagerly: now it is compiled
             reason = self._attempt(self._warm_up, size)
         if reason is None:

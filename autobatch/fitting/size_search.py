@@ -32,7 +32,7 @@ from autobatch.planning.plan_record import PlanRecord
 from autobatch.planning.planner import balance, least_size, useful_sizes
 from autobatch.planning.reuse import Wanted, choose_remembered, why_not_confirmed
 from autobatch.prediction.prior import Expectation, FirstStep, expect_largest
-from autobatch.records import SizeAtLength, Trial
+from autobatch.records import Saving, SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
 from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import (
@@ -73,6 +73,7 @@ class SizeSearch:
     size: int = 0  # of the micro-batches; it has run
     state_bytes: int = 0  # what the optimizer's state took
     smallest: int = 1  # the fewest samples that the model can run
+    savings: tuple[Saving, ...] = ()  # what the step does already to save memory
     batch_norms: Sequence[str] = ()  # layers that normalise by their micro-batch, in the mode that the user left
     warnings: list[str] = field(default_factory=list)
     _probe: Probe = field(init=False)
@@ -151,7 +152,7 @@ class SizeSearch:
                 f"the step returns {format_bytes(aux_bytes)} beside each loss, which is held until the step ends: "
                 f"{micro_batches} x that, of which the trials held two"
             )
-        self.state_bytes = self._probe.state_bytes
+        self.state_bytes, self.savings = self._probe.state_bytes, tuple(sorted(self._probe.savings))
         self._whole = None
         del self._probe  # holds a whole batch, which the check must not find on the device
 
@@ -301,4 +302,5 @@ class SizeSearch:
         smallest = min(self.trials, key=lambda trial: trial.micro_batch_size)
         reason = self._probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
         reason, allowance = f"{reason}; {why_no_smaller}" if why_no_smaller else reason, self.allowance
-        return explain_refusal(smallest, reason, allowance.limit_bytes, allowance.budget_bytes, self.memory.describe())
+        limits, device = (allowance.limit_bytes, allowance.budget_bytes), self.memory.describe()
+        return explain_refusal(smallest, reason, *limits, device, self._probe.savings)

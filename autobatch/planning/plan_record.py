@@ -22,7 +22,7 @@ from autobatch._bounds import (
 )
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.rank_plan import RankPlan
-from autobatch.records import DeviceInfo, ModelIdentity, Padding, Record, SizeAtLength, Trial, Verdict
+from autobatch.records import DeviceInfo, ModelIdentity, Padding, Record, Saving, SizeAtLength, Trial, Verdict
 
 __all__ = ["PlanRecord"]
 
@@ -74,6 +74,7 @@ class PlanRecord(Record):
             shortest first; then sizes elsewhere (``micro_batch_size``, ``micro_batch_sizes``...) are those of the worst
             step, in which all samples are as long as the longest that was tried. Empty without.
         padding: Where the padding of batches is, by which they are trimmed.
+        savings: What the step does already to save memory, as far as its first run showed.
         identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
             plan that was written by hand without it.
     """
@@ -116,6 +117,7 @@ class PlanRecord(Record):
     ranks: Annotated[tuple[RankPlan, ...], LISTED] = ()
     lengths: Annotated[tuple[SizeAtLength, ...], LISTED] = ()
     padding: Padding = Field(default_factory=Padding)
+    savings: Annotated[tuple[Saving, ...], LISTED] = ()
 
     def __hash__(self) -> int:
         """Of a few fields; ``batch_lists`` is a dict, which has none."""

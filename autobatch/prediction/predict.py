@@ -35,7 +35,7 @@ from autobatch.prediction.local_card import read_card
 from autobatch.prediction.parallelism import Parallelism, find_units, read_parallelism
 from autobatch.prediction.prediction import Prediction
 from autobatch.prediction.record import Part, Strategy
-from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing
+from autobatch.prediction.retrace import Proof, find_smallest, prove_sizing, trace_savings
 from autobatch.prediction.sizing import Sizing, find_limit
 from autobatch.prediction.tracing.trace import Circumstances, explain_loss, trace_timeline
 from autobatch.prediction.what_if import try_changes
@@ -276,6 +276,8 @@ def _make_plan(
         batch_lists=dict(layout.lists),
         version=__version__,
         identity=identify_model(workload.model, workload.optimizer),
+        # Only where the batch is divided does anybody read what would shrink a sample.
+        savings=run_apart(lambda: trace_savings(workload, layout)) if len(sizes) > 1 else (),
     )
 
 

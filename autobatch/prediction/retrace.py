@@ -8,6 +8,7 @@ of 128 takes the same at 2 and at 67.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from autobatch.batch.layout import Layout
@@ -17,11 +18,14 @@ from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.sizing import Sizing
 from autobatch.prediction.timeline import Timeline, TracedStep, combine
 from autobatch.prediction.tracing.failures import TooLong
+from autobatch.prediction.tracing.fake_device import DEVICE_TYPE
 from autobatch.prediction.tracing.fake_step import Circumstances
 from autobatch.prediction.tracing.trace import SIZES, climb, expect_events, find_most_events, trace
+from autobatch.records import Saving
+from autobatch.step.savings import find_savings, watch_savings
 from autobatch.step.workload import Workload
 
-__all__ = ["Proof", "check_timeline", "find_smallest", "prove", "prove_sizing"]
+__all__ = ["Proof", "check_timeline", "find_smallest", "prove", "prove_sizing", "trace_savings"]
 
 _ROUNDS = 3
 """A step that is no line is mostly judged anew once: with a trace at the first answer, the second is near to it."""
@@ -143,3 +147,12 @@ def find_smallest(workload: Workload, layout: Layout) -> int:
     except CannotPredict:
         return 2
     return 1
+
+
+def trace_savings(workload: Workload, layout: Layout) -> tuple[Saving, ...]:
+    """What the step does already to save memory; of one that cannot be traced, what its model shows."""
+    found = find_savings(workload.model)
+    types = {parameter.device.type for parameter in workload.parameters()} | {"cuda", DEVICE_TYPE}
+    with suppress(CannotPredict), watch_savings(found, *types - {"meta"}):
+        trace(replace(workload, optimizer=None), layout, SIZES[0], Circumstances(micro_batches=1, steps=1))
+    return tuple(sorted(found))

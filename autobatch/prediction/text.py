@@ -179,7 +179,7 @@ def _change_lines(prediction: PredictionRecord) -> Iterator[str]:
         yield "all of the target fits as it is: this would only save memory"
     elif _is_bound(prediction, now):
         yield "the plan has the largest size that was judged: this would only save memory"
-    elif max(change.micro_batch_size for change in prediction.changes) <= now:
+    elif not any(change.failed or change.micro_batch_size > now for change in prediction.changes):
         yield f"none of it lets more than {plural(now, 'sample')} into a micro-batch" if now else "still nothing fits"
 
 

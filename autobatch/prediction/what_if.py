@@ -7,9 +7,11 @@ is the user's to weigh.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ __all__ = ["EightBitAdam", "other_optimizers", "repeated_blocks", "try_changes"]
 _FEWEST_BLOCKS = 3
 _BLOCK = 256
 """Numbers that share one float32 scale in 8-bit optimizers (bitsandbytes' block-wise quantization)."""
+_FLAG = "gradient_checkpointing"
+"""Set on the modules of a Transformers model by its ``gradient_checkpointing_enable()``."""
 _SMALLEST_EIGHT_BIT = 4096
 """Parameters with fewer numbers have float32 state there."""
 
@@ -75,10 +79,12 @@ def try_changes(workload: Workload, layout: Layout, sizing: Sizing, circumstance
 def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:
     autocast = replace(workload, step=_with_autocast(workload.step))
     yield _Way("bfloat16 autocast", "lower precision", autocast, usual)
-    blocks = repeated_blocks(workload.model)
+    blocks = _own_blocks(workload.model) or repeated_blocks(workload.model)
     if blocks:
-        name = f"checkpointing of {len(blocks)} {type(blocks[0]).__name__} blocks"
-        yield _Way(name, "more time", replace(workload, step=_with_checkpoints(workload.step, blocks)), usual)
+        kinds = Counter(type(block).__name__ for block in blocks)
+        named = " and ".join(f"{count} {kind}" for kind, count in kinds.items())
+        step = _with_checkpoints(workload.step, workload.model, blocks)
+        yield _Way(f"checkpointing of {named} blocks", "more time", replace(workload, step=step), usual)
     for name, effect, optimizer in other_optimizers(workload.optimizer):
         yield _Way(name, effect, replace(workload, optimizer=optimizer), usual)
     if not usual.zeroes_gradients:
@@ -113,14 +119,57 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return longest if len(longest) >= _FEWEST_BLOCKS else []
 
 
-def _with_checkpoints(step: Callable[[Any, Any], Any], blocks: Sequence[nn.Module]) -> Callable[[Any, Any], Any]:
+def _own_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that a Transformers model itself checkpoints when it is asked to; empty for other models."""
+    names = {
+        f"{name}.{index}"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for index, block in module.named_children()
+        if hasattr(block, _FLAG)
+    }
+    outermost = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    return [module for name, module in model.named_modules() if name in outermost]
+
+
+def _flagged(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if hasattr(module, _FLAG)]
+
+
+def _with_checkpoints(
+    step: Callable[[Any, Any], Any], whole: nn.Module, blocks: Sequence[nn.Module]
+) -> Callable[[Any, Any], Any]:
     def run(model: Any, batch: Any) -> Any:
         with ExitStack() as stack:
-            for block in blocks:
-                stack.enter_context(_checkpointed(block))
+            if _flagged(whole):
+                stack.enter_context(_asked_to_checkpoint(whole))
+            else:
+                for block in blocks:
+                    stack.enter_context(_checkpointed(block))
             return step(model, batch)
 
     return run
+
+
+@contextmanager
+def _asked_to_checkpoint(whole: nn.Module) -> Iterator[None]:
+    """The same as ``whole.gradient_checkpointing_enable()``, undone at the end.
+
+    A block that is only wrapped would fail: with the default ``use_cache=True`` its recomputation appends to the cache
+    a second time. Asked like this, the model leaves its cache out.
+    """
+    asked = {_FLAG: True, "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False)}
+    flagged = _flagged(whole)
+    before = [{name: vars(module)[name] for name in asked if name in vars(module)} for module in flagged]
+    try:
+        for module in flagged:
+            vars(module).update(asked)
+        yield
+    finally:
+        for module, own in zip(flagged, before, strict=True):
+            for name in asked:
+                vars(module).pop(name, None)
+            vars(module).update(own)
 
 
 @contextmanager

@@ -6,11 +6,11 @@ cover predictions of what a change would save (``prediction.what_if``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autobatch._formatting import format_bytes, plural
 from autobatch.planning.plan_record import PlanRecord
-from autobatch.records import DeviceInfo, Phase, Trial
+from autobatch.records import DeviceInfo, Phase, Saving, Trial
 from autobatch.report.ranks import advise_ranks
 
 __all__ = ["PHASES", "advise", "explain_refusal", "tenant_lines"]
@@ -24,27 +24,33 @@ PHASES: dict[Phase, str] = {
 }
 _NO_USE = "smaller micro-batches and activation checkpointing would not help"
 _PASSES = (
-    "activation checkpointing, bfloat16 autocast, smaller inputs, an optimizer with less state, or fewer trained "
-    "parameters"
+    "activation checkpointing",
+    "bfloat16 autocast",
+    "smaller inputs",
+    "an optimizer with less state",
+    "fewer trained parameters",
 )
-_MODEL_ADVICE = f"fewer parameters, parameters in bfloat16, or a batch that is not on the device as a whole; {_NO_USE}"
-_AT_ANY_SIZE: dict[Phase, tuple[str, str]] = {
+_SHORTER = "parameters in bfloat16"
+_MODEL = ("fewer parameters", _SHORTER, "a batch that is not on the device as a whole")
+_AT_ANY_SIZE: dict[Phase, tuple[str, Sequence[str]]] = {
     "gradients": (
         "the gradients do not fit on {device} beside the model",
-        f"fewer trained parameters (freeze some, or LoRA), or parameters in bfloat16; {_NO_USE}",
+        ("fewer trained parameters (freeze some, or LoRA)", _SHORTER),
     ),
     "optimizer state": (
         "the optimizer's state does not fit on {device} beside model and gradients",
         (
-            "an optimizer with less state (SGD, Adafactor, Adam in 8 bits), fewer trained parameters, or parameters in "
-            f"bfloat16; {_NO_USE}"
+            "an optimizer with less state (SGD, Adafactor, Adam in 8 bits)",
+            "fewer trained parameters",
+            _SHORTER,
         ),
     ),
     "update": (
         "the optimizer's update does not fit on {device} beside model, gradients and its state",
         (
-            "an optimizer without temporaries of all parameters at once (foreach=False or fused=True), one with less "
-            f"state, or fewer trained parameters; {_NO_USE}"
+            "an optimizer without temporaries of all parameters at once (foreach=False or fused=True)",
+            "one with less state",
+            "fewer trained parameters",
         ),
     ),
 }
@@ -59,7 +65,8 @@ def advise(plan: PlanRecord) -> Iterator[str]:
     if plan.accumulation_steps > 1 and need > plan.limit_bytes:
         missing = format_bytes(need - plan.limit_bytes)
         yield f"the whole {share} at once would need about {format_bytes(need)}, {missing} more than the limit"
-        yield "activation checkpointing or bfloat16 autocast shrink what each sample needs"
+        if shrinks := _not_yet(_PASSES[:2], plan.savings):
+            yield f"{_either(shrinks)} would shrink what each sample needs"
     used = max(
         (t.peak_allocated for t in plan.longest_trials if t.micro_batch_size == plan.micro_batch_size), default=0
     )
@@ -80,26 +87,57 @@ def tenant_lines(device: DeviceInfo) -> Iterator[str]:
         yield f"process {tenant.pid}{name} holds {format_bytes(tenant.used_bytes)}"
 
 
-def explain_refusal(trial: Trial, reason: str, limit_bytes: int, budget_bytes: int, device: DeviceInfo) -> str:
+def _not_yet(advice: Iterable[str], savings: Collection[Saving]) -> list[str]:
+    """The advice that the step does not follow yet."""
+    followed: set[str] = {_BY_SAVING[saving] for saving in savings}
+    if "16-bit parameters" in savings:  # autocast to 16 bits changes little more
+        followed.add("bfloat16 autocast")
+    return [one for one in advice if one not in followed]
+
+
+_BY_SAVING: dict[Saving, str] = {
+    "activation checkpointing": "activation checkpointing",
+    "autocast": "bfloat16 autocast",
+    "16-bit parameters": _SHORTER,
+}
+
+
+def _either(items: Sequence[str]) -> str:
+    """``a``, ``a or b``, ``a, b, or c``."""
+    if len(items) < 3:
+        return " or ".join(items)
+    return f"{', '.join(items[:-1])}, or {items[-1]}"
+
+
+def explain_refusal(
+    trial: Trial,
+    reason: str,
+    limit_bytes: int,
+    budget_bytes: int,
+    device: DeviceInfo,
+    savings: Collection[Saving] = (),
+) -> str:
     """Why nothing fits: where memory ended, how much was held, who else is on the device, what would help.
 
-    ``trial`` is of the smallest size that was tried, and ``reason`` the error's first line.
+    ``trial`` is of the smallest size that was tried, ``reason`` the error's first line, and ``savings`` what the step
+    does already, which would be no advice.
     """
     phase = trial.ended_in or "forward"
-    subject, advice = (
+    subject, advice, no_use = (
         f"a micro-batch of {plural(trial.micro_batch_size, 'sample')} does not fit on {device.name}",
         _PASSES,
+        "",
     )
     if phase in _AT_ANY_SIZE:
         subject, advice = _AT_ANY_SIZE[phase]
-        subject = f"{subject.format(device=device.name)}, at any micro-batch size"
+        subject, no_use = f"{subject.format(device=device.name)}, at any micro-batch size", f"; {_NO_USE}"
     elif 0 < limit_bytes <= trial.resident_bytes:
-        subject, advice = f"{subject}, as the model by itself does not", _MODEL_ADVICE
+        subject, advice, no_use = f"{subject}, as the model by itself does not", _MODEL, f"; {_NO_USE}"
     held_bytes = max(trial.peak_reserved, trial.resident_bytes)  # memory may end before the first reading
     return (
         f"{subject}: memory ended {PHASES[phase]}; "
         f"{format_bytes(held_bytes)} were held, {format_bytes(trial.resident_bytes)} of that before the first sample, "
         f"and the limit is {format_bytes(limit_bytes)} of a budget of {format_bytes(budget_bytes)}; {reason}; "
         f"{'; '.join(tenant_lines(device)) or 'no other process is known to hold memory there'}; what would help: "
-        f"a larger budget= or smaller headroom=, {advice}"
+        f"a larger budget= or smaller headroom=, {_either(_not_yet(advice, savings))}{no_use}"
     )

@@ -225,17 +225,22 @@ def test_changes_are_a_table(split):
 def test_changes_that_do_not_help_are_said_not_to(split, whole, nothing):
     """Where nothing was asked for it is said how to ask."""
     assert "ask with what_if=True" in section(split, "What would help")[0]
-    closing = f"none of it lets more than {split.judged_size} samples into a micro-batch"
-    assert closing in split.model_copy(update={"changes": CHANGES}).explain()
-    assert (
-        closing
-        not in split.model_copy(
-            update={"changes": (Change(name="Adam", micro_batch_size=split.judged_size + 1),)}
-        ).explain()
-    )
+    traced, size = CHANGES[1:3], split.judged_size
+    assert size >= max(change.micro_batch_size for change in traced)
+    closing = f"none of it lets more than {size} samples into a micro-batch"
+    assert closing in split.model_copy(update={"changes": traced}).explain()
+    helps = Change(name="Adam", micro_batch_size=size + 1)
+    assert closing not in split.model_copy(update={"changes": (*traced, helps)}).explain()
     assert "all of the target fits as it is" in whole.model_copy(update={"changes": CHANGES}).explain()
-    none = nothing.model_copy(update={"changes": (CHANGES[2], CHANGES[3])})
+    none = nothing.model_copy(update={"changes": CHANGES[2:3]})
     assert section(none, "What would help")[-1] == "  still nothing fits"
+
+
+def test_nothing_is_concluded_where_a_change_could_not_be_traced(split, nothing):
+    """It may be the one that helps."""
+    for prediction in (split, nothing):
+        lines = section(prediction.model_copy(update={"changes": CHANGES[2:]}), "What would help")
+        assert re.search(r"\b(none of|nothing)\b", " ".join(lines)) is None
 
 
 def test_the_table_of_sizes_marks_the_plan(split):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
+import transformers
 from nets import GPT, step, tokens
 from torch import nn
 from workloads import Plain
 
 import autobatch
-from autobatch.prediction.what_if import EightBitAdam, _checkpointed, other_optimizers, repeated_blocks
+from autobatch.batch.layout import describe
+from autobatch.prediction.child_process import run_apart
+from autobatch.prediction.tracing.trace import Circumstances, trace_timeline
+from autobatch.prediction.what_if import EightBitAdam, _checkpointed, _traced_ways, other_optimizers, repeated_blocks
+from autobatch.step.workload import Workload
 
 MIB = 2**20
 SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
@@ -203,3 +210,61 @@ def test_a_forward_of_the_instance_stays():
             block(torch.zeros(3, 2, requires_grad=True)).sum().backward()
         assert vars(block)["forward"] is forward
     assert called == [3] * 4  # recomputed in the backward pass
+
+
+SMALL = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+DECODER = SMALL | {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+ENCODER_DECODER = SMALL | {"d_model": 32, "decoder_start_token_id": 0}
+BART_SIZES = {"layers": 3, "ffn_dim": 64, "attention_heads": 2}
+FAMILIES = {
+    "Llama": (DECODER | {"num_key_value_heads": 2}, 3),
+    "Qwen2": (DECODER | {"num_key_value_heads": 2}, 3),
+    "GPTNeoX": (DECODER, 3),
+    "GPT2": (SMALL | {"n_layer": 3, "n_embd": 32, "n_head": 2}, 3),
+    "Bloom": (SMALL | {"n_layer": 3, "hidden_size": 32, "n_head": 2}, 3),
+    "T5": (ENCODER_DECODER | {"num_layers": 3, "d_kv": 16, "d_ff": 64, "num_heads": 2}, 6),
+    "Bart": (
+        ENCODER_DECODER
+        | {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in BART_SIZES.items()},
+        6,
+    ),
+}
+
+
+def small_model(family):
+    """One of the families, with random weights; the cache is on, as it is by default."""
+    config, blocks = FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(**config)
+    if family in ("T5", "Bart"):
+        model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    else:
+        model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config)
+    assert model.config.use_cache
+    return model, blocks
+
+
+def trace_of(workload, batch):
+    """What its step allocates and frees, at any size."""
+    return run_apart(lambda: trace_timeline(workload, describe(batch), Circumstances()))
+
+
+@pytest.mark.predicts
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_is_traced_as_the_library_would_train_it(family):
+    """Byte for byte what gradient_checkpointing_enable() gives, whatever the model does with a cache; no flag stays."""
+    model, blocks = small_model(family)
+    labels = torch.randint(0, 96, (2, 16))
+    batch = {"input_ids": labels, "labels": labels}
+    workload = Workload(model, lambda model, batch: model(**batch).loss, None, torch.optim.SGD(model.parameters()))
+    ways = {way.name: way for way in _traced_ways(workload, Circumstances())}
+    [name] = [name for name in ways if name.startswith("checkpointing")]
+    offered = trace_of(ways[name].workload, batch)
+    assert sum(int(word) for word in name.split() if word.isdigit()) == blocks
+    assert not any(vars(module).get("gradient_checkpointing") for module in model.modules())
+    usual = trace_of(workload, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its new name
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    asked = trace_of(workload, batch)
+    assert (offered.order, offered.blocks) == (asked.order, asked.blocks)
+    assert len(asked.order) > len(usual.order)
