@@ -57,10 +57,10 @@ def parse_bytes(name: str, value: Any) -> int:
     return size
 
 
-def check_count(name: str, value: Any) -> int:
-    """A number of samples, at least 1, as a Python int."""
+def check_count(name: str, value: Any, counted: str = "samples") -> int:
+    """A number of samples, or of what else is ``counted``, at least 1, as a Python int."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise InvalidArgument(f"{name}={show_value(value)} must be an int of at least 1: it counts samples")
+        raise InvalidArgument(f"{name}={show_value(value)} must be an int of at least 1: it counts {counted}")
     return int(value)
 
 

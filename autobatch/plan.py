@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from autobatch._arguments import check_path
+from autobatch._arguments import check_count, check_path
 from autobatch._formatting import format_bytes, show_value
 from autobatch.errors import InvalidArgument
 from autobatch.planning.plan_record import PlanRecord
@@ -29,9 +29,11 @@ _SETTINGS: dict[str, tuple[str | None, str, str | None]] = {
     "lightning": (None, "batch_size", "accumulate_grad_batches"),
     "accelerate": (None, "batch_size", "gradient_accumulation_steps"),
     "deepspeed": ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    "torchtitan": ("global_batch_size", "local_batch_size", None),  # of [training]
+    "torchtitan": ("global_batch_size", "local_batch_size", None),  # of [training], up to torchtitan 0.3
     "megatron": ("global_batch_size", "micro_batch_size", None),  # --global-batch-size, --micro-batch-size
 }
+_TORCHTITAN_TOKENS = ("num_tokens_per_train_step", "num_tokens_per_microbatch_per_dp_rank")
+"""What replaced its two sizes in torchtitan 0.4, which packs samples into rows of tokens."""
 _LARGEST_FILE = 64 * 2**20  # four times what the most micro-batches take
 
 
@@ -58,21 +60,29 @@ class Plan(PlanRecord):
 
         return render_fragment(self)
 
-    def settings(self, framework: str) -> dict[str, int]:
+    def settings(self, framework: str, *, sequence_length: int | None = None) -> dict[str, int]:
         """The same plan as settings of another framework; size x accumulation x world size is the target exactly.
 
         Args:
             framework: ``"huggingface"``, ``"lightning"``, ``"accelerate"``, ``"deepspeed"``, ``"torchtitan"`` (its
                 section ``training``) or ``"megatron"``. The last two work out the accumulation steps from the ranks
                 that share the data, so these have to be as many as the plan's ranks.
+            sequence_length: Tokens in one sample, for torchtitan 0.4 and later, which counts tokens: the settings are
+                then ``num_tokens_per_train_step`` and ``num_tokens_per_microbatch_per_dp_rank``. Without it they are
+                those of torchtitan up to 0.3, ``global_batch_size`` and ``local_batch_size``, in samples.
 
         Raises:
-            InvalidArgument: The framework is not known, the target cannot be shared equally by the ranks, or a rank's
-                share not divided into equal micro-batches that the model can run.
+            InvalidArgument: The framework is not known or does not count tokens, the target cannot be shared equally by
+                the ranks, or a rank's share not divided into equal micro-batches that the model can run.
         """
         if not isinstance(framework, str) or framework not in _SETTINGS:
             known = ", ".join(map(repr, _SETTINGS))
             raise InvalidArgument(f"settings({show_value(framework)}): not known; one of {known}")
+        tokens = 1 if sequence_length is None else check_count("sequence_length", sequence_length, "tokens")
+        if sequence_length is not None and framework != "torchtitan":
+            raise InvalidArgument(
+                f"settings({framework!r}) are in samples: leave out sequence_length=, which is for 'torchtitan'"
+            )
         if self.target_batch % self.world_size:
             raise InvalidArgument(
                 f"settings({framework!r}): a target batch of {self.target_batch} cannot be shared equally by "
@@ -91,6 +101,8 @@ class Plan(PlanRecord):
                 f"and the model cannot run micro-batches of fewer than {smallest}: take another target_batch, such as "
                 f"{share + 1} a rank"
             )
+        if sequence_length is not None:
+            return dict(zip(_TORCHTITAN_TOKENS, (self.target_batch * tokens, size * tokens), strict=True))
         named = zip(_SETTINGS[framework], (self.target_batch, size, steps), strict=True)
         return {name: value for name, value in named if name is not None}
 

@@ -815,6 +815,11 @@ TABLE = [
         ),
     ),
     (
+        lambda: fit().settings("megatron", sequence_length=96),
+        "InvalidArgument",
+        "settings('megatron') are in samples: leave out sequence_length=, which is for 'torchtitan'",
+    ),
+    (
         lambda: fit().model_copy(update={"world_size": 3}).settings("lightning"),
         "InvalidArgument",
         "settings('lightning'): a target batch of 16 cannot be shared equally by 3 ranks; take a multiple of 3",

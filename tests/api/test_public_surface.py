@@ -97,7 +97,7 @@ SIGNATURES = {
     "Plan.load": "path",
     "Plan.loader": "dataset * shuffle=True seed=0 drop_last=False options",
     "Plan.save": "path",
-    "Plan.settings": "framework",
+    "Plan.settings": "framework * sequence_length=None",
     "Plan.explain": "",
 }
 

@@ -233,6 +233,20 @@ def test_settings_speak_other_frameworks_words(framework, expected):
     assert make_plan().settings(framework) == expected
 
 
+@pytest.mark.parametrize("framework", ["huggingface", "lightning", "accelerate", "deepspeed", "megatron"])
+def test_only_torchtitan_counts_tokens(framework):
+    """Elsewhere a length would be passed over in silence, and is refused."""
+    with pytest.raises(InvalidArgument, match=rf"settings\('{framework}'\).*sequence_length"):
+        make_plan().settings(framework, sequence_length=2048)
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, True, "2048"])
+def test_a_length_in_tokens_is_a_count(length):
+    """Anything else is refused with its own value."""
+    with pytest.raises(InvalidArgument, match="sequence_length"):
+        make_plan().settings("torchtitan", sequence_length=length)
+
+
 @given(target=st.integers(1, 4000), size=st.integers(1, 300), world=st.integers(1, 8))
 def test_settings_give_the_target_exactly(target, size, world):
     """Size x accumulation x ranks is the target, or it is refused; never a rounded one."""
@@ -248,6 +262,11 @@ def test_settings_give_the_target_exactly(target, size, world):
     for framework, local in (("torchtitan", "local_batch_size"), ("megatron", "micro_batch_size")):
         settings = plan.settings(framework)  # which divide by size x ranks themselves, and refuse a remainder
         assert divmod(settings["global_batch_size"], settings[local] * world) == (steps, 0)
+    tokens = plan.settings("torchtitan", sequence_length=96)  # of torchtitan 0.4: it divides in the same way
+    assert tokens.keys() == {"num_tokens_per_train_step", "num_tokens_per_microbatch_per_dp_rank"}
+    whole, each_tokens = tokens["num_tokens_per_train_step"], tokens["num_tokens_per_microbatch_per_dp_rank"]
+    assert (whole, each_tokens) == (96 * target, 96 * each)
+    assert divmod(whole, each_tokens * world) == (steps, 0)
 
 
 @pytest.mark.parametrize("framework", ["deepspeed", "torchtitan", "megatron"])
