@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from autobatch._log import LOGGER, LastResort
 from autobatch._version import __version__
 from autobatch.torch_internals import import_torch
 
@@ -116,6 +117,8 @@ _WITHOUT_TORCH = {
     "autobatch.prediction.prediction",
     "autobatch.records",
 }
+
+LOGGER.addHandler(LastResort())
 
 
 def __getattr__(name: str) -> object:

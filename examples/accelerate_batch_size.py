@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autobatch.integrations.accelerate import find_executable_batch_size  # in place of accelerate.utils
 
-logging.basicConfig(format="%(message)s")
+logging.basicConfig(format="%(name)s: %(message)s")
 logging.getLogger("autobatch").setLevel(logging.DEBUG)
 accelerator = Accelerator(cpu=True)
 images, labels = load_digits(return_X_y=True)

@@ -135,7 +135,7 @@ def find_tight_budget(train_set: Batch) -> int:
 
 def main() -> int:
     """Both runs, then the comparison."""
-    logging.basicConfig(level=logging.WARNING, format="  %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="  %(name)s: %(message)s")
     # What a plan has to say is printed beneath it; of the log only what makes pieces smaller is to be seen.
     logging.getLogger().handlers[0].addFilter(lambda record: "at most" in record.getMessage())
     train_set, test_set = load_batches()

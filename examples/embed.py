@@ -12,7 +12,7 @@ from torch import nn
 
 import autobatch
 
-logging.basicConfig(level=logging.INFO, format="%(message)s")
+logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 texts = []
 for path in sorted(pathlib.Path(ast.__file__).parent.glob("*.py")):
     source = path.read_text(encoding="utf-8", errors="replace")

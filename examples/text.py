@@ -167,7 +167,7 @@ def train(runner: autobatch.Runner, loader: DataLoader[Batch]) -> list[autobatch
 
 def main() -> int:
     """Fit, train, and say whether what this example claims is so."""
-    logging.basicConfig(level=logging.WARNING, format="  %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="  %(name)s: %(message)s")
     started = time.perf_counter()
     learning, judging = load_functions()
     loader = DataLoader(learning, LOADER_BATCH, shuffle=True, drop_last=True, collate_fn=collate)

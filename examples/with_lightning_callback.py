@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from autobatch.integrations.lightning import Autobatch
 
-logging.basicConfig(format="%(message)s")
+logging.basicConfig(format="%(name)s: %(message)s")
 logging.getLogger("autobatch").setLevel(logging.INFO)
 dataset = TensorDataset(*map(torch.as_tensor, load_digits(return_X_y=True)))
 

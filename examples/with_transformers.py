@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from autobatch.integrations.transformers import attach
 
 LENGTH = 128
-logging.basicConfig(format="%(message)s")
+logging.basicConfig(format="%(name)s: %(message)s")
 logging.getLogger("autobatch").setLevel(logging.INFO)
 
 source = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py")))

@@ -13,7 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from autobatch.integrations.transformers import attach
 
-logging.basicConfig(format="%(message)s")
+logging.basicConfig(format="%(name)s: %(message)s")
 logging.getLogger("autobatch").setLevel(logging.INFO)
 
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("a*.py"))

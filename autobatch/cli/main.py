@@ -18,6 +18,7 @@ from typing import NoReturn
 from autobatch._version import __version__
 from autobatch.cli.output import NO, USAGE, Answer
 from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
+from autobatch.events import PlanMade
 from autobatch.torch_internals import import_torch
 
 __all__ = ["main"]
@@ -119,19 +120,34 @@ def _only_json_on_stdout() -> Iterator[None]:
 
 @contextmanager
 def _logging(*, verbose: bool) -> Iterator[None]:
+    """Print warnings, and with ``verbose`` what happens on the way; the answer has the plan, and other events."""
     logger, handler = logging.getLogger("autobatch"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    handler.addFilter(lambda _: not any(map(_writes_to_terminal, logging.getLogger().handlers)))
     level = logger.level
     if verbose:
         logger.setLevel(logging.DEBUG)
-    else:  # warnings, but not events: the answer has those
+    else:
         handler.setLevel(logging.WARNING)
         handler.addFilter(lambda record: record.funcName != "log_event")
     logger.addHandler(handler)
+    logger.addFilter(_is_no_plan)
     try:
         yield
     finally:
+        logger.removeFilter(_is_no_plan)
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def _is_no_plan(record: logging.LogRecord) -> bool:
+    return not isinstance(record.args, tuple) or not any(isinstance(one, PlanMade) for one in record.args)
+
+
+def _writes_to_terminal(handler: logging.Handler) -> bool:
+    """Whether the user's own code has set up logging there, so that each line would be there twice."""
+    stream = getattr(handler, "stream", None)
+    return stream is not None and stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
 
 
 def _encodable(text: str, encoding: str | None) -> str:

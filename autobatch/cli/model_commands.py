@@ -125,7 +125,7 @@ def _read_headroom(text: str) -> float | str:
 
 def _fit(options: argparse.Namespace) -> Answer:
     check_folder("--save", options.save)
-    arguments = _load(options.source, fit) | _read_options(options, fit)
+    arguments = _load(options.source, fit) | _read_options(options, fit) | _without_doubles(options)
     if "target_batch" not in arguments:
         raise InvalidArgument(f"say --target: {options.source!r} returned no 'target_batch'")
     plan = fit(**arguments)
@@ -145,7 +145,7 @@ def _predict(options: argparse.Namespace) -> Answer:
     cards = options.gpu or ([_ANY_CARD] if options.all_cards else [None])
     if options.save and len(cards) > 1:
         raise InvalidArgument(f"--save writes one plan, and {len(cards)} cards were named")
-    arguments = _load(source, predict) | _read_options(options, predict)
+    arguments = _load(source, predict) | _read_options(options, predict) | _without_doubles(options)
     if cards == [None] and not torch.cuda.is_available():  # as predict() says it, with this command's options
         raise InvalidArgument(
             "no CUDA card here: name one as --gpu H100-80GB, or its memory as --gpu 24GiB, or ask for --all"
@@ -165,6 +165,11 @@ def _predict(options: argparse.Namespace) -> Answer:
     else:
         text = "\n".join(map(_summarise, predictions))
     return Answer(text, predictions, DONE if plans else NO)
+
+
+def _without_doubles(options: argparse.Namespace) -> dict[str, bool]:
+    """With ``--verbose`` the log has all that progress shows."""
+    return {"progress": False} if options.verbose else {}
 
 
 def _summarise(prediction: Prediction) -> str:

@@ -1,7 +1,7 @@
 """Defines the events of ``fit``, ``Runner`` and ``map`` as records with a log line each, and the protocol ``Hook``."""
 
 from autobatch.events.event import Event, Hook, emit, log_event
-from autobatch.events.fit_events import PlanMade, PlanRecalled, PlanRefused, TrialFinished
+from autobatch.events.fit_events import PlanMade, PlanRecalled, PlanRefused, StageBegan, TrialFinished
 from autobatch.events.map_events import MapFinished, PieceFinished, PieceRetried
 from autobatch.events.runner_events import (
     BatchDiffers,
@@ -29,6 +29,7 @@ __all__ = [
     "PlanRefused",
     "Retried",
     "SizeChanged",
+    "StageBegan",
     "StepFailed",
     "StepFinished",
     "StepSkipped",

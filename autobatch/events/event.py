@@ -32,8 +32,8 @@ class Event(Record):
 
     @property
     def source(self) -> str:
-        """How the log line begins: ``"autobatch"``, or ``"autobatch: rank 3 of 8"`` where there are several."""
-        return "autobatch" if self.world_size == 1 else f"autobatch: rank {self.rank} of {self.world_size}"
+        """How the log line begins: ``"rank 3 of 8: "`` where there are several ranks, else empty."""
+        return "" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}: "
 
     @property
     def level(self) -> int:
@@ -72,7 +72,7 @@ def _log_failure(hook: Hook, event: Event, error: Exception) -> None:
         return
     _failed[:] = [other for other in _failed if other() is not None] + [_refer_to(hook)]
     name = type(event).__name__
-    logger.error("autobatch: hook %r failed on %s; its further failures are not logged", hook, name, exc_info=error)
+    logger.error("hook %r failed on %s; its further failures are not logged", hook, name, exc_info=error)
 
 
 def _refer_to(hook: Hook) -> Callable[[], Hook | None]:

@@ -9,7 +9,17 @@ from autobatch._formatting import format_bytes, plural
 from autobatch.events.event import Event
 from autobatch.records import Trial
 
-__all__ = ["PlanMade", "PlanRecalled", "PlanRefused", "TrialFinished"]
+__all__ = ["PlanMade", "PlanRecalled", "PlanRefused", "StageBegan", "TrialFinished"]
+
+
+class StageBegan(Event):
+    """``fit`` or ``predict`` began something that may take more than a few seconds, such as a trace or a comparison."""
+
+    stage: str
+    level: ClassVar[int] = logging.DEBUG  # for whoever waits
+
+    def __str__(self) -> str:
+        return f"{self.source}{self.stage}"
 
 
 class TrialFinished(Event):
@@ -24,7 +34,7 @@ class TrialFinished(Event):
         peak = f"peak {format_bytes(trial.peak_reserved)} of {format_bytes(self.limit_bytes)}, "
         where = f" ({trial.ended_in})" if trial.ended_in else ""
         return (
-            f"{self.source}: trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}{where}, "
+            f"{self.source}trial of {plural(trial.micro_batch_size, 'sample')}: {trial.outcome}{where}, "
             f"{peak if trial.peak_reserved else ''}{trial.seconds:.2f} s"
         )
 
@@ -37,7 +47,7 @@ class PlanRecalled(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: plan {self.plan_id} of an earlier run is for this step: one trial of "
+            f"{self.source}plan {self.plan_id} of an earlier run is for this step: one trial of "
             f"{plural(self.micro_batch_size, 'sample')} has to confirm it"
         )
 
@@ -49,7 +59,7 @@ class PlanRefused(Event):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.source}: plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching anew"
+        return f"{self.source}plan {self.plan_id} of an earlier run is not reused: {self.reason}; searching anew"
 
 
 class PlanMade(Event):

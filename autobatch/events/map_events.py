@@ -32,7 +32,7 @@ class PieceFinished(Event):
     def __str__(self) -> str:
         peak = f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, " if self.peak_bytes else ""
         samples = plural(self.samples, "sample")
-        return f"{self.source}: map: {samples}, {self.samples_done} done, {peak}{self.seconds:.2f} s"
+        return f"{self.source}map: {samples}, {self.samples_done} done, {peak}{self.seconds:.2f} s"
 
 
 class PieceRetried(Event):
@@ -54,7 +54,7 @@ class PieceRetried(Event):
     def __str__(self) -> str:
         again = "is run once more after the clean-up" if self.samples == 1 else "are run again in smaller pieces"
         return (
-            f"{self.source}: map ran out of memory at {plural(self.samples, 'sample')}, which {again}; "
+            f"{self.source}map ran out of memory at {plural(self.samples, 'sample')}, which {again}; "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} held after clean-up; "
             f"{self.reason}"
         )
@@ -90,6 +90,6 @@ class MapFinished(Event):
         pieces = plural(self.pieces, "piece") + (sizes if self.pieces else "")
         peak = f"; peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}" if self.peak_bytes else ""
         return (
-            f"{self.source}: map: {plural(self.samples, 'sample')} in {pieces} on {self.device}{peak}; "
+            f"{self.source}map: {plural(self.samples, 'sample')} in {pieces} on {self.device}{peak}; "
             f"{self.shortages} out of memory, {self.seconds:.1f} s"
         )

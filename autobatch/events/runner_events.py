@@ -53,7 +53,7 @@ class Retried(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: step {self.step} ran out of memory at {plural(self.failed_size, 'sample')} and runs again "
+            f"{self.source}step {self.step} ran out of memory at {plural(self.failed_size, 'sample')} and runs again "
             f"with at most {self.new_size}; "
             f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} "
             f"held by others and us after clean-up; {self.reason}{_warn_of_inexactness(self.inexact)}"
@@ -84,7 +84,7 @@ class SizeChanged(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: from step {self.step} on at most {plural(self.new_size, 'sample')} in a micro-batch, "
+            f"{self.source}from step {self.step} on at most {plural(self.new_size, 'sample')} in a micro-batch, "
             f"before {self.old_size}: {_CAUSES.get(self.reason, self.reason)}{_warn_of_inexactness(self.inexact)}"
         )
 
@@ -124,7 +124,7 @@ class BatchDiffers(Event):
         if self.world_size > 1 and self.target_batch:
             planned += f", this rank's share of target_batch={self.target_batch}"
         return (
-            f"{self.source}: step {self.step} was given {plural(self.samples, 'sample')}, {planned}: use "
+            f"{self.source}step {self.step} was given {plural(self.samples, 'sample')}, {planned}: use "
             f"{'runner.run(loader), or ' if self.can_run else ''}batch_size={self.planned}"
         )
 
@@ -145,7 +145,7 @@ class SteppedTwice(Event):
     def __str__(self) -> str:
         names, calls = " and ".join(self.names), " and ".join(dict.fromkeys(self.calls))
         return (
-            f"{self.source}: {names} moved between two steps of the Runner, which steps what it was given: remove "
+            f"{self.source}{names} moved between two steps of the Runner, which steps what it was given: remove "
             f"{calls} from the loop"
         )
 
@@ -158,7 +158,7 @@ class GradientsFound(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: step {self.step} began with gradients from before, which are part of its update; if they "
+            f"{self.source}step {self.step} began with gradients from before, which are part of its update; if they "
             f"were used already, call optimizer.zero_grad() before runner.step()"
         )
 
@@ -173,7 +173,7 @@ class PlanDiffers(Event):
     def __str__(self) -> str:
         name = f"plan {self.plan_id}" if self.plan_id else "the plan"
         return (
-            f"{self.source}: {name} is not of this training: {'; '.join(self.differences)}; its sizes may not fit, so "
+            f"{self.source}{name} is not of this training: {'; '.join(self.differences)}; its sizes may not fit, so "
             f"run fit() again"
         )
 
@@ -187,7 +187,7 @@ class StepSkipped(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: step {self.step} was skipped: nothing counts in its {plural(self.samples, 'sample')}, so "
+            f"{self.source}step {self.step} was skipped: nothing counts in its {plural(self.samples, 'sample')}, so "
             f"it has no mean; parameters, optimizer and scheduler are as before"
         )
 
@@ -207,7 +207,7 @@ class StepFailed(Event):
     level: ClassVar[int] = logging.DEBUG  # the error itself is seen
 
     def __str__(self) -> str:
-        return f"{self.source}: step {self.step} failed: {self.reason}"
+        return f"{self.source}step {self.step} failed: {self.reason}"
 
 
 class StepFinished(Event):
@@ -239,7 +239,7 @@ class StepFinished(Event):
 
     def __str__(self) -> str:
         return (
-            f"{self.source}: step {self.step}: {plural(len(self.micro_batch_sizes), 'micro-batch', 'micro-batches')} "
+            f"{self.source}step {self.step}: {plural(len(self.micro_batch_sizes), 'micro-batch', 'micro-batches')} "
             f"of at most {max(self.micro_batch_sizes, default=0)}, {plural(self.retries, 'retry', 'retries')}, "
             f"peak {format_bytes(self.peak_bytes)}{self._describe_slowest()}"
         )

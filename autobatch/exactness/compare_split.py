@@ -122,12 +122,12 @@ class SplitComparison:
             is_ours, kind = isinstance(error, AutobatchError), type(error).__name__
         # By its type alone: the verdict is stored with its plan, and the text of the user's error may be anything.
         if self.exact_at:
-            _log.info("autobatch: %d samples at once could not be compared: %s", samples, reason)
+            _log.info("%d samples at once could not be compared: %s", samples, reason)
             return _unchecked(f"more of them raise {kind}; its text is in the log"), ""
         if is_ours:
             return _unchecked(reason), ""
         if self.after_trials:
-            _log.info("autobatch: the step cannot be made deterministic: %s", reason)
+            _log.info("the step cannot be made deterministic: %s", reason)
             reason = f"{reason.partition(':')[0]}; its text is in the log"
         else:  # raises the step's error, where it is raised without our changes as well
             self._make_measurement(self.layout.spread(samples), SampleNumbers()).whole()
@@ -187,7 +187,7 @@ class SplitComparison:
             return _unchecked(few)
         measured.repeat_error()  # raises, where all samples do not run any more either
         if self.after_trials or self.exact_at:  # by its type alone, as in ``attempt``
-            _log.info("autobatch: the step raised an error at %d samples: %s", refused, reason)
+            _log.info("the step raised an error at %d samples: %s", refused, reason)
             reason = f"{reason.partition(':')[0]}; its text is in the log"
         return _unchecked(f"the step raised an error at {plural(refused, 'sample')} ({reason})")
 
@@ -205,7 +205,7 @@ class SplitComparison:
         try:
             return self._look_again(verdict, before, torch.float64)
         except Exception as error:  # noqa: BLE001 - too little memory for float64, or a step that insists on float32
-            _log.info("autobatch: the check was not repeated in float64: %s", describe_error(error))
+            _log.info("the check was not repeated in float64: %s", describe_error(error))
         self.device.reclaim()
         return self._look_again(verdict, {}, torch.float32)
 
@@ -235,7 +235,7 @@ class SplitComparison:
         except Exception as error:
             if is_oom(error, handled=handled) or isinstance(error, DoesNotFit):
                 raise
-            _log.exception("autobatch: looking for the cause of an inexact split failed")
+            _log.exception("looking for the cause of an inexact split failed")
             return (f"its cause could not be found ({type(error).__name__}; its text is in the log)",)
 
     @contextmanager

@@ -7,7 +7,6 @@ whether splitting is exact (``split_check``), nor how a plan is applied (``train
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,7 +21,8 @@ from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
 from autobatch.errors import InvalidArgument
-from autobatch.events import Event, Hook, PlanMade, emit
+from autobatch.events import PlanMade, emit
+from autobatch.events.progress import progress_hooks
 from autobatch.fitting.loader_sizes import source_of, warn_of_loader
 from autobatch.fitting.options import check_choices, check_sizes
 from autobatch.fitting.size_search import SizeSearch
@@ -177,7 +177,7 @@ def fit(
                     found = SizeSearch(
                         *(workload, memory, allowance, state),
                         wanted=wanted.model_copy(update={"limit_bytes": allowance.limit_bytes}),
-                        hooks=_progress_hooks(progress=progress),
+                        hooks=progress_hooks(progress=progress),
                         recall=lambda measured: remembered.recall(measured, division.rank),
                         rank=division.rank,
                         world_size=division.size,
@@ -192,7 +192,14 @@ def fit(
             memory.reclaim()
     plan = _make_plan(found, division, division.read_plans(plans), checked, time.perf_counter() - started)
     ledger.remember(plan)
-    emit(PlanMade(summary=str(plan), warnings=checked[1], rank=plan.rank, world_size=plan.world_size))
+    emit(
+        PlanMade(
+            summary=str(plan).removeprefix("autobatch: "),
+            warnings=checked[1],
+            rank=plan.rank,
+            world_size=plan.world_size,
+        )
+    )
     return plan
 
 
@@ -238,11 +245,6 @@ def _find_allowance(memory: Device, division: Division, budget: Any, headroom: A
         return own
     limit_bytes = division.trials.smallest(own.limit_bytes)
     return own.model_copy(update={"headroom_bytes": own.budget_bytes - limit_bytes})
-
-
-def _progress_hooks(*, progress: bool) -> tuple[Hook, ...]:
-    # A daemon has no stderr.
-    return (_show_progress,) if progress and sys.stderr is not None and sys.stderr.isatty() else ()
 
 
 def _record(workload: Workload, memory: Device) -> TrainingState:
@@ -317,7 +319,3 @@ def _make_plan(
         padding=found.samples.padding if found.samples else Padding(),
         savings=found.savings,
     )
-
-
-def _show_progress(event: Event) -> None:
-    sys.stderr.write(f"{event}\n")

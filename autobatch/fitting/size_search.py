@@ -19,7 +19,7 @@ from autobatch.batch.lengths import Lengths
 from autobatch.batch.samples_by_length import SamplesByLength
 from autobatch.distributed.shared_trials import SharedTrials
 from autobatch.errors import DoesNotFit, InvalidArgument
-from autobatch.events import Hook, PlanRecalled, PlanRefused, TrialFinished, emit
+from autobatch.events import Hook, PlanRecalled, PlanRefused, StageBegan, TrialFinished, emit
 from autobatch.fitting.fingerprint import fingerprint
 from autobatch.fitting.length_search import search_lengths
 from autobatch.fitting.probe import Probe
@@ -131,6 +131,10 @@ class SizeSearch:
         if self.workload.step is default_step:
             self.warnings.append(explain_default(model, layout.grow(2)))
 
+    def tell(self, stage: str) -> None:
+        """Say what begins, to whoever waits for it."""
+        emit(StageBegan(stage=stage, **self._of), self.hooks)
+
     @property
     def rate(self) -> float:
         """Samples a second at the chosen size; 0 where no trial of it was timed."""
@@ -233,6 +237,7 @@ class SizeSearch:
         # A trace has no other ranks from which sharded parameters could be gathered.
         if self.memory.measures and self.memory.describe().kind == "cuda" and not self.shared.are_shared:
             # There trials, and failing ones most, cost more than a trace; not so on a CPU.
+            self.tell("predicting which sizes fit")
             first = FirstStep(self.memory.usage().allocated, self._probe.measure_forward() if sizes[-1] > 1 else None)
             expected = expect_largest(self.workload, self.example, self.allowance.limit_bytes, sizes, first)
         question = Question(
@@ -303,4 +308,4 @@ class SizeSearch:
         reason = self._probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
         reason, allowance = f"{reason}; {why_no_smaller}" if why_no_smaller else reason, self.allowance
         limits, device = (allowance.limit_bytes, allowance.budget_bytes), self.memory.describe()
-        return explain_refusal(smallest, reason, *limits, device, self._probe.savings)
+        return explain_refusal(smallest, reason, *limits, device, savings=self._probe.savings)

@@ -36,6 +36,7 @@ def check_found(found: SizeSearch, target: int, check: str | None) -> Checked:
 def _compare(found: SizeSearch) -> Verdict:
     target, memory = found.wanted.target_batch, found.memory
     sizes = {"target": target, "size": found.size, "most": found.most_at_once, "smallest": found.smallest}
+    found.tell("comparing the gradients of the whole and of its parts")
     with memory.limit(found.wanted.limit_bytes):
         verdict = check_split(found.workload, found.compared, memory, found.samples, **sizes)
         if verdict.exact and found.samples is not None and found.lengths is not None:

@@ -74,7 +74,7 @@ def console(level: int = logging.INFO, write: Callable[[str], object] | None = N
 
     def show(event: Event, /) -> None:
         if event.level >= level:
-            (write or _write_above_bars)(str(event))
+            (write or _write_above_bars)(f"autobatch: {event}")
 
     return show
 
@@ -111,7 +111,7 @@ def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int =
     try:
         memory._record_memory_history(max_entries=entries)  # noqa: SLF001 - documented by torch under this name only
     except (RuntimeError, AttributeError, AssertionError) as error:
-        logger.warning("autobatch: no memory snapshots will be written: %s", str(error).split("\n")[0])
+        logger.warning("no memory snapshots will be written: %s", str(error).split("\n")[0])
         left = 0
 
     def write(event: Event, /) -> None:
@@ -122,6 +122,6 @@ def memory_snapshot(folder: str | os.PathLike[str] | None = None, *, most: int =
             path = target / f"{moment}-{os.getpid()}-step{event.step}-{most - left}.pickle"
             memory._dump_snapshot(str(path))  # noqa: SLF001 - the same
             left -= 1
-            logger.info("autobatch: memory when step %d ran out of it: %s", event.step, path)
+            logger.info("memory when step %d ran out of it: %s", event.step, path)
 
     return write

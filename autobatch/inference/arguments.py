@@ -51,7 +51,7 @@ def find_runnable(fn: Any) -> Sequence[nn.Module]:
 @cache  # once: a loop may map thousands of batches
 def _warn_of_more_objects() -> None:
     logger.warning(
-        "autobatch: map: fn reaches more than %s objects, and the rest was not searched for modules: any there keeps "
+        "map: fn reaches more than %s objects, and the rest was not searched for modules: any there keeps "
         "its mode, also train mode; pass the module itself as fn, hold fewer objects beside it, or call .eval() on it",
         f"{MOST_OBJECTS:,}",
     )

@@ -113,7 +113,7 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
     memory.watch([] if first is None else first.tensors())
     allowance = find_allowance(memory, budget, headroom)
     for warning in allowance.warnings:
-        logger.warning("autobatch: map: %s", warning)
+        logger.warning("map: %s", warning)
     runner = PieceRunner(
         (lambda piece: call_model(fn, piece)) if isinstance(fn, nn.Module) else fn,
         modules,
@@ -226,4 +226,4 @@ class _Progress:
     def __call__(self, event: Event) -> None:
         if time.monotonic() - self._written >= 1 or isinstance(event, PieceRetried):
             self._written = time.monotonic()
-            sys.stderr.write(f"{event}\n")
+            sys.stderr.write(f"autobatch: {event}\n")

@@ -80,7 +80,7 @@ def warn_once(cause: str, message: str) -> None:
     """Log a warning, unless this process has already warned of this cause."""
     if cause not in _warned:
         _warned.add(cause)
-        logger.warning("autobatch: %s", message)
+        logger.warning("%s", message)
 
 
 def cause_of(error: Exception) -> str:

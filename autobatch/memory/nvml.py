@@ -172,4 +172,4 @@ def _text(value: Any) -> str:
 def _log_once(reason: str) -> None:
     if not _logged.is_set():
         _logged.set()
-        logger.info("autobatch: who else holds memory of the GPU is not fully known: %s", reason)
+        logger.info("who else holds memory of the GPU is not fully known: %s", reason)

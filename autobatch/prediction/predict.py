@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,8 @@ from autobatch._wrappers import unwrap_model, unwrap_optimizer
 from autobatch.batch.example import find_example
 from autobatch.batch.layout import Layout
 from autobatch.errors import InvalidArgument
+from autobatch.events import Hook, StageBegan, emit
+from autobatch.events.progress import progress_hooks
 from autobatch.plan import Plan
 from autobatch.planning.curve import MemoryCurve, fit_curve
 from autobatch.planning.planner import balance
@@ -75,6 +77,7 @@ def predict(
     scaler: bool = False,
     what_if: bool = False,
     all_cards: bool = False,
+    progress: bool = True,
 ) -> Prediction:
     """What one training step would need on a card, and what fits there; nothing is run and no card is needed.
 
@@ -101,6 +104,7 @@ def predict(
         scaler: Whether the loss will be scaled by a ``GradScaler``.
         what_if: Whether to trace other ways to do the same step too, which takes some times as long.
         all_cards: Whether ``cards`` has every card that is known, not just the common ones.
+        progress: One line a trace on stderr, when that is a terminal.
 
     Returns:
         The prediction.
@@ -121,6 +125,7 @@ def predict(
         "scaler": scaler,
         "what_if": what_if,
         "all_cards": all_cards,
+        "progress": progress,
     }
     for name, switch in switches.items():
         check_switch(name, switch)
@@ -131,6 +136,7 @@ def predict(
     workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer))
     example = find_example(model, batch, shares[0], has_own_step=step is not None)
     circumstances = Circumstances(scaler=scaler, parallelism=parallelism)
+    hooks = progress_hooks(progress=progress)
     sizing, proof = _find_sizing(
         workload,
         example.layout,
@@ -140,13 +146,14 @@ def predict(
         margin=float(margin),
         expandable_segments=expandable_segments,
         all_cards=all_cards,
+        hooks=hooks,
     )
     explained = (run_apart(lambda: explain_loss(workload, example.layout)),) if workload.step is default_step else ()
     warnings = (*explain_choice(gpu), *example.warnings, *explained, *warn_of_no_optimizer(workload))
     prediction = _predict(workload, example.layout, sizing, proof, warnings, all_cards=all_cards)
     if parallelism is not None:
         prediction = _share(prediction, parallelism, shares, model)
-    changes = try_changes(workload, example.layout, sizing, circumstances) if what_if else ()
+    changes = try_changes(workload, example.layout, sizing, circumstances, hooks) if what_if else ()
     seconds = time.perf_counter() - started
     plan = prediction.plan and prediction.plan.model_copy(update={"seconds": seconds})
     return prediction.model_copy(update={"changes": changes, "seconds": seconds, "plan": plan})
@@ -162,16 +169,18 @@ def _find_sizing(
     margin: float,
     expandable_segments: bool,
     all_cards: bool,
+    hooks: Sequence[Hook],
 ) -> tuple[Sizing, Proof]:
     """Trace the step, estimate it, and trace it once more at the size that fits; ``share``: samples of the rank."""
 
     def prove(sizing: Sizing) -> tuple[Sizing, Proof]:
         """While it is traced, the tables are made for the first time: half a second that this process has."""
         return prove_sizing(
-            sizing, workload, layout, circumstances, lambda now: (now.points(), now.cards(every=all_cards))
+            sizing, workload, layout, circumstances, lambda now: (now.points(), now.cards(every=all_cards)), hooks=hooks
         )
 
     model = workload.model
+    emit(StageBegan(stage="tracing the step"), hooks)
     # As ``fit``, one sample is tried where it is doubtful: beside the trace, which takes most of the time.
     is_doubtful = share > 1 and (may_refuse_one_sample(model) or not model.training)  # traced in train mode
     with begin_apart(lambda: find_smallest(workload, layout)) if is_doubtful else nullcontext() as ask_smallest:

@@ -78,7 +78,7 @@ def expect_largest(
     try:
         return _expect(workload, layout, limit_bytes, sizes, first)
     except Exception as error:  # noqa: BLE001 - trials need no expectation, so nothing about it may stop them
-        _log.debug("autobatch: nothing is expected of the first trial: %s", error)
+        _log.debug("nothing is expected of the first trial: %s", error)
         return Expectation()
 
 

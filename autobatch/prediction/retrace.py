@@ -7,12 +7,14 @@ of 128 takes the same at 2 and at 67.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from autobatch._formatting import plural
 from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
+from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.sizing import Sizing
@@ -82,6 +84,8 @@ def prove_sizing(
     layout: Layout,
     circumstances: Circumstances,
     meanwhile: Callable[[Sizing], object] = lambda _: None,
+    *,
+    hooks: Sequence[Hook] = (),
 ) -> tuple[Sizing, Proof]:
     """The same on an estimate that has been put to the test at the size that it leads to.
 
@@ -91,9 +95,11 @@ def prove_sizing(
         layout: Of the example batch.
         circumstances: Of the step.
         meanwhile: Called while another process traces: what it asks is remembered, and mostly asked again afterwards.
+        hooks: Called before each trace.
     """
 
     def check(estimate: Estimate, size: int) -> Timeline | None:
+        emit(StageBegan(stage=f"tracing the step at {plural(size, 'sample')}"), hooks)
         with begin_apart(
             lambda: check_timeline(estimate.timeline, workload, layout, size, circumstances)
         ) as await_timeline:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autobatch.batch.layout import Layout
 from autobatch.errors import CannotPredict
+from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.record import Change
 from autobatch.prediction.retrace import check_timeline, prove_sizing
@@ -48,7 +49,9 @@ class _Way(NamedTuple):
     circumstances: Circumstances
 
 
-def try_changes(workload: Workload, layout: Layout, sizing: Sizing, circumstances: Circumstances) -> tuple[Change, ...]:
+def try_changes(
+    workload: Workload, layout: Layout, sizing: Sizing, circumstances: Circumstances, hooks: Sequence[Hook] = ()
+) -> tuple[Change, ...]:
     """Each change that the step allows, the one that saves most at the judged size first, those that fail last."""
     estimate, size = sizing.estimate, sizing.judged
     before = estimate.reserved(size)
@@ -73,7 +76,11 @@ def try_changes(workload: Workload, layout: Layout, sizing: Sizing, circumstance
     ways = [*_traced_ways(workload, circumstances)]
     if not estimate.expandable_segments:
         ways.append(_Way("expandable segments", "", workload, circumstances))
-    return tuple(sorted(map(judge, ways), key=lambda change: (bool(change.failed), -change.saved_bytes)))
+    changes = []
+    for number, way in enumerate(ways, start=1):
+        emit(StageBegan(stage=f"what if: {way.name} ({number} of {len(ways)})"), hooks)
+        changes.append(judge(way))
+    return tuple(sorted(changes, key=lambda change: (bool(change.failed), -change.saved_bytes)))
 
 
 def _traced_ways(workload: Workload, usual: Circumstances) -> Iterator[_Way]:

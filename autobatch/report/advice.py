@@ -115,6 +115,7 @@ def explain_refusal(
     limit_bytes: int,
     budget_bytes: int,
     device: DeviceInfo,
+    *,
     savings: Collection[Saving] = (),
 ) -> str:
     """Why nothing fits: where memory ended, how much was held, who else is on the device, what would help.

@@ -141,7 +141,7 @@ class Update:
             for scheduler in self.schedulers:
                 scheduler.step()
         except Exception as error:
-            _LOG.warning("autobatch: %s: %s", type(error).__name__, _UPDATED)
+            _LOG.warning("%s: %s", type(error).__name__, _UPDATED)
             add_note(error, _UPDATED)
             raise
 

@@ -116,7 +116,7 @@ CALLS = {
     },
     **{
         f"predict({name}={show_value(value)})": lambda name=name, value=value: predict(**{name: value})
-        for name in ("expandable_segments", "scaler", "what_if")
+        for name in ("expandable_segments", "scaler", "what_if", "progress")
         for value in SWITCHES
     },
     **{f"FakeDevice(measures={show_value(v)})": lambda v=v: fake(measures=v) for v in SWITCHES},

@@ -68,7 +68,8 @@ SIGNATURES = {
     "headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True "
     "progress=True share='equal' timeout=None",
     "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 world_size=None "
-    "data_parallel=None gpu=None margin=0.1 expandable_segments=False scaler=False what_if=False all_cards=False",
+    "data_parallel=None gpu=None margin=0.1 expandable_segments=False scaler=False what_if=False all_cards=False "
+    "progress=True",
     "verify": "model batch step=None weigh=None * lengths=None device=None",
     "Runner": "plan model step optimizer * weigh=None lengths=None device=None cut=None scaler=None max_grad_norm=None "
     "scheduler=None hooks=() keep=() backward=None enforce='auto' timeout=None",

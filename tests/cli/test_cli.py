@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from pathlib import Path
 
@@ -331,6 +331,29 @@ def test_verbose_says_what_happens_on_the_way(ask):
     assert Plan.model_validate_json(text)
     assert "autobatch: trial of " in error
     assert ask("fit", "train_it:make", "--target", "64")[2] == ""
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("own_logging", ["", "logging.basicConfig(level=logging.DEBUG)", "logging.basicConfig()"])
+def test_no_line_is_there_twice(own_logging, here, tmp_path):
+    """On a terminal, where progress is shown too, and whatever logging the user's own module sets up on import."""
+    source = (here / "train_it.py").read_text()
+    (here / "train_it.py").write_text(f"import logging\n{own_logging}\n{source}")
+    main, terminal = os.openpty()
+    command = [sys.executable, "-m", "autobatch", "fit", "train_it:make", "--target", "64", "--verbose", "--no-reuse"]
+    ran = subprocess.Popen(command, stdout=terminal, stderr=terminal, cwd=here)
+    os.close(terminal)
+    text = b""
+    with suppress(OSError):  # the end, on Linux
+        while part := os.read(main, 4096):
+            text += part
+    os.close(main)
+    assert ran.wait() == 0
+    ours = [line for line in text.decode().splitlines() if "autobatch" in line]
+    trials = [line for line in ours if "trial of " in line]
+    assert len(trials) == len(set(trials)) == len({line.partition("trial of ")[2].split()[0] for line in trials}) > 0
+    assert len([line for line in ours if "64 = " in line]) == 1
+    assert not [line for line in ours if line.count("autobatch:") > 1]
 
 
 def test_a_plan_of_another_version_is_reported_and_left_out(here, ask, monkeypatch):

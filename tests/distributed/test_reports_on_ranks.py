@@ -165,4 +165,4 @@ def test_a_retry_on_one_rank_is_seen_on_all():
     assert first[2] == []
     [retried] = second[2]
     assert (retried.rank, retried.world_size) == (1, 2)
-    assert str(retried).startswith("autobatch: rank 1 of 2: step 1 ran out of memory at 12 samples")
+    assert str(retried).startswith("rank 1 of 2: step 1 ran out of memory at 12 samples")

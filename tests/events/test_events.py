@@ -21,6 +21,7 @@ from autobatch.events import (
     PlanRefused,
     Retried,
     SizeChanged,
+    StageBegan,
     StepFailed,
     StepFinished,
     SteppedTwice,
@@ -64,41 +65,44 @@ MAPPED = MapFinished(
 
 EVENTS = [
     pytest.param(
+        StageBegan(stage="tracing the step at 67 samples"), logging.DEBUG, "tracing the step at 67 samples", id="stage"
+    ),
+    pytest.param(
         TrialFinished(trial=TRIAL, limit_bytes=20 * GIB),
         logging.DEBUG,
-        "autobatch: trial of 43 samples: fits, peak 18.0 GiB of 20.0 GiB, 0.32 s",
+        "trial of 43 samples: fits, peak 18.0 GiB of 20.0 GiB, 0.32 s",
         id="trial",
     ),
     pytest.param(
         TrialFinished(trial=Trial(micro_batch_size=1, outcome="oom", seconds=0.1), limit_bytes=0),
         logging.DEBUG,
-        "autobatch: trial of 1 sample: oom, 0.10 s",
+        "trial of 1 sample: oom, 0.10 s",
         id="trial where memory cannot be measured",
     ),
-    pytest.param(PlanMade(summary="autobatch: 256 = 6 x 43"), logging.INFO, "autobatch: 256 = 6 x 43", id="plan"),
+    pytest.param(PlanMade(summary="256 = 6 x 43"), logging.INFO, "256 = 6 x 43", id="plan"),
     pytest.param(
         PlanRecalled(plan_id="5f3a", micro_batch_size=43),
         logging.INFO,
-        "autobatch: plan 5f3a of an earlier run is for this step: one trial of 43 samples has to confirm it",
+        "plan 5f3a of an earlier run is for this step: one trial of 43 samples has to confirm it",
         id="remembered plan",
     ),
     pytest.param(
         PlanRefused(plan_id="5f3a", reason="43 samples ran out of memory this time"),
         logging.INFO,
-        "autobatch: plan 5f3a of an earlier run is not reused: 43 samples ran out of memory this time; searching anew",
+        "plan 5f3a of an earlier run is not reused: 43 samples ran out of memory this time; searching anew",
         id="remembered plan that does not serve",
     ),
     pytest.param(
         RETRIED,
         logging.WARNING,
-        "autobatch: step 120 ran out of memory at 43 samples and runs again with at most 22; "
+        "step 120 ran out of memory at 43 samples and runs again with at most 22; "
         "3.0 GiB of 8.0 GiB held by others and us after clean-up; OutOfMemoryError: CUDA out of memory.",
         id="retry",
     ),
     pytest.param(
         BatchDiffers(step=3, samples=200, planned=256),
         logging.WARNING,
-        "autobatch: step 3 was given 200 samples, planned 256: use runner.run(loader), or batch_size=256",
+        "step 3 was given 200 samples, planned 256: use runner.run(loader), or batch_size=256",
         id="batch of another size",
     ),
     pytest.param(
@@ -111,60 +115,59 @@ EVENTS = [
     pytest.param(
         PlanDiffers(plan_id="5f3a", differences=("the optimizer was AdamW, and now is SGD",)),
         logging.WARNING,
-        "autobatch: plan 5f3a is not of this training: the optimizer was AdamW, and now is SGD; its sizes may not fit, "
+        "plan 5f3a is not of this training: the optimizer was AdamW, and now is SGD; its sizes may not fit, "
         "so run fit() again",
         id="another optimizer",
     ),
     pytest.param(
         SizeChanged(step=9, old_size=86, new_size=43, reason="less is free"),
         logging.WARNING,
-        "autobatch: from step 9 on at most 43 samples in a micro-batch, before 86: less memory is free than that size "
-        "needs",
+        "from step 9 on at most 43 samples in a micro-batch, before 86: less memory is free than that size needs",
         id="smaller between two steps",
     ),
     pytest.param(
         SizeChanged(step=30, old_size=43, new_size=52, reason="grown back"),
         logging.INFO,
-        "autobatch: from step 30 on at most 52 samples in a micro-batch, before 43: the last steps had no trouble and "
+        "from step 30 on at most 52 samples in a micro-batch, before 43: the last steps had no trouble and "
         "enough memory is free",
         id="grown back",
     ),
     pytest.param(
         StepSkipped(step=4, samples=8),
         logging.WARNING,
-        "autobatch: step 4 was skipped: nothing counts in its 8 samples, so it has no mean; parameters, optimizer "
+        "step 4 was skipped: nothing counts in its 8 samples, so it has no mean; parameters, optimizer "
         "and scheduler are as before",
         id="skipped",
     ),
     pytest.param(
         GradientsFound(step=2),
         logging.WARNING,
-        "autobatch: step 2 began with gradients from before, which are part of its update; if they were used already, "
+        "step 2 began with gradients from before, which are part of its update; if they were used already, "
         "call optimizer.zero_grad() before runner.step()",
         id="gradients from before",
     ),
     pytest.param(
         StepFailed(step=4, reason="DoesNotFit: no room for one sample", out_of_memory=True),
         logging.DEBUG,
-        "autobatch: step 4 failed: DoesNotFit: no room for one sample",
+        "step 4 failed: DoesNotFit: no room for one sample",
         id="failed step",
     ),
     pytest.param(
         FINISHED,
         logging.DEBUG,
-        "autobatch: step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB",
+        "step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB",
         id="step",
     ),
     pytest.param(
         StepFinished(step=0, micro_batch_sizes=(4,), retries=0, peak_bytes=512, seconds=0.0),
         logging.DEBUG,
-        "autobatch: step 0: 1 micro-batch of at most 4, 0 retries, peak 512 bytes",
+        "step 0: 1 micro-batch of at most 4, 0 retries, peak 512 bytes",
         id="step in one piece",
     ),
     pytest.param(
         FINISHED.model_copy(update={"rank": 1, "world_size": 2, "ranks": RANKS}),
         logging.DEBUG,
-        "autobatch: rank 1 of 2: step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB; the slowest rank was 0 "
+        "rank 1 of 2: step 7: 3 micro-batches of at most 86, 1 retry, peak 5.0 GiB; the slowest rank was 0 "
         "with 0.500 s by itself",
         id="step of several ranks",
     ),
@@ -178,27 +181,26 @@ EVENTS = [
     pytest.param(
         PieceFinished(samples=8, samples_done=10, peak_bytes=GIB, budget_bytes=2 * GIB, seconds=0.126),
         logging.DEBUG,
-        "autobatch: map: 8 samples, 10 done, peak 1.0 GiB of 2.0 GiB, 0.13 s",
+        "map: 8 samples, 10 done, peak 1.0 GiB of 2.0 GiB, 0.13 s",
         id="piece",
     ),
     pytest.param(
         PieceRetried(samples=64, used_bytes=GIB, budget_bytes=2 * GIB, reason="OutOfMemoryError: CUDA out of memory."),
         logging.WARNING,
-        "autobatch: map ran out of memory at 64 samples, which are run again in smaller pieces; 1.0 GiB of 2.0 GiB "
+        "map ran out of memory at 64 samples, which are run again in smaller pieces; 1.0 GiB of 2.0 GiB "
         "held after clean-up; OutOfMemoryError: CUDA out of memory.",
         id="retried piece",
     ),
     pytest.param(
         MAPPED,
         logging.INFO,
-        "autobatch: map: 3000 samples in 13 pieces of 2 to 287 on NVIDIA L4; peak 1.0 GiB of 2.0 GiB; 0 out of memory, "
-        "2.0 s",
+        "map: 3000 samples in 13 pieces of 2 to 287 on NVIDIA L4; peak 1.0 GiB of 2.0 GiB; 0 out of memory, 2.0 s",
         id="map",
     ),
     pytest.param(
         MAPPED.model_copy(update={"samples": 0, "pieces": 0, "smallest": 0, "largest": 0, "peak_bytes": 0}),
         logging.INFO,
-        "autobatch: map: 0 samples in 0 pieces on NVIDIA L4; 0 out of memory, 2.0 s",
+        "map: 0 samples in 0 pieces on NVIDIA L4; 0 out of memory, 2.0 s",
         id="map of nothing",
     ),
 ]
@@ -227,7 +229,7 @@ def test_each_event_is_one_log_line(event: Event, level: int, line: str, caplog:
 def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     """Below a warning, a program that has not set up logging sees nothing on its own streams."""
     emit(FINISHED)
-    emit(PlanMade(summary="autobatch: 256 = 6 x 43"))
+    emit(PlanMade(summary="256 = 6 x 43"))
     assert capfd.readouterr() == ("", "")
 
 

@@ -76,7 +76,7 @@ def test_the_second_fit_costs_one_trial(caplog):
 
 SCRIPT = """
 import logging, sys, torch
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s", stream=sys.stdout)
 sys.path.insert(0, sys.argv[1])
 from test_reuse import make
 import autobatch

@@ -97,7 +97,7 @@ def test_a_shortage_costs_one_piece(caplog):
     assert set(seen.values()) == {1}
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2  # 30 samples, then 15, of which 9 fit
-    assert lines[0].startswith("autobatch: map ran out of memory at 30 samples, which are run again in smaller pieces")
+    assert lines[0].startswith("map ran out of memory at 30 samples, which are run again in smaller pieces")
 
 
 def test_generators_are_as_if_nothing_had_failed():

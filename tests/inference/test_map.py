@@ -394,7 +394,7 @@ def test_what_is_not_searched_is_named_once(caplog):
     assert set(model.calls) == {(False, False, False)}  # it is nearer
     [text] = [record.getMessage() for record in caplog.records if "objects" in record.getMessage()]
     assert text == (
-        "autobatch: map: fn reaches more than 10,000 objects, and the rest was not searched for modules: any there "
+        "map: fn reaches more than 10,000 objects, and the rest was not searched for modules: any there "
         "keeps its mode, also train mode; pass the module itself as fn, hold fewer objects beside it, or call .eval() "
         "on it"
     )
@@ -504,9 +504,7 @@ def test_the_log_says_what_was_done(caplog):
     caplog.set_level("INFO", logger="autobatch")
     run(double, INPUTS)
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith(
-        "autobatch: map: 37 samples in 8 pieces of 2 to 5 on fake device; peak 500 bytes of 500 bytes"
-    )
+    assert line.startswith("map: 37 samples in 8 pieces of 2 to 5 on fake device; peak 500 bytes of 500 bytes")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

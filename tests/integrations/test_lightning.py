@@ -316,7 +316,7 @@ def test_a_metric_that_is_reset_in_some_batches_only_is_named(first, caplog):
     train(
         module=with_metrics(step, own=torchmetrics.classification.MulticlassAccuracy(4, average="micro")), attached={}
     )
-    assert caplog.text.count("autobatch: Net logs 'own' of a metric that it resets in training_step") == 1
+    assert caplog.text.count("Net logs 'own' of a metric that it resets in training_step") == 1
     assert "which is no mean" not in caplog.text
 
 

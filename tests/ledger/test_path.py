@@ -94,7 +94,7 @@ def test_a_warning_is_logged_once_a_process_and_cause(caplog, monkeypatch):
     monkeypatch.setattr(database, "_warned", set())
     for cause, message in [("a", "first"), ("a", "second"), ("b", "third")]:
         warn_once(cause, message)
-    assert [record.getMessage() for record in caplog.records] == ["autobatch: first", "autobatch: third"]
+    assert [record.getMessage() for record in caplog.records] == ["first", "third"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import autobatch
 from autobatch.errors import DoesNotFit
-from autobatch.records import Trial
+from autobatch.records import DeviceInfo, Trial
+from autobatch.report.advice import explain_refusal
+from autobatch.step.savings import find_savings
 
 CHECKPOINTING, AUTOCAST, SHORT = "activation checkpointing", "autocast", "16-bit parameters"
 
@@ -120,14 +122,11 @@ def test_a_refusal_advises_what_is_not_on(name):
 
 def test_short_parameters_are_not_advised_to_those_who_have_them():
     """In no phase in which memory can end."""
-    from autobatch.records import DeviceInfo  # noqa: PLC0415
-    from autobatch.report.advice import explain_refusal  # noqa: PLC0415
-
     device = DeviceInfo(kind="cpu", name="CPU", total_bytes=100)
     for phase in ("forward", "backward", "gradients", "optimizer state", "update"):
         for resident in (0, 50):
             trial = Trial(micro_batch_size=1, outcome="oom", ended_in=phase, resident_bytes=resident)
-            text = explain_refusal(trial, "it ended", 40, 40, device, {SHORT})
+            text = explain_refusal(trial, "it ended", 40, 40, device, savings={SHORT})
             assert "parameters in bfloat16" not in text
             assert advised(text.partition("what would help")[2].replace("activation checkpointing would not", "")) <= {
                 CHECKPOINTING
@@ -136,8 +135,6 @@ def test_short_parameters_are_not_advised_to_those_who_have_them():
 
 def test_the_flag_of_a_compiled_transformers_model_counts():
     """Its modules are not looked at while it runs, since it would be compiled again."""
-    from autobatch.step.savings import find_savings  # noqa: PLC0415
-
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
     )

@@ -184,7 +184,7 @@ class _BatchSizes:
             reason = describe_error(error)
         calls.undo()
         _log.warning(
-            "autobatch: %s() with a batch size of %d: %s; begins with %d instead, and goes down where memory ends",
+            "%s() with a batch size of %d: %s; begins with %d instead, and goes down where memory ends",
             self._name,
             size,
             reason,
@@ -194,7 +194,7 @@ class _BatchSizes:
 
     def _end(self, call: Call, size: int) -> Call | None:
         """Keep the size of the call that trained; where memory ended in it after all, the next one."""
-        _log.info("autobatch: %s(): a batch size of %d of at most %d fits", self._name, size, self._size)
+        _log.info("%s(): a batch size of %d of at most %d fits", self._name, size, self._size)
         self._size = size
         if call.ended == "returned":
             return call
@@ -232,7 +232,7 @@ class _BatchSizes:
         failed = self._size
         self._size = int(failed * 0.9) if self._reduce_fn is None else self._next_of_the_users()
         _log.warning(
-            "autobatch: %s() ran out of memory with a batch size of %d; begins again with %d; %s",
+            "%s() ran out of memory with a batch size of %d; begins again with %d; %s",
             self._name,
             failed,
             self._size,

@@ -111,7 +111,7 @@ class KnownNames:
             return
         self._has_warned = True
         _log.warning(
-            "autobatch: %s logs %r, and the few samples that were compared do not show how it is put together: it is "
+            "%s logs %r, and the few samples that were compared do not show how it is put together: it is "
             "the mean over micro-batches, or what reduce_fx= says; log it in each batch, whatever its samples are",
             self.module,
             name,
@@ -125,7 +125,7 @@ class KnownNames:
                 continue
             self._reset.add(key)
             _log.warning(
-                "autobatch: %s logs %r of a metric that it resets in training_step: the first micro-batch's value is "
+                "%s logs %r of a metric that it resets in training_step: the first micro-batch's value is "
                 "of earlier batches, too, and the others' are not; reset it in on_train_batch_end, or log the metric",
                 self.module,
                 key[0],
@@ -271,7 +271,7 @@ def _is_near(one: Any, other: Any, tolerance: float = _TOLERANCE) -> bool:
 
 def _warn_of_value(step: ModuleStep, call: LogCall) -> None:
     _log.warning(
-        "autobatch: %s logs %r, which is no mean, sum, largest or smallest value of its samples: what is logged is the "
+        "%s logs %r, which is no mean, sum, largest or smallest value of its samples: what is logged is the "
         "mean over micro-batches; log a metric of torchmetrics to have the whole batch's",
         type(step.module).__name__,
         call.name,
@@ -293,7 +293,7 @@ def _warn_of_metrics(
     for name in sorted({name.rpartition(".")[0] for name in wrong}):
         kind = type(step.module.get_submodule(name)).__name__
         _log.warning(
-            "autobatch: %s.%s (%s) does not add up over micro-batches: give it samples, or their number as a weight",
+            "%s.%s (%s) does not add up over micro-batches: give it samples, or their number as a weight",
             type(step.module).__name__,
             name,
             kind,

@@ -162,7 +162,7 @@ class Optimization:
             except Exception as error:
                 if was_short or not self._may_run_again(runner, error):
                     raise
-                _log.warning("autobatch: %s; the step is run once more", describe_error(error))
+                _log.warning("%s; the step is run once more", describe_error(error))
             was_short = True
             self._device().reclaim()  # only now, after the ``except`` block, are the failed frames gone
 

@@ -84,7 +84,7 @@ class EvaluationLoss:
                 return
         self.ways = nearest(joined)
         _log.warning(
-            "autobatch: the loss of %s is no mean or sum over samples or labels: that of evaluation batches which run "
+            "the loss of %s is no mean or sum over samples or labels: that of evaluation batches which run "
             "in parts is approximate; with per_device_eval_batch_size=%d they fit whole",
             type(self._trainer).__name__,
             size,
@@ -186,7 +186,7 @@ class EvaluationKinds:
         if texts and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "autobatch: evaluation batches of %s have come in %d kinds: those that differ by a new text in %s only "
+                "evaluation batches of %s have come in %d kinds: those that differ by a new text in %s only "
                 "are one kind from now on, whose parts' losses are put together in one way",
                 type(self._trainer).__name__,
                 len(self._known),

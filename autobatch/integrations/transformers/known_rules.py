@@ -24,7 +24,7 @@ _log = logging.getLogger("autobatch")
 _MOST_TEXTS = 8
 """Values of an entry that is a text, after which it is taken for a file's name or the like; not the next:"""
 _LEFT_OUT = (
-    "autobatch: %s: the text %r of a batch has had %d values, and none has changed how the loss is divided: from now "
+    "%s: the text %r of a batch has had %d values, and none has changed how the loss is divided: from now "
     "on it is not looked at; where the loss depends on it, name it 'dataset_name'"
 )
 DATASET = "dataset_name"

@@ -38,7 +38,7 @@ _MEANS = READINGS[1:]
 OTHERWISE = "; check='warn' trains all the same"
 """What only an error says, not a warning."""
 _NOT_COMPARED = (
-    "autobatch: %s: a batch could not be compared with its parts (%s): it is divided as the last was (%s), and "
+    "%s: a batch could not be compared with its parts (%s): it is divided as the last was (%s), and "
     "later ones are asked, ever more rarely"
 )
 _AS_IF = "; training divides it as if it could be split: {}"
@@ -125,7 +125,7 @@ def find_rule(
     refusal = _refuse(name, nearest[0])
     if check == "raise":
         raise refusal
-    _log.warning("autobatch: %s%s", f"{refusal}".removesuffix(OTHERWISE), _AS_IF.format(candidates[0]))
+    _log.warning("%s%s", f"{refusal}".removesuffix(OTHERWISE), _AS_IF.format(candidates[0]))
     return guess if any(one in nearest[0].unchecked for one in _OF_THE_BATCH) else candidates[0]
 
 
@@ -146,7 +146,7 @@ def _take_values(rule: LossRule, values: LossValues) -> LossRule:
     """A rule that only the values of losses have shown."""
     if not values.explained:
         _log.warning(
-            "autobatch: %s: the loss is no mean and no sum%s", type(rule.step.trainer).__name__, _AS_IF.format(rule)
+            "%s: the loss is no mean and no sum%s", type(rule.step.trainer).__name__, _AS_IF.format(rule)
         )
     return replace(rule, open=_find_open(rule.reading, values.compared), is_tried=values.is_tried)
 

@@ -125,7 +125,7 @@ def collate_largest(loader: Any) -> Any:
         return loader.collate_fn(_pick_largest(looked_at))
     except Exception as error:  # noqa: BLE001 - of the user's own code, which need not be able to do this
         reason = f"{type(error).__name__}: {error}"
-    _log.info("autobatch: the largest samples cannot be collated (%s): the size is found on the first batch", reason)
+    _log.info("the largest samples cannot be collated (%s): the size is found on the first batch", reason)
     return None
 
 

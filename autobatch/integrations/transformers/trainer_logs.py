@@ -137,7 +137,7 @@ class TrainerLogs:
         self.ways[name] = found[0] if found else _SAMPLES
         if not found:
             _log.warning(
-                "autobatch: %s logs %r, which is no mean, sum, largest or smallest value of its samples: what is "
+                "%s logs %r, which is no mean, sum, largest or smallest value of its samples: what is "
                 "logged is the mean over micro-batches",
                 type(self.trainer).__name__,
                 name[1],

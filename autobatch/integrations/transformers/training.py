@@ -143,7 +143,7 @@ class TrainingStep:
         if rule is None:
             self._refuse_differences(name, found)
             rule = self._rules.insist(choose_likeliest(found))
-        _log.info("autobatch: %s: %s", name, rule)
+        _log.info("%s: %s", name, rule)
         return rule
 
     def _refuse_differences(self, name: str, found: Sequence[LossRule]) -> None:
@@ -156,7 +156,7 @@ class TrainingStep:
         if self._options.fit["check"] == "raise":
             raise refusal
         if self._options.fit["check"] == "warn":
-            _log.warning("autobatch: %s", f"{refusal}".removesuffix(OTHERWISE))
+            _log.warning("%s", f"{refusal}".removesuffix(OTHERWISE))
 
     def _entries_of_all(self, model: nn.Module, inputs: Any) -> Sequence[Any]:
         """What tells the kind of each rank's batch."""

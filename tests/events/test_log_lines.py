@@ -1,0 +1,127 @@
+"""Each log line names this package once, however the application has set up logging."""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autobatch
+
+OWN = "logging.getLogger('autobatch')"
+DICT = (
+    "{'version': 1, 'disable_existing_loggers': False, 'handlers': {'h': {'class': 'logging.StreamHandler'}}, 'root': "
+    "{'handlers': ['h']}}"
+)
+SETUPS = {
+    "none": ("", "autobatch: {line}"),
+    "basicConfig": ("logging.basicConfig()", "WARNING:autobatch:{line}"),
+    "debug": ("logging.basicConfig(level=logging.DEBUG)", "WARNING:autobatch:{line}"),
+    "message alone": ("logging.basicConfig(format='%(message)s')", "{line}"),
+    "its own handler": (f"{OWN}.addHandler(logging.StreamHandler())", "{line}"),
+    "both": (f"{OWN}.addHandler(logging.StreamHandler())\n{OWN}.propagate = False\nlogging.basicConfig()", "{line}"),
+    "silence": (f"{OWN}.addHandler(logging.NullHandler())", ""),
+    "dictConfig": (f"import logging.config\nlogging.config.dictConfig({DICT})", "{line}"),
+}
+EMIT = """
+from autobatch.events import SizeChanged, StepFailed, emit
+emit(SizeChanged(step=4, old_size=86, new_size=43, reason="less is free"))
+"""
+LINE = "from step 4 on at most 43 samples in a micro-batch, before 86: less memory is free than that size needs"
+
+
+@pytest.mark.parametrize("order", ["before the import", "after it"])
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_warning_is_one_line_that_names_its_source_once(setup, order):
+    """Without any set-up the name is in front, as Python's last resort would print the message alone."""
+    code, expected = SETUPS[setup]
+    parts = ["import logging", code, "import autobatch", EMIT]
+    if order == "after it":
+        parts = ["import autobatch", "import logging", code, EMIT]
+    ran = subprocess.run([sys.executable, "-c", "\n".join(parts)], capture_output=True, text=True, check=True)
+    lines = [line for line in ran.stderr.splitlines() if not line.startswith("DEBUG:")]
+    assert lines == ([expected.format(line=LINE)] if expected else [])
+    assert ran.stdout == ""
+
+
+def test_no_message_begins_with_the_name_of_its_logger():
+    """In the whole package: what is passed to a logger, or is a template for it, is the message alone."""
+    methods = {"debug", "info", "warning", "error", "exception", "critical", "log"}
+    for path in Path(autobatch.__file__).parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and getattr(call.func, "attr", "") in methods:
+                texts = [one.value for one in ast.walk(call) if isinstance(one, ast.Constant)]
+                assert not [text for text in texts if str(text).startswith("autobatch: ")], (path, call.lineno)
+
+
+def test_a_process_without_stderr_goes_on():
+    """As one that pythonw has started."""
+    code = f"import sys\nsys.stderr = None\nimport autobatch\n{EMIT}\nprint('done')"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "done\n"
+
+
+class Screen(io.StringIO):
+    """A terminal, or a file, in place of stderr."""
+
+    def __init__(self, is_terminal=True):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+
+
+def lines_of(call, monkeypatch, **screen):
+    """What the call has shown."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", Screen(**screen))
+        call()
+        return sys.stderr.getvalue().splitlines()
+
+
+def job():
+    """A model, its batch and its step."""
+    model = nn.Sequential(nn.Linear(8, 4))
+    return model, torch.arange(64.0).reshape(8, 8), lambda model, batch: model(batch).square().mean()
+
+
+def test_fit_shows_its_check_on_a_terminal(monkeypatch):
+    """It takes as long as several trials; progress=False leaves that out too, and so does what is no terminal."""
+    model, batch, step = job()
+
+    def shown(is_terminal=True, **options):
+        def call():
+            autobatch.fit(model, 8, batch=batch, step=step, reuse=False, **options)
+
+        return lines_of(call, monkeypatch, is_terminal=is_terminal)
+
+    *trials, check = shown()
+    assert trials
+    assert all(line.startswith("autobatch: trial of ") for line in trials)
+    assert check.startswith("autobatch: comparing")
+    assert len(shown(check=None)) == len(trials)
+    assert shown(progress=False) == []
+    assert shown(is_terminal=False) == []
+
+
+@pytest.mark.predicts
+def test_predict_shows_each_trace_on_a_terminal(monkeypatch):
+    """Also each other way to do the step, with how many there are; progress=False leaves that out."""
+    model, batch, step = job()
+    found = []
+
+    def shown(**options):
+        def call():
+            found.append(autobatch.predict(model, batch, step, gpu="24GiB", target_batch=16, **options))
+
+        return lines_of(call, monkeypatch)
+
+    first, *others = shown(what_if=True)
+    ways = [line for line in others if " what if: " in line]
+    assert "trac" in first
+    assert {change.name for change in found[0].changes} == {line.split(": ", 2)[2].rpartition(" (")[0] for line in ways}
+    assert [line.rpartition("(")[2] for line in ways] == [f"{n} of {len(ways)})" for n in range(1, len(ways) + 1)]
+    assert shown(progress=False) == []
