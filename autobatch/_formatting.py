@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from autobatch._bounds import is_one_line
 
-__all__ = ["format_bytes", "name_type", "plural", "show_value", "spell", "with_article"]
+__all__ = ["describe_fields", "format_bytes", "name_type", "plural", "show_value", "spell", "with_article"]
 
 _LONGEST_VALUE = 80  # characters of a value in a message, which is one line
 _LONGEST_INT = 10**40
+_LONGEST_FIELD = 40  # characters of a value in a record's repr
+_LONGEST_REPR = 150
 
 _VOWEL_SOUND = re.compile(
     r"[FHLMNRSX](?=[A-Z0-9]|$)"  # spelt letter by letter, as in SGD and LBFGS
@@ -69,3 +72,27 @@ def show_value(value: Any) -> str:
     if len(text) > _LONGEST_VALUE and isinstance(value, str | bytes):
         text = f"{text[: _LONGEST_VALUE - 3]}..."
     return text if len(text) <= _LONGEST_VALUE and is_one_line(text) else name_type(value)
+
+
+def describe_fields(kind: str, fields: Iterable[tuple[str, Any]]) -> str:
+    """``Trial(micro_batch_size=43, outcome='fits', peak_reserved=18.0 GiB, ...)``, in one line that is never long."""
+    line = f"{kind}("
+    for name, value in fields:
+        shown = f"{name}={_show_field(name, value)}"
+        if len(line) + len(shown) > _LONGEST_REPR:
+            return f"{line}...)"
+        line += f"{shown}, "
+    return f"{line.removesuffix(', ')})"
+
+
+def _show_field(name: str, value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool) and ("bytes" in name or "peak" in name):
+        return format_bytes(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = repr(value)
+    if len(text) <= _LONGEST_FIELD and is_one_line(text):
+        return text
+    if isinstance(value, str):
+        return f"{text[: _LONGEST_FIELD - 4]}...'"
+    return f"<{len(value)}>" if isinstance(value, tuple | list | dict | set) else f"{type(value).__name__}(...)"

@@ -50,6 +50,10 @@ class Plan(PlanRecord):
         """The plan in one line."""
         return summarise_plan(self)
 
+    def __repr__(self) -> str:
+        """The same line, in a REPL too."""
+        return str(self)
+
     def explain(self) -> str:
         """All that is known as text: trials, curve, where the memory goes, what would help, warnings."""
         return explain_plan(self)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autobatch._bounds import LISTED, SHORTEST, Bytes, Count, Flag, Ratio, Samples, Seconds, Text, is_one_line
-from autobatch._formatting import plural
+from autobatch._formatting import describe_fields, plural
 
 __all__ = [
     "DeviceInfo",
@@ -41,6 +41,12 @@ class Record(BaseModel):
     """A frozen value: compared by content, refused when it holds an undeclared field."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    def __repr__(self) -> str:
+        """One line: fields that have their default are left out, and long ones only counted."""
+        fields = type(self).model_fields
+        shown = ((name, value) for name, value in self if fields[name].repr and value != fields[name].get_default())
+        return describe_fields(type(self).__name__, shown)
 
 
 def spell_invalid(error: ValidationError) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from autobatch._formatting import describe_fields
 from autobatch.events.rank_step import RankStep
 from autobatch.events.runner_events import step_metrics
 
 __all__ = ["StepResult"]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class StepResult:
     """One committed step.
 
@@ -73,6 +75,22 @@ class StepResult:
             gradient_norm=gradient_norm,
             samples=samples,
         )
+
+    def __repr__(self) -> str:
+        """One line; it reads the loss, which waits for the device."""
+        sizes = Counter(self.micro_batch_sizes)
+        fields = {
+            "loss": float(self.loss),
+            "micro_batch_sizes": " + ".join(f"{count} x {size}" for size, count in sizes.items()),
+            "retries": self.retries,
+            "peak_bytes": self.peak_bytes,
+            "seconds": self.seconds,
+            "skipped": self.skipped,
+            "aux": tuple(one for one in self.aux if one is not None),
+            "ranks": self.ranks,
+        }
+        always = {"loss", "micro_batch_sizes", "retries"}
+        return describe_fields("StepResult", ((name, one) for name, one in fields.items() if one or name in always))
 
     def metrics(self) -> dict[str, int | float | torch.Tensor]:
         """Numbers for any tracker.

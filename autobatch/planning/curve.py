@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 from pydantic import AfterValidator, Field, Strict
 
 from autobatch._bounds import LONGEST_LIST, Bytes
+from autobatch._formatting import format_bytes
 from autobatch.errors import InvalidArgument
 from autobatch.records import Record, Trial
 
@@ -74,6 +75,11 @@ class MemoryCurve(Record):
     reserved: _Knots
     allocated_floor: Bytes = 0
     reserved_floor: Bytes = 0
+
+    def __repr__(self) -> str:
+        """``MemoryCurve(2: 1.1 GiB, 43: 18.7 GiB)``: reserved bytes at the ends."""
+        ends = [self.reserved[0][0], self.reserved[-1][0]]
+        return f"MemoryCurve({', '.join(f'{size}: {format_bytes(self.peak_reserved(size))}' for size in ends)})"
 
     def peak_allocated(self, n: int) -> int:
         """Bytes in tensors at once with micro-batches of ``n`` samples, rounded up."""

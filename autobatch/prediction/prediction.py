@@ -24,6 +24,25 @@ class Prediction(PredictionRecord):
         """The prediction in one line."""
         return text.summarise_prediction(self)
 
+    def __repr__(self) -> str:
+        """The same line, in a REPL too."""
+        return str(self)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """That of ``plan``; 0 where not even one sample fits."""
+        return self.plan.micro_batch_size if self.plan else 0
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Those of ``plan``; empty where not even one sample fits."""
+        return self.plan.micro_batch_sizes if self.plan else ()
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Those of ``plan``; 0 where not even one sample fits."""
+        return self.plan.accumulation_steps if self.plan else 0
+
     def explain(self) -> str:
         """The whole story as text: what fits, where the memory goes, what would help, all cards."""
         return text.explain_prediction(self)

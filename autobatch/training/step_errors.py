@@ -40,6 +40,8 @@ def check_plan(plan: Any, weigh: Any) -> None:
         InvalidArgument: It cannot be used.
     """
     if not isinstance(plan, Plan):
+        if isinstance(getattr(plan, "plan", None), Plan) or type(plan).__name__ == "Prediction":
+            raise InvalidArgument(f"plan is {name_type(plan)}: pass prediction.plan, which is None if nothing fits")
         raise InvalidArgument(f"plan is {name_type(plan)}: pass what fit() returned, or Plan.load(path)")
     if plan.weighed and weigh is None:
         raise InvalidArgument("the plan was made with weigh=, and this Runner has none: pass the same weigh= to both")
