@@ -17,7 +17,7 @@ import card_memory
 import card_search
 import card_workspaces
 import torch
-from machine import describe_machine
+from machine import describe_card, describe_machine, is_simulated
 from tables import show_goals, write_part
 
 __all__ = ["write_chapter"]
@@ -28,13 +28,13 @@ _PAGE = Path(__file__).resolve().with_name("RESULTS.md")
 def write_chapter() -> str:
     """All tables, measured now."""
     tables = [card_search.measure(), card_memory.measure(), card_workspaces.measure()]
+    nothing = ", which computes nothing (`tests/card`)" if is_simulated() else ""
     where = (
         f"Measured by `python benchmarks/card.py` with torch {torch.__version__}, whose own caching allocator runs "
-        f"here, on {torch.cuda.get_device_name()}; on a machine without a card that is one that stands in for it and "
-        f"computes nothing (`tests/card`). Machine: {describe_machine()}."
+        f"here, on {describe_card(torch.cuda.get_device_name())}{nothing}. Machine: {describe_machine()}."
     )
     lines = [
-        "# On CUDA's allocator",
+        f"# On CUDA's allocator{', with a simulated card' if is_simulated() else ''}",
         where,
         show_goals(tables),
         *(str(table).rstrip() for table in tables),

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import child
 import torch
 from card_models import TRAININGS, Training
+from machine import describe_card
 from tables import Table
 from torch import nn
 
@@ -112,15 +113,16 @@ def _show(cells: Sequence[Cell]) -> Table:
         (cell.model, str(cell.size), cell.segments, f"{cell.reserved:,}", f"{cell.error:+.1%}" if cell.error else "0")
         for cell in cells
     ]
+    card = describe_card(torch.cuda.get_device_name())
     errors = [abs(cell.error) for cell in cells]
     exact = sum(cell.predicted_reserved == cell.reserved for cell in cells)
     explanation = (
-        f"Two optimizer steps of two micro-batches on {torch.cuda.get_device_name()} with torch {torch.__version__}. "
+        f"Two optimizer steps of two micro-batches on {card} with torch {torch.__version__}. "
         f"Of {len(cells)} cells {exact} are exact; the error is {statistics.mean(errors):.2%} in the mean and "
         f"{max(errors):.1%} at most."
     )
     columns = ("model", "samples", "segments", "reserved, bytes", "predicted")
-    return Table("Reserved on a card, beside the prediction", explanation, columns, rows)
+    return Table(f"Reserved on {card}, beside the prediction", explanation, columns, rows)
 
 
 def measure(models: Sequence[str] = tuple(TRAININGS), sizes: Sequence[int] = _SIZES) -> Table:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import child
 from card_models import TRAININGS
+from machine import is_simulated
 from tables import Goal, Table, judge
 from torch.utils._pytree import tree_map
 
@@ -175,7 +176,8 @@ def _show(searches: Sequence[Search]) -> Table:
         Goal("the largest size that runs", "all", f"{largest} of {len(searches)}", judge(largest == len(searches))),
     )
     columns = ("model", "card", "found", "trials", "out of memory", "after it", "tried", "runs")
-    return Table("The search on small cards", explanation, columns, rows, goals)
+    title = f"The search on small {'simulated ' if is_simulated() else ''}cards"
+    return Table(title, explanation, columns, rows, goals)
 
 
 def _main() -> None:

@@ -1,6 +1,6 @@
 """The machine that a benchmark ran on, in words.
 
-Covers what times depend on. Does not cover GPUs, on which nothing here has run.
+A card that is only simulated (tests/card) is called so wherever its name is written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["describe_machine"]
+__all__ = ["describe_card", "describe_machine", "is_simulated"]
 
 
 def describe_machine() -> str:
@@ -21,6 +21,16 @@ def describe_machine() -> str:
     return (
         f"{_read_processor()}, {usable} cores, torch on {torch.get_num_threads()} thread(s){load}, {platform.system()}"
     )
+
+
+def is_simulated() -> bool:
+    """Whether the card stands in for a real one and computes nothing (tests/card/run)."""
+    return "libcard.so" in os.environ.get("LD_PRELOAD", "")
+
+
+def describe_card(name: str) -> str:
+    """``a simulated A100-SXM4-40GB``, or the name of a card that is there."""
+    return f"a simulated {name.removeprefix('NVIDIA ')}" if is_simulated() else name
 
 
 def _read_processor() -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 import accuracy
 import child
 import lengths
+import machine
 import models
 import peaks
 import peers
@@ -373,3 +375,24 @@ def test_what_others_leave_behind_is_what_the_page_says():
     shown = [line for line in ran.stdout.splitlines() if line.startswith(("| ", "The Trainer", "64 samples"))]
     assert len(shown) == 2 + 2 + 2 + 3 + 2
     assert [line for line in shown if line not in RESULTS] == []
+
+
+NOT_COMPUTED = re.compile(r"(?<!simulated )(?<!a simulated )\b(NVIDIA )?(A100|H100|L4|T4)\b")
+
+
+def test_a_card_that_computed_nothing_is_called_simulated():
+    """In every line of the chapter that the stand-in card has made, its titles and tables included."""
+    page = Path(machine.__file__).with_name("RESULTS.md").read_text(encoding="utf-8")
+    chapter = page.partition("<!-- card -->")[2].partition("<!-- ")[0]
+    assert "which computes nothing" in chapter
+    for line in chapter.splitlines():
+        assert not NOT_COMPUTED.search(line), line
+        if line.startswith("#"):
+            assert "simulated" in line
+
+
+@pytest.mark.parametrize(("preloaded", "name"), [("/venv/card/libcard.so", "a simulated A100"), ("", "NVIDIA A100")])
+def test_a_name_says_whether_its_card_is_there(preloaded, name, monkeypatch):
+    """What the next page is made with."""
+    monkeypatch.setenv("LD_PRELOAD", preloaded)
+    assert machine.describe_card("NVIDIA A100") == name
