@@ -230,7 +230,7 @@ def _cudnn_lines(prediction: PredictionRecord) -> Iterator[str]:
     elif prediction.has_convolutions:
         yield (
             f"what cuDNN takes for convolutions follows a rule, as none is installed that could be asked "
-            f"(in a checkout: pip install ".[cudnn]"): {FAMILIES_REASON}"
+            f"(in a checkout: pip install '.[cudnn]'): {FAMILIES_REASON}"
         )
 
 
