@@ -134,6 +134,17 @@ def _class_of(length: int) -> int:
     return round(_CLASSES_PER_HALF * math.log2(length)) if length else -1
 
 
+def count_dataset(batch: Any) -> int:
+    """How many samples a dataset has, by itself or in a loader; 0 for a stream and for what is a batch."""
+    dataset = getattr(batch, "dataset", None) if isinstance(batch, DataLoader) else batch
+    if not is_source(batch) or isinstance(dataset, IterableDataset):
+        return 0
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return 0
+
+
 def is_source(batch: Any) -> bool:
     """Whether it is a ``Dataset`` or ``DataLoader`` to draw samples from, and no batch.
 

@@ -17,6 +17,7 @@ from torch import nn
 from autobatch._arguments import check_micro_batches
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
+from autobatch.batch.largest import count_dataset
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
@@ -190,7 +191,9 @@ def fit(
                     checked = _check(found, division, said, check, batch)
                     plans.append(_describe_own(found, division).model_dump())
             memory.reclaim()
-    plan = _make_plan(found, division, division.read_plans(plans), checked, time.perf_counter() - started)
+    plan = _make_plan(
+        found, division, division.read_plans(plans), checked, time.perf_counter() - started, count_dataset(batch)
+    )
     ledger.remember(plan)
     emit(
         PlanMade(
@@ -276,7 +279,13 @@ def _describe_own(found: SizeSearch, division: Division) -> RankPlan:
 
 
 def _make_plan(
-    found: SizeSearch, division: Division, plans: Sequence[RankPlan], checked: Checked, seconds: float
+    found: SizeSearch,
+    division: Division,
+    plans: Sequence[RankPlan],
+    checked: Checked,
+    seconds: float,
+    *,
+    dataset_samples: int,
 ) -> Plan:
     """The plan of this rank, which has what each runs; ``plans`` of one rank are its own alone."""
     wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
@@ -318,4 +327,5 @@ def _make_plan(
         lengths=found.sizes,
         padding=found.samples.padding if found.samples else Padding(),
         savings=found.savings,
+        dataset_samples=dataset_samples,
     )

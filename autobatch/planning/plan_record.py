@@ -74,6 +74,7 @@ class PlanRecord(Record):
             shortest first; then sizes elsewhere (``micro_batch_size``, ``micro_batch_sizes``...) are those of the worst
             step, in which all samples are as long as the longest that was tried. Empty without.
         padding: Where the padding of batches is, by which they are trimmed.
+        dataset_samples: Samples in the dataset that ``fit`` was given, or in its loader's; 0 for a batch or a stream.
         savings: What the step does already to save memory, as far as its first run showed.
         identity: What the model and the optimizer are recognised by, so that a runner can warn of others; ``None`` in a
             plan that was written by hand without it.
@@ -117,6 +118,7 @@ class PlanRecord(Record):
     ranks: Annotated[tuple[RankPlan, ...], LISTED] = ()
     lengths: Annotated[tuple[SizeAtLength, ...], LISTED] = ()
     padding: Padding = Field(default_factory=Padding)
+    dataset_samples: Count = 0
     savings: Annotated[tuple[Saving, ...], LISTED] = ()
 
     def __hash__(self) -> int:

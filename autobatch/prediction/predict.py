@@ -7,8 +7,9 @@ is traced (``tracing``), what the allocator makes of it (``estimate``), nor what
 from __future__ import annotations
 
 import numbers
+import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -56,6 +57,8 @@ MARGIN_REASON = "at which 2.8 % of 363 published peaks were above the prediction
 """Why it is as much as it is: ``make accuracy``, in benchmarks/RESULTS.md."""
 
 _MODULES = 10
+_INDEX = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+"""Of a module in a container, in its path."""
 _HELD = "held by the allocator beside them"
 _NOT_TRACED = "the step was not traced at the predicted size, which follows from other sizes"
 _NEVER_RAN = "predicted: this size has never run; fit() on the card would try it"
@@ -219,7 +222,7 @@ def _predict(
         judged_size=judged,
         peak_bytes=estimate.reserved(judged) + sizing.gpu.context_bytes,
         breakdown=_as_parts(breakdown),
-        modules=_as_parts(estimate.by_module(judged).most_common(_MODULES)),
+        modules=_as_parts(_group_alike(estimate.by_module(judged))),
         per_sample_bytes=per_sample.tensor_bytes(judged + 1) - per_sample.tensor_bytes(judged),
         context_bytes=sizing.gpu.context_bytes,
         margin=sizing.margin,
@@ -245,6 +248,20 @@ def _share(prediction: Prediction, parallelism: Parallelism, shares: tuple[int, 
         "plan": prediction.plan and prediction.plan.model_copy(update=ranks),
     }
     return prediction.model_copy(update={**ranks, **own})
+
+
+def _group_alike(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """The largest groups of modules that have the same place in blocks and as many bytes, then all others as one."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, count in by_module.items():
+        groups.setdefault((_INDEX.sub("*", name), count), []).append(name)
+    ordered = sorted(groups.items(), key=lambda group: -group[0][1] * len(group[1]))
+    shown = ordered if len(ordered) <= _MODULES else ordered[: _MODULES - 1]
+    for (place, count), names in shown:
+        yield (f"{place} ({len(names)} alike)" if len(names) > 1 else names[0]), count * len(names)
+    if others := [(count, names) for (_, count), names in ordered[len(shown) :]]:
+        number = sum(len(names) for _, names in others)
+        yield f"{number} other modules", sum(count * len(names) for count, names in others)
 
 
 def _as_parts(named: Iterable[tuple[str, int]]) -> tuple[Part, ...]:

@@ -113,7 +113,8 @@ class PredictionRecord(Record):
         breakdown: What the allocator holds at the peak: tensors by kind and the workspaces of cuBLAS and cuDNN, the
             largest first; last what it holds beside them, as sizes are rounded up and other moments of the step need
             other blocks. ``"aux"`` is what the step returns beside its loss, of all micro-batches.
-        modules: The ten modules that most of the tensors at the peak belong to.
+        modules: The modules that most of the tensors at the peak belong to, in at most ten entries: those that have the
+            same place in blocks and as many bytes are one (``"layers.*.mlp (32 alike)"``), and the last is all others.
         per_sample_bytes: What one more sample adds to the peak in tensors alone, before anything is rounded; 0 where
             that peak is in the optimizer's step.
         context_bytes: What CUDA takes outside the allocator on this card.

@@ -60,7 +60,7 @@ def explain_prediction(prediction: PredictionRecord) -> str:
             *_section(f"Its tensors at {size}, by module", _part_lines(module_rows(prediction))),
             *_section("Memory by size", _point_lines(prediction)),
             *_section("What would help", _change_lines(prediction)),
-            *_section(title_cards(prediction), _card_lines(prediction)),
+            *_section(title_cards(prediction), _few_card_lines(prediction)),
             *_section("How sure this is", _wrapped(_trust_lines(prediction))),
             *_section("Warnings", _wrapped(f"! {warning}" for warning in prediction.warnings)),
         ]
@@ -160,7 +160,12 @@ def _part_lines(parts: Iterable[tuple[Bytes, str]]) -> Iterator[str]:
 def _point_lines(prediction: PredictionRecord) -> Iterator[str]:
     chosen = prediction.plan.micro_batch_size if prediction.plan else 0
     yield f"{'size':>8}{'allocated':>14}{'reserved':>14}{'process':>14}"
-    for size, *peaks in point_rows(prediction):
+    rows, before = [*point_rows(prediction)], ""
+    for size, *peaks in rows:
+        held = format_bytes(peaks[1])
+        if held == before and size not in {chosen, rows[-1][0]}:  # says nothing more
+            continue
+        before = held
         mark = "   <- the plan" if size == chosen else ""
         yield f"{size:>8}{''.join(f'{format_bytes(peak):>14}' for peak in peaks)}{mark}"
     more = prediction.per_sample_bytes
@@ -190,6 +195,22 @@ def _describe_change(change: Change) -> Iterator[str]:
         return
     saved = format_bytes(change.saved_bytes) if change.saved_bytes else "no change"
     yield f"{saved:>12}{change.micro_batch_size or 'none':>14}   {name_change(change)}"
+
+
+def _few_card_lines(prediction: PredictionRecord) -> Iterator[str]:
+    """A row for each card that says something; smaller ones that take nothing and larger ones that take all are named.
+
+    Of both the nearest has its row, and so has the card that was asked for.
+    """
+    cards = by_memory(prediction)
+    none = [card.gpu for card in cards if not card.micro_batch_size][:-1]
+    whole = [card.gpu for card in cards if card.micro_batch_size == prediction.share][1:]
+    kept = [card for card in cards if card.gpu == prediction.gpu.name or card.gpu not in {*none, *whole}]
+    yield from _card_lines(prediction.model_copy(update={"cards": tuple(kept)}))
+    left = {card.gpu for card in cards} - {card.gpu for card in kept}
+    for names, what in ((none, "not even one sample fits"), (whole, f"all {prediction.share} at once, too")):
+        if found := [name for name in names if name in left]:
+            yield from wrap(f"{what}: {', '.join(found)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> Iterator[str]:

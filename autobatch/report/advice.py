@@ -124,6 +124,7 @@ def explain_refusal(
     does already, which would be no advice.
     """
     phase = trial.ended_in or "forward"
+    advice: Sequence[str]
     subject, advice, no_use = (
         f"a micro-batch of {plural(trial.micro_batch_size, 'sample')} does not fit on {device.name}",
         _PASSES,

@@ -15,7 +15,7 @@ from autobatch.events.run_history import Run, StepRange
 from autobatch.planning.curve import MemoryCurve
 from autobatch.planning.plan_record import PlanRecord
 from autobatch.report.advice import advise, tenant_lines
-from autobatch.report.breakdown import draw_bar, memory_parts
+from autobatch.report.breakdown import chosen_trial, draw_bar, memory_parts
 from autobatch.report.ranks import rank_section, run_rank_section
 from autobatch.report.sections import UNKNOWN, Bytes, Cell, Section, Table, ends, known
 
@@ -125,6 +125,7 @@ def _trial_table(plan: PlanRecord) -> Table:
     if plan.lengths:
         headings = (*headings, "length")
     note = "Each trial: two micro-batches accumulated with optimizer state resident, then the optimizer's step."
+    epoch = _describe_epoch(plan)
     ended = ("Where memory ended (oom), peaks are what was reached before.",) if plan.out_of_memory_trials else ()
     rows = (
         (
@@ -137,7 +138,24 @@ def _trial_table(plan: PlanRecord) -> Table:
         )
         for trial in plan.trials
     )
-    return Table(headings, tuple(rows), (note, *ended))
+    return Table(headings, tuple(rows), (note, *epoch, *ended))
+
+
+def _describe_epoch(plan: PlanRecord) -> tuple[str, ...]:
+    """How long all samples of the dataset take at the measured rate, where both are known."""
+    trial = chosen_trial(plan)
+    rate = trial.samples_per_second if trial else 0.0
+    if not plan.dataset_samples or not rate:
+        return ()
+    own = plan.dataset_samples * sum(plan.micro_batch_sizes) / plan.target_batch
+    return (f"An epoch of {plan.dataset_samples} samples takes about {_spell_time(own / rate)} at this size.",)
+
+
+def _spell_time(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.2g} {unit}" if seconds < 10 * size else f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0.1):.1f} s"
 
 
 def breakdown_table(plan: PlanRecord) -> Table:

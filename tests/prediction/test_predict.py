@@ -90,7 +90,9 @@ def test_where_the_memory_goes_adds_up(prediction):
     parameters = sum(p.nbytes for p in GPT(layers=3).parameters())
     assert kinds["parameter"] == parameters
     assert 2 * parameters <= kinds["optimizer state"] <= 2.1 * parameters
-    assert len(prediction.modules) == 10
+    names = [part.name for part in prediction.modules]
+    assert 1 < len(names) == len({*names}) <= 10
+    assert any(name.endswith("alike)") for name in names)
     assert prediction.per_sample_bytes > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -101,24 +102,39 @@ def test_lines_fit_a_window(any_prediction):
 
 
 def test_every_card_has_its_line(any_prediction):
-    """With what stands in the record; a nominal total is marked, and the mark is explained."""
-    judged = any_prediction.judged_size
-    header, *lines = section(any_prediction, "On common cards")
-    legend, *untraced = [line for line in lines if line.strip().startswith("*") or "was traced" in line]
-    lines = [line for line in lines if line not in {legend, *untraced}]
-    text = f"  {judged} was traced, if nothing else is said; other sizes follow from fewer samples"
-    assert untraced == ([text] if len({card.micro_batch_size for card in any_prediction.cards}) > 1 else [])
+    """In the table of cards alone: with what stands in the record; a nominal total is marked and explained."""
+    header, *lines = any_prediction.explain_cards().splitlines()[1:]
     shown = {re.split(r"  +", line.strip())[0]: line for line in lines}
-    assert legend == "  * its memory is a nominal figure"
+    assert "* its memory is a nominal figure" in any_prediction.explain_cards()
     for card in any_prediction.cards:
         line = shown[card.gpu if card.measured else f"{card.gpu} *"]
-        words = line.removesuffix("   <- this one").split()
         fit = f"{card.micro_batch_size} {card.accumulation_steps} {format_bytes(card.peak_bytes)}"
-        assert " ".join(words).endswith(
+        assert " ".join(line.split()).endswith(
             f"{format_bytes(card.total_bytes)} {fit if card.micro_batch_size else 'none - -'}"
         )
-        assert len(line.removesuffix("   <- this one")) == len(header)
-    assert len(shown) == len(any_prediction.cards)
+        assert len(line) == len(header)
+
+
+def test_the_story_has_a_row_for_cards_that_say_something(any_prediction):
+    """Larger ones that take all, and smaller ones that take nothing, are only named; each card is there once."""
+    _, *lines = section(any_prediction, "On common cards")
+    rows = [line for line in lines if re.search(r"\d  +(\d+|none)  +", line)]
+    whole = [line for line in rows if re.search(rf" {any_prediction.share}  +1 ", line) and "this one" not in line]
+    none = [line for line in rows if " none " in line and "this one" not in line]
+    assert len(whole) <= 1
+    assert len(none) <= 1
+    text = " ".join(" ".join(lines).replace(" *", "").split())
+    for card in any_prediction.cards:
+        assert card.gpu in text
+    assert len(lines) < len(any_prediction.cards)
+
+
+def test_the_table_of_sizes_has_no_row_that_says_nothing(any_prediction):
+    """As many bytes held as the row above has are no news, unless it is the plan's or the last."""
+    _, *lines, _ = section(any_prediction, "Memory by size")
+    held = [re.split(r"  +", line.strip())[2] for line in lines]
+    for row, (above, here) in enumerate(pairwise(held), start=1):
+        assert above != here or "<- the plan" in lines[row] or row == len(lines) - 1
 
 
 def test_where_all_cards_were_asked_for_the_title_says_so(split):
