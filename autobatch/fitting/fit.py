@@ -192,7 +192,12 @@ def fit(
                     plans.append(_describe_own(found, division).model_dump())
             memory.reclaim()
     plan = _make_plan(
-        found, division, division.read_plans(plans), checked, time.perf_counter() - started, count_dataset(batch)
+        found,
+        division,
+        division.read_plans(plans),
+        checked,
+        time.perf_counter() - started,
+        dataset_samples=count_dataset(batch),
     )
     ledger.remember(plan)
     emit(
