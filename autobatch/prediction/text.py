@@ -210,7 +210,9 @@ def _few_card_lines(prediction: PredictionRecord) -> Iterator[str]:
     left = {card.gpu for card in cards} - {card.gpu for card in kept}
     for names, what in ((none, "not even one sample fits"), (whole, f"all {prediction.share} at once, too")):
         if found := [name for name in names if name in left]:
-            yield from wrap(f"{what}: {', '.join(found)}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            unbroken = ", ".join(name.replace(" ", "\0") for name in found)
+            lines = wrap(f"{what}: {unbroken}", _WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            yield from (line.replace("\0", " ") for line in lines)
 
 
 def _card_lines(prediction: PredictionRecord, mark: str = "   <- this one") -> Iterator[str]:

@@ -123,9 +123,8 @@ def test_the_story_has_a_row_for_cards_that_say_something(any_prediction):
     none = [line for line in rows if " none " in line and "this one" not in line]
     assert len(whole) <= 1
     assert len(none) <= 1
-    text = " ".join(" ".join(lines).replace(" *", "").split())
     for card in any_prediction.cards:
-        assert card.gpu in text
+        assert any(card.gpu in line for line in lines)
     assert len(lines) < len(any_prediction.cards)
 
 
