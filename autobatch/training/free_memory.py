@@ -106,7 +106,7 @@ class FreeMemory:
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "autobatch: %d numbers are trained now, and %d were when the plan was made: whether an update fits is "
+                "%d numbers are trained now, and %d were when the plan was made: whether an update fits is "
                 "estimated from the measured one; run fit() again",
                 trained,
                 self._planned,

@@ -116,7 +116,7 @@ class Optimization:
         if verdict is not None and not verdict.exact and self.plan is not None and self.plan.accumulation_steps > 1:
             if self._options.fit["check"] == "raise":
                 raise InexactSplit(str(verdict))
-            _log.warning("autobatch: %s", verdict)
+            _log.warning("%s", verdict)
         return self.runner
 
     def _compare(self, batch: Any) -> Verdict:
