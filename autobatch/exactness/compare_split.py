@@ -285,7 +285,7 @@ def _find_hidden(measured: Measurement) -> Literal["", "against", "along"]:
             mirror()
             return "along" if _is_inexact(replace(measured.anew(), layout=few), sizes) else ""
     except Exception as error:  # noqa: BLE001 - too little memory, or a step that refuses such values
-        _log.info("autobatch: the check was not repeated with moved parameters: %s", describe_error(error))
+        _log.info("the check was not repeated with moved parameters: %s", describe_error(error))
     return ""
 
 

@@ -76,7 +76,7 @@ def check_update(verdict: Verdict, workload: Workload, layout: Layout, device: D
     except Exception as raised:  # noqa: BLE001 - trials have stepped it: the comparison fails, not the user's step
         reason = describe_error(raised, handled=handled)
         if not is_oom(raised, handled=handled) and not isinstance(raised, DoesNotFit):
-            _log.info("autobatch: the optimizer's update was not compared: %s", reason)
+            _log.info("the optimizer's update was not compared: %s", reason)
         error, reads_samples = 0.0, False
     state.reset_optimizer()  # only now, after the ``except`` block, are the failed run's frames gone
     state.rewind()
@@ -116,7 +116,7 @@ class _Run:
         if error > _TOLERANCE:
             again = self._values_after((self.layout.count,))
             if _distance(parts, whole) <= _REPEATS * _distance(again, whole):
-                _log.info("autobatch: the optimizer's update was not compared: it is another each time")
+                _log.info("the optimizer's update was not compared: it is another each time")
                 return 0.0, False
         return error, self._reads_samples
 

@@ -108,7 +108,7 @@ EVENTS = [
     pytest.param(
         SteppedTwice(step=1, names=("StepLR", "Adam"), calls=("scheduler.step()", "optimizer.step()")),
         logging.WARNING,
-        "autobatch: StepLR and Adam moved between two steps of the Runner, which steps what it was given: remove "
+        "StepLR and Adam moved between two steps of the Runner, which steps what it was given: remove "
         "scheduler.step() and optimizer.step() from the loop",
         id="stepped twice",
     ),
@@ -174,7 +174,7 @@ EVENTS = [
     pytest.param(
         BatchDiffers(step=3, samples=200, planned=32, target_batch=256, can_run=False, rank=3, world_size=8),
         logging.WARNING,
-        "autobatch: rank 3 of 8: step 3 was given 200 samples, planned 32, this rank's share of target_batch=256: use "
+        "rank 3 of 8: step 3 was given 200 samples, planned 32, this rank's share of target_batch=256: use "
         "batch_size=32",
         id="one of several ranks",
     ),

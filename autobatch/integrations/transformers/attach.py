@@ -213,7 +213,7 @@ def _check_loss(trainer: Any, check: Literal["warn", "raise"] | None) -> None:
             if check == "raise":
                 raise InexactSplit(f"{refusal}, which no split makes exact; {advice}; check='warn' trains all the same")
             if check == "warn":
-                _log.warning("autobatch: %s, which no split makes exact; %s", refusal, advice)
+                _log.warning("%s, which no split makes exact; %s", refusal, advice)
 
 
 def _warn_of_few_samples(trainer: Any, target: int) -> None:
@@ -224,8 +224,7 @@ def _warn_of_few_samples(trainer: Any, target: int) -> None:
         return
     if samples < target:
         _log.warning(
-            "autobatch: %s: target_batch=%d is more than the %d samples of the dataset: each step sees these %d; pass "
-            "at most %d",
+            "%s: target_batch=%d is more than the %d samples of the dataset: each step sees these %d; pass at most %d",
             type(trainer).__name__,
             target,
             samples,

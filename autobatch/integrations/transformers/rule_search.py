@@ -145,9 +145,7 @@ def _order_candidates(
 def _take_values(rule: LossRule, values: LossValues) -> LossRule:
     """A rule that only the values of losses have shown."""
     if not values.explained:
-        _log.warning(
-            "%s: the loss is no mean and no sum%s", type(rule.step.trainer).__name__, _AS_IF.format(rule)
-        )
+        _log.warning("%s: the loss is no mean and no sum%s", type(rule.step.trainer).__name__, _AS_IF.format(rule))
     return replace(rule, open=_find_open(rule.reading, values.compared), is_tried=values.is_tried)
 
 
