@@ -114,10 +114,20 @@ def test_the_first_screen_can_be_pasted_into_python(tmp_path: Path) -> None:
     assert set(done.stderr.split()) <= {">>>", "..."}
 
 
+def test_a_reader_with_the_loader_of_the_old_loop_gets_steps_of_the_target(tmp_path: Path) -> None:
+    """Every step on the first screen has 256 samples though the loader's batches have 32, and the log has no warning."""
+    look = "\nassert loader.batch_size == 32\n"
+    look += "print([sum(result.micro_batch_sizes) for result in runner.run(loader)], runner.steps)\n"
+    done = _run_fresh(["-W", "error", "-"], tmp_path, _first_example().code + look)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[256, 256, 256, 256] 8"  # four are the page's own
+    assert done.stderr == ""  # where the logger writes what is a warning or worse
+
+
 def test_the_docs_begin_with_the_readmes_first_screen() -> None:
     """The same sentence, script and output come before everything else on both pages."""
-    assert INDEX.partition("\n```\n\nThis can be")[0] == README.partition("\n```\n\nThis can be")[0]
-    assert _first_example().printed in INDEX.partition("This can be")[0]
+    assert INDEX.partition("\n```\n\nPaste")[0] == README.partition("\n```\n\nPaste")[0]
+    assert _first_example().printed in INDEX.partition("Paste")[0]
 
 
 def test_the_readme_is_short() -> None:
