@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -27,6 +27,7 @@ import autobatch
 from autobatch.testing import tenant
 
 TARGET_BATCH = 256
+LOADER_BATCH = 32  # any size will do
 EPOCHS = 20
 TENANT_SHARE = 0.6  # of the budget, taken half-way
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,7 +47,7 @@ class Run:
     seconds: float
 
 
-def load_batches() -> tuple[Batch, Batch]:
+def load_images() -> tuple[Batch, Batch]:
     """1437 training and 360 test images, 8 x 8, in CPU memory."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16.0, labels, test_size=0.2, random_state=0, stratify=labels)
@@ -77,13 +78,6 @@ def step(model: nn.Module, batch: Batch) -> torch.Tensor:
     return functional.cross_entropy(model(images), labels)
 
 
-def shuffled(batch: Batch, size: int) -> Iterator[Batch]:
-    """One epoch in random order; the last batch is smaller, and its update is its own mean."""
-    order = torch.randperm(len(batch[1]))
-    for chosen in order.split(size):
-        yield batch[0][chosen], batch[1][chosen]
-
-
 @torch.no_grad()
 def accuracy_of(model: nn.Module, batch: Batch) -> float:
     """Share of right answers."""
@@ -99,12 +93,12 @@ def train(name: str, train_set: Batch, test_set: Batch, budget: int | None, tena
     started = time.perf_counter()
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    example = tuple(part[:TARGET_BATCH] for part in train_set)
-    plan = autobatch.fit(model, TARGET_BATCH, batch=example, step=step, optimizer=optimizer, budget=budget)
+    loader = DataLoader(TensorDataset(*train_set), LOADER_BATCH, shuffle=True)
+    runner = autobatch.Runner.fit(model, TARGET_BATCH, batch=loader, step=step, optimizer=optimizer, budget=budget)
+    plan = runner.plan
     print(f"\n{name}\n{plan}")
     for warning in plan.warnings:
         print(f"  ! {warning}")
-    runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer)
     largest_peak = retries = 0
     with ExitStack() as visitors, logging_redirect_tqdm(), tqdm(range(EPOCHS), desc="epochs", file=sys.stderr) as bar:
         for epoch in bar:
@@ -114,8 +108,7 @@ def train(name: str, train_set: Batch, test_set: Batch, budget: int | None, tena
                     file=sys.stderr,
                 )
                 visitors.enter_context(tenant(tenant_bytes, DEVICE))
-            for batch in shuffled(train_set, TARGET_BATCH):
-                result = runner.step(batch)
+            for result in runner.run(loader):  # the last step of an epoch is smaller
                 largest_peak = max(largest_peak, result.peak_bytes)
                 retries += result.retries
             bar.set_postfix(loss=f"{result.loss.item():.3f}", micro_batch=runner.micro_batch_size)
@@ -126,10 +119,8 @@ def train(name: str, train_set: Batch, test_set: Batch, budget: int | None, tena
 def find_tight_budget(train_set: Batch) -> int:
     """40 % of what the whole batch needs, as a plan with all the memory there is has measured it."""
     model = build_model()
-    example = tuple(part[:TARGET_BATCH] for part in train_set)
-    roomy = autobatch.fit(
-        model, TARGET_BATCH, batch=example, step=step, optimizer=torch.optim.AdamW(model.parameters())
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    roomy = autobatch.fit(model, TARGET_BATCH, batch=TensorDataset(*train_set), step=step, optimizer=optimizer)
     return roomy.peak_bytes * 2 // 5
 
 
@@ -138,7 +129,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="  %(name)s: %(message)s")
     # What a plan has to say is printed beneath it; of the log only what makes pieces smaller is to be seen.
     logging.getLogger().handlers[0].addFilter(lambda record: "at most" in record.getMessage())
-    train_set, test_set = load_batches()
+    train_set, test_set = load_images()
     budget = find_tight_budget(train_set)
     whole = train("With all the memory there is:", train_set, test_set, None)
     tight = train(

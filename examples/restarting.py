@@ -30,9 +30,9 @@ torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double().to(device)
 model = DistributedDataParallel(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-plan = autobatch.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)
-runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer)
-sampler = autobatch.ShareSampler(plan, dataset)
+runner = autobatch.Runner.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)
+plan, sampler = runner.plan, autobatch.ShareSampler(runner.plan, dataset)
+loader = DataLoader(dataset, batch_sampler=sampler)
 stateful = {"model": network, "optimizer": optimizer, "sampler": sampler}
 if checkpoint.exists():  # from any number of ranks
     saved = torch.load(checkpoint, map_location=device)
@@ -41,8 +41,7 @@ if checkpoint.exists():  # from any number of ranks
     print(f"rank {plan.rank} of {plan.world_size} goes on with batch {sampler.first_batch} of epoch {sampler.epoch}")
 for epoch in range(sampler.epoch, 3):
     sampler.set_epoch(epoch)
-    for done, batch in enumerate(DataLoader(dataset, batch_sampler=sampler), start=sampler.first_batch + 1):
-        runner.step(batch)
+    for done, _ in enumerate(runner.run(loader), start=sampler.first_batch + 1):
         if plan.rank == 0 and done % 3 == 0:
             state = {"model": network.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "sampler": sampler.state_dict(done)}, part)

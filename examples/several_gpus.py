@@ -26,13 +26,10 @@ torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double().to(device)
 model = DistributedDataParallel(network)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-plan = autobatch.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)  # each rank finds its own size
-runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer)
-sampler = autobatch.ShareSampler(plan, dataset)  # this rank's share of each target batch
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    for batch in DataLoader(dataset, batch_sampler=sampler):
-        result = runner.step(batch)
-if plan.rank == 0:
-    print(f"loss {result.loss:.12f}, weights {sum(p.abs().sum() for p in network.parameters()):.12f}")
+runner = autobatch.Runner.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)  # each rank finds its own size
+sampler = autobatch.ShareSampler(runner.plan, dataset)  # this rank's share of each target batch
+for result in runner.run(DataLoader(dataset, batch_sampler=sampler), epochs=3):
+    loss = result.loss  # of all ranks
+if runner.plan.rank == 0:
+    print(f"loss {loss:.12f}, weights {sum(p.abs().sum() for p in network.parameters()):.12f}")
 distributed.destroy_process_group()

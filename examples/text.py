@@ -3,15 +3,14 @@
     python examples/text.py
 
 Each sample is one function, as bytes. A batch is padded to its longest function, so the loss is a mean over bytes and
-not over samples: ``weigh`` says so, and the pieces of a batch then add up to the gradient of the whole. The loader is
-given to ``fit`` as it is, which tries its longest functions; it yields half a target batch at a time, and
-``step_over`` makes one update of two. All of it inside a budget in which the target batch does not fit.
+not over samples: ``weigh`` counts them, and the micro-batches then add up to the gradient of the whole batch. ``fit``
+tries the loader's longest functions. The loader yields half a target batch at a time, and ``run`` makes one step of
+two. All of it runs inside a budget in which the target batch does not fit.
 """
 
 from __future__ import annotations
 
 import ast
-import itertools
 import logging
 import math
 import sys
@@ -126,12 +125,6 @@ def collate(texts: list[torch.Tensor]) -> Batch:
     )
 
 
-def endless(loader: DataLoader[Batch]) -> Iterator[Batch]:
-    """The loader again and again, shuffled anew each time."""
-    while True:
-        yield from loader
-
-
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, judging: list[torch.Tensor]) -> float:
     """How many bits the model needs for a byte of functions it has never seen; 7 is no idea at all."""
@@ -155,13 +148,12 @@ def find_tight_budget(loader: DataLoader[Batch]) -> int:
 
 
 def train(runner: autobatch.Runner, loader: DataLoader[Batch]) -> list[autobatch.StepResult]:
-    """One update on two batches of the loader, so many times."""
-    batches = endless(loader)
+    """Run this many steps, over as many passes as they need."""
     results = []
     with tqdm(range(STEPS), desc="steps", file=sys.stderr) as bar:
-        for _ in bar:
-            results.append(runner.step_over(itertools.islice(batches, TARGET_BATCH // LOADER_BATCH)))
-            bar.set_postfix(loss=f"{results[-1].loss.item():.3f}")
+        for _, result in zip(bar, runner.run(loader, epochs=STEPS, drop_last=True), strict=False):
+            results.append(result)
+            bar.set_postfix(loss=f"{result.loss.item():.3f}")
     return results
 
 
@@ -170,15 +162,18 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="  %(name)s: %(message)s")
     started = time.perf_counter()
     learning, judging = load_functions()
-    loader = DataLoader(learning, LOADER_BATCH, shuffle=True, drop_last=True, collate_fn=collate)
+    loader = DataLoader(learning, LOADER_BATCH, shuffle=True, collate_fn=collate)
     budget = find_tight_budget(loader)
     model, optimizer = build_model()
-    plan = autobatch.fit(model, TARGET_BATCH, batch=loader, step=step, optimizer=optimizer, weigh=weigh, budget=budget)
+    runner = autobatch.Runner.fit(
+        model, TARGET_BATCH, batch=loader, step=step, optimizer=optimizer, weigh=weigh, budget=budget
+    )
+    plan = runner.plan
     print(f"{len(learning)} functions to learn from, {len(judging)} to judge by\n{plan}")
     for warning in plan.warnings:
         print(f"  ! {warning}")
     before = bits_per_byte(model, judging)
-    results = train(autobatch.Runner(plan, model, step=step, optimizer=optimizer, weigh=weigh), loader)
+    results = train(runner, loader)
     after = bits_per_byte(model, judging)
     largest_peak = max(result.peak_bytes for result in results)
     print(f"\n{'bits per byte, unseen':<24}{before:>8.2f} -> {after:.2f}")

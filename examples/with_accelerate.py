@@ -23,12 +23,9 @@ torch.manual_seed(0)
 network = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
 model, optimizer = accelerator.prepare(network, optimizer)  # not the loader: its batches would be divided again
-plan = autobatch.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)
-runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer)  # in place of accelerator.backward()
-sampler = autobatch.ShareSampler(plan, dataset)
-for epoch in range(3):
-    sampler.set_epoch(epoch)
-    for batch in DataLoader(dataset, batch_sampler=sampler):
-        result = runner.step(batch)
-accelerator.print(f"loss {result.loss:.12f}, weights {sum(p.abs().sum() for p in network.parameters()):.12f}")
+runner = autobatch.Runner.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)
+loader = DataLoader(dataset, batch_sampler=autobatch.ShareSampler(runner.plan, dataset))
+for result in runner.run(loader, epochs=3):  # in place of accelerator.backward()
+    loss = result.loss
+accelerator.print(f"loss {loss:.12f}, weights {sum(p.abs().sum() for p in network.parameters()):.12f}")
 accelerator.end_training()

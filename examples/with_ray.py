@@ -24,14 +24,12 @@ def train() -> str:
     network = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
     model = ray.train.torch.prepare_model(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    plan = autobatch.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)
-    runner = autobatch.Runner(plan, model, step=step, optimizer=optimizer)
-    sampler = autobatch.ShareSampler(plan, dataset)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        for batch in DataLoader(dataset, batch_sampler=sampler):  # not in prepare_data_loader(): it would share again
-            result = runner.step(batch)
-    return f"loss {result.loss:.12f}, weights {sum(p.abs().sum() for p in network.parameters()):.12f}"
+    runner = autobatch.Runner.fit(model, 256, batch=dataset, step=step, optimizer=optimizer)
+    sampler = autobatch.ShareSampler(runner.plan, dataset)
+    loader = DataLoader(dataset, batch_sampler=sampler)  # not in prepare_data_loader(): it would share again
+    for result in runner.run(loader, epochs=3):
+        loss = result.loss
+    return f"loss {loss:.12f}, weights {sum(p.abs().sum() for p in network.parameters()):.12f}"
 
 
 ray.init(include_dashboard=False)
