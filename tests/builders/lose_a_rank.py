@@ -17,7 +17,7 @@ import autobatch
 
 _is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 _is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-_step = autobatch.Runner.step
+_step, _run = autobatch.Runner.step, autobatch.Runner.run
 
 
 def _kill(*_, **__):
@@ -26,14 +26,24 @@ def _kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _step_until_killed(runner, batch):
+def _kill_in_next_step(runner):
     """In the backward pass: the others are waiting then."""
     if runner.steps == int(_steps):
         torch.Tensor.backward = _kill
+
+
+def _step_until_killed(runner, batch):
+    _kill_in_next_step(runner)
     return _step(runner, batch)
+
+
+def _run_until_killed(runner, loader, **options):
+    for result in _run(runner, loader, **options):
+        yield result
+        _kill_in_next_step(runner)
 
 
 _, _lost, _steps, *sys.argv = sys.argv
 if _is_last and _is_first_start:
-    autobatch.Runner.step = _step_until_killed
+    autobatch.Runner.step, autobatch.Runner.run = _step_until_killed, _run_until_killed
 runpy.run_path(sys.argv[0], run_name="__main__")
