@@ -314,7 +314,7 @@ def test_the_pictures_show_the_numbers_of_their_page() -> None:
     peaks = re.findall(r"\d+\.\d", texts_of("peak.svg"))
     sizes = set(re.findall(r"\b[1-9]\d\d\b", texts_of("retry.svg"))) - {"682"}
     assert len(peaks) >= 4
-    assert len(sizes) >= 3
+    assert len(sizes) >= 2  # before the shortage and after it
     assert all(number in printed for number in (*peaks, *sizes))
 
 
