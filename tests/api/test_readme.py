@@ -115,7 +115,7 @@ def test_the_first_screen_can_be_pasted_into_python(tmp_path: Path) -> None:
 
 
 def test_a_reader_with_the_loader_of_the_old_loop_gets_steps_of_the_target(tmp_path: Path) -> None:
-    """Every step on the first screen has 256 samples though the loader's batches have 32, and the log has no warning."""
+    """Every step on the first screen has 256 samples, though the loader yields 32, and the log has no warning."""
     look = "\nassert loader.batch_size == 32\n"
     look += "print([sum(result.micro_batch_sizes) for result in runner.run(loader)], runner.steps)\n"
     done = _run_fresh(["-W", "error", "-"], tmp_path, _first_example().code + look)
