@@ -212,8 +212,9 @@ def fit(
 
 
 def _make_workload(model: nn.Module, step: Step | None, weigh: Weigh | None, optimizer: Any | None) -> Workload:
+    workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer), "autobatch.fit")
     refuse_sample_gradients(model.named_parameters())
-    return Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer), "autobatch.fit")
+    return workload
 
 
 def _check(found: SizeSearch, division: Division, said: Any, check: Any, batch: Any) -> Checked:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-
-pytest.importorskip("transformers")
-
 from transformers import Trainer, TrainingArguments
 
 from autobatch.errors import InexactSplit
