@@ -44,6 +44,7 @@ __all__ = [
     "count_bytes",
     "count_elements",
     "describe",
+    "dims_of",
     "is_empty",
     "is_one_batch",
     "map_tensors",
@@ -205,6 +206,18 @@ class Layout:
         fields = fields_of(node)
         replaced = [self._replace(child, path + suffix, function) for suffix, child in fields or ()]
         return node if fields is None else with_fields(node, replaced)
+
+
+def dims_of(layout: Layout) -> dict[str, int]:
+    """Return the number of dimensions of each tensor of a batch, by path; tensors in lists of samples are left out."""
+    found, waiting = dict[str, int](), [(ROOT, layout.batch)]
+    while waiting:
+        path, node = waiting.pop()
+        if isinstance(node, torch.Tensor):
+            found[path] = node.ndim
+        elif layout.lists.get(path) != "samples":
+            waiting += [(path + suffix, child) for suffix, child in fields_of(node) or ()]
+    return found
 
 
 def describe(batch: Any, like: Layout | None = None, samples: int | None = None) -> Layout:

@@ -18,6 +18,7 @@ from autobatch._arguments import check_micro_batches
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
 from autobatch.batch.largest import count_dataset
+from autobatch.batch.layout import dims_of
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
@@ -40,7 +41,7 @@ from autobatch.planning.shares import Share
 from autobatch.records import Padding
 from autobatch.state.process_lock import one_at_a_time
 from autobatch.state.training_state import TrainingState
-from autobatch.step.default_step import default_step
+from autobatch.step.default_step import NO_LOSS, default_step
 from autobatch.step.gradient_hooks import refuse_sample_gradients
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
@@ -200,10 +201,11 @@ def fit(
         dataset_samples=count_dataset(batch),
     )
     ledger.remember(plan)
+    no_loss = (NO_LOSS,) if optimizer is not None and NO_LOSS in plan.warnings else ()  # it would train on nothing
     emit(
         PlanMade(
             summary=str(plan).removeprefix("autobatch: "),
-            warnings=checked[1],
+            warnings=(*no_loss, *checked[1]),
             rank=plan.rank,
             world_size=plan.world_size,
         )
@@ -317,6 +319,7 @@ def _make_plan(
         accumulate_in_float32=wanted.accumulate_in_float32,
         verdict=verdict,
         batch_lists=dict(found.example.lists),
+        batch_dims=dims_of(found.example),
         fingerprint=found.fingerprint,
         seconds=seconds,
         version=__version__,

@@ -58,6 +58,7 @@ class PlanRecord(Record):
         verdict: Whether splitting was found to be exact, and the seconds that took; ``None`` where nothing is split, or
             ``check=None``.
         batch_lists: How the lists of the example batch were read, by path: one entry a sample, or fields.
+        batch_dims: Number of dimensions of each tensor of the example batch, by path.
         fingerprint: Identifies what was measured: model, step, batch, optimizer, software, device.
         seconds: How long ``fit`` took.
         version: The autobatch that made it.
@@ -100,6 +101,7 @@ class PlanRecord(Record):
     batch_lists: Annotated[dict[Text, Literal["samples", "fields", "unclear"]], Field(max_length=100_000)] = Field(
         default_factory=dict
     )
+    batch_dims: Annotated[dict[Text, Count], Field(max_length=100_000)] = Field(default_factory=dict)
     fingerprint: Text = ""
     seconds: Seconds = 0.0
     version: Text

@@ -23,7 +23,7 @@ from autobatch._formatting import show_value
 from autobatch._version import __version__
 from autobatch._wrappers import unwrap_model, unwrap_optimizer
 from autobatch.batch.example import find_example
-from autobatch.batch.layout import Layout
+from autobatch.batch.layout import Layout, dims_of
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.events.progress import progress_hooks
@@ -300,6 +300,7 @@ def _make_plan(
         model=type(unwrap_model(workload.model)).__name__,
         weighed=workload.weigh is not None,
         batch_lists=dict(layout.lists),
+        batch_dims=dims_of(layout),
         version=__version__,
         identity=identify_model(workload.model, workload.optimizer),
         # Only where the batch is divided does anybody read what would shrink a sample.

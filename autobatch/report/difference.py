@@ -54,8 +54,8 @@ _WORKLOADS = {
     None: "not known whether this is the same workload: a fingerprint is missing",
 }
 
-_WHOLE = {"batch_lists", "verdict"}
-"""Fields that are compared as one: keys of the first are the user's, and the second is one sentence."""
+_WHOLE = {"batch_lists", "batch_dims", "verdict"}
+"""Fields that are compared as one: keys of the first two are the user's, and the third is one sentence."""
 
 _NOT_FIELDS = {"trials", "curve", "ranks"} | {"id", "made_at", "seconds", "confirms"}
 """What is compared in its own way, and what differs between any two plans and says nothing of what was found."""

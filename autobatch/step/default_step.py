@@ -17,14 +17,16 @@ from autobatch._wrappers import unwrap_model
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidStep
 
-__all__ = ["call_model", "default_step", "explain_default", "find_loss"]
+__all__ = ["NO_LOSS", "call_model", "default_step", "explain_default", "find_loss"]
 
 _Origin = Literal["loss", "scalar", "mean"]
+
+NO_LOSS = "no step= was given and the output holds no loss: the mean of its floats is taken; pass step= to train"
 
 _EXPLANATIONS: dict[_Origin, str] = {
     "loss": "no step= was given: the loss is the output's own .loss",
     "scalar": "no step= was given: the model's scalar output is taken as the loss",
-    "mean": "no step= was given and the output holds no loss: the mean of its floats is taken; pass step= to train",
+    "mean": NO_LOSS,
 }
 
 

@@ -5,7 +5,7 @@ A pass is one iteration over the loader. Nothing is carried from one pass into t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -13,17 +13,17 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from autobatch._formatting import name_type, plural, show_value
-from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch, map_tensors
+from autobatch.batch.layout import Layout, describe, dims_of, is_empty, is_one_batch, map_tensors
 from autobatch.batch.tree import as_leaf
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.distributed.step_agreement import StepAgreement
-from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.state.random_state import RandomState
 
 _COUNT = attrgetter("count")
 
-__all__ = ["Pass", "Progress", "check_loader", "count_samples", "read_together", "set_epoch"]
+__all__ = ["Pass", "Progress", "check_loader", "count_samples", "read_together", "refuse_unlike", "set_epoch"]
 
 
 class Progress:
@@ -32,11 +32,12 @@ class Progress:
     Attributes:
         passes: Number of finished passes.
         samples: Number of this rank's samples that committed steps of the present pass have used.
+        calls: Number of calls of ``run`` that have begun.
     """
 
     def __init__(self) -> None:
         """Nothing has run yet."""
-        self.passes, self.samples = 0, 0
+        self.passes, self.samples, self.calls = 0, 0, 0
         self._is_resumed = False
 
     def resume(self, passes: int, samples: int) -> None:
@@ -47,10 +48,21 @@ class Progress:
         """Yield the epoch of each pass of one call of ``run``: ``None`` where the user sets it."""
         if not self._is_resumed:
             self.passes, self.samples = self.passes if epochs is None else 0, 0
-        self._is_resumed = False
+        self._is_resumed, self.calls = False, self.calls + 1
+        call = self.calls
         for epoch in [None] if epochs is None else range(self.passes, epochs):
             yield epoch
+            self.check_call(call)
             self.passes, self.samples = self.passes + 1, 0
+
+    def check_call(self, call: int) -> None:
+        """Refuse to continue a call of ``run`` after another one has begun: both would count in one place.
+
+        Raises:
+            InvalidStep: Another call has begun.
+        """
+        if call != self.calls:
+            raise InvalidStep("another call of run() has begun since: finish one pass before the next one begins")
 
 
 class Pass:
@@ -130,6 +142,29 @@ def _cut(layout: Layout, start: int, stop: int) -> Layout:
     if any(tensor.requires_grad and tensor.is_leaf for tensor in layout.tensors()):
         taken = map_tensors(taken, lambda tensor: as_leaf(tensor) if tensor.requires_grad else tensor)
     return describe(taken, like=layout, samples=stop - start)
+
+
+def refuse_unlike(layout: Layout, dims: Mapping[str, int]) -> Layout:
+    """Return a batch of a loader, unless no tensor in it stands where one with as many dimensions was in the example.
+
+    Such are single samples, which would be taken for batches, and the tensors of one batch, for several batches.
+
+    Raises:
+        InvalidBatch: There is no such tensor.
+    """
+    found = dims_of(layout)
+    if found and dims and not found.items() & dims.items():
+        raise InvalidBatch(
+            f"run() got a batch unlike the plan's example: {_show(found)} dimensions, and in the example {_show(dims)}; "
+            f"pass a loader of batches, such as DataLoader(dataset, batch_size=32), not of samples; for one batch call "
+            f"step()"
+        )
+    return layout
+
+
+def _show(dims: Mapping[str, int]) -> str:
+    shown = [f"{path} has {count}" for path, count in [*dims.items()][:3]]
+    return ", ".join(shown) + (", ..." if len(dims) > len(shown) else "")
 
 
 def count_samples(layouts: Iterable[Layout]) -> int:

@@ -51,7 +51,15 @@ from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
 from autobatch.training.given_batches import GivenBatches, several
 from autobatch.training.given_cut import GivenCut
-from autobatch.training.loader_steps import Pass, Progress, check_loader, count_samples, read_together, set_epoch
+from autobatch.training.loader_steps import (
+    Pass,
+    Progress,
+    check_loader,
+    count_samples,
+    read_together,
+    refuse_unlike,
+    set_epoch,
+)
 from autobatch.training.loop_watch import SteppedObjects, StepSizes
 from autobatch.training.micro_batches import find_scale, rows_of
 from autobatch.training.optimizer_step import Update, check_options
@@ -265,10 +273,11 @@ class StepRunner:
 
         ``state_dict()`` between two steps says how far the pass has come. After ``load_state_dict()`` the first call of
         ``run`` reads the samples that were used, without running them, restores the random generators to the states
-        that you had set, and continues. Let the loader give the same order again: by ``set_epoch`` and a seed,
-        or a generator that you seed for each pass. A ``ShareSampler`` that was resumed with its own state begins there
-        itself; load no state into other loaders that resume themselves. Every other call begins a new pass, also after
-        a ``break`` or an error.
+        that you had set, and continues. A batch that was used in part is read again: a dataset that draws random
+        numbers as it is read may give its other samples new ones. Let the loader give the same order again: by
+        ``set_epoch`` and a seed, or a generator that you seed for each pass. A ``ShareSampler`` that was resumed with
+        its own state begins there itself; load no state into other loaders that resume themselves. Every other call
+        begins a new pass, also after a ``break`` or an error.
 
         With several ranks each passes its own loader, for as many passes. A rank whose loader has ended takes part in
         the others' last steps without samples. Leave the loop at the same step on every rank.
@@ -286,7 +295,8 @@ class StepRunner:
         Raises:
             InvalidArgument: ``loader`` is a single batch or a dataset, or has fewer samples than the state says were
                 used.
-            InvalidBatch: Samples of a batch cannot be counted or divided.
+            InvalidBatch: Samples of a batch cannot be counted or divided, or the loader yields samples, not batches.
+            InvalidStep: Another call of ``run`` has begun since.
             DoesNotFit: As ``step``.
             CannotRetry: As ``step``.
             RankFailed: Another rank's loader or step has raised an error.
@@ -300,14 +310,19 @@ class StepRunner:
     def _run_passes(self, loader: Iterable[Any], epochs: int | None, *, drop_last: bool) -> Iterator[StepResult]:
         share, progress = sum(self.plan.micro_batch_sizes), self._progress
         for epoch in progress.begin(epochs):
+            call = progress.calls
             if epoch is not None:
                 set_epoch(loader, epoch)
-            reading = Pass(loader, progress, share, self._batches.describe, self._device.torch_device)
+            reading = Pass(loader, progress, share, self._describe_loaded, self._device.torch_device)
             while (batches := self._read_step(reading, drop_last=drop_last)) is not None:
                 result, used = self._run(batches, update=True, is_cut=True), count_samples(batches)
                 progress.samples += used
                 del batches  # while the user has the result, nothing of the step is held
                 yield result
+                progress.check_call(call)
+
+    def _describe_loaded(self, batch: Any) -> Layout:
+        return refuse_unlike(self._batches.describe(batch), self.plan.batch_dims)
 
     def _read_step(self, reading: Pass, *, drop_last: bool) -> list[Layout] | None:
         """This rank's samples of the next step of ``run``; ``None`` where the pass ends, on all ranks at once."""

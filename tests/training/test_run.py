@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from workloads import Plain, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, InvalidStep
 from autobatch.testing import FakeDevice, oom_at
 
 
@@ -587,3 +587,74 @@ def test_errors_of_the_loader_and_of_its_batches_reach_the_user():
         next(steps)
         with pytest.raises(expected):
             next(steps)
+
+
+def make_alike():
+    """Inputs and targets of one shape, which can be joined by mistake."""
+    data = TensorDataset(torch.randn(96, 8), torch.randn(96, 8))
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runner = autobatch.Runner.fit(
+        model,
+        32,
+        batch=DataLoader(data, batch_size=8),
+        step=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        optimizer=optimizer,
+        max_micro_batch=16,
+        reuse=False,
+    )
+    return runner, model, data
+
+
+class Samples(IterableDataset):
+    """Yields single samples."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(self.data)
+
+
+NO_LOADERS = {
+    "one batch as a list": lambda data: next(iter(DataLoader(data, batch_size=32))),
+    "a list of samples": list,
+    "a loader without batches": lambda data: DataLoader(data, batch_size=None),
+    "a stream of samples": Samples,
+    "batches of another structure": lambda data: ({"x": x, "y": y} for x, y in DataLoader(data, batch_size=8)),
+}
+
+
+@pytest.mark.parametrize("make", NO_LOADERS.values(), ids=NO_LOADERS)
+def test_what_yields_no_batches_like_the_example_is_refused(make):
+    """In one line; the rows of a sample, or the tensors of one batch, would be taken for samples."""
+    runner, model, data = make_alike()
+    before = model[0].weight.clone()
+    with pytest.raises((InvalidBatch, InvalidArgument)) as raised:
+        list(runner.run(make(data)))
+    assert "\n" not in str(raised.value)
+    assert torch.equal(model[0].weight, before)
+    assert runner.steps == 0
+
+
+def test_a_call_does_not_continue_after_another_has_begun():
+    """Both would count their samples in one place, and a resumed run would skip the wrong ones."""
+    runner, _, data = make_alike()
+    loader = DataLoader(data, batch_size=8)
+    first = runner.run(loader)
+    next(first)
+    second = runner.run(loader)
+    next(second)
+    with pytest.raises(InvalidStep, match="another call"):
+        next(first)
+    assert runner.state_dict()["pass_samples"] == 32
+    assert len(list(second)) == 2
+
+
+def test_training_on_no_loss_is_a_warning(caplog):
+    """A forgotten step= would train on the mean of the outputs."""
+    data = TensorDataset(torch.randn(64, 8), torch.randint(4, (64,)))
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    autobatch.Runner.fit(model, 32, batch=DataLoader(data, batch_size=8), optimizer=optimizer, reuse=False)
+    assert [record for record in caplog.records if "pass step=" in record.message and record.levelname == "WARNING"]
