@@ -257,11 +257,17 @@ def _group_alike(by_module: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         groups.setdefault((_INDEX.sub("*", name), count), []).append(name)
     ordered = sorted(groups.items(), key=lambda group: -group[0][1] * len(group[1]))
     shown = ordered if len(ordered) <= _MODULES else ordered[: _MODULES - 1]
-    for (place, count), names in shown:
-        yield (f"{place} ({len(names)} alike)" if len(names) > 1 else names[0]), count * len(names)
+    for (_, count), names in shown:
+        yield (f"{_join_names(names)} ({len(names)} alike)" if len(names) > 1 else names[0]), count * len(names)
     if others := [(count, names) for (_, count), names in ordered[len(shown) :]]:
         number = sum(len(names) for _, names in others)
         yield f"{number} other modules", sum(count * len(names) for count, names in others)
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Join names that differ in numbers only: ``blocks.0.mlp.2`` and ``blocks.1.mlp.2`` are ``blocks.*.mlp.2``."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(parts[0] if len({*parts}) == 1 else "*" for parts in columns)
 
 
 def _as_parts(named: Iterable[tuple[str, int]]) -> tuple[Part, ...]:

@@ -155,7 +155,7 @@ def refuse_unlike(layout: Layout, dims: Mapping[str, int]) -> Layout:
     found = dims_of(layout)
     if found and dims and not found.items() & dims.items():
         raise InvalidBatch(
-            f"run() got a batch unlike the plan's example: {_show(found)} dimensions, and in the example {_show(dims)}; "
+            f"run() got a batch unlike the plan's example: {_show(found)} dimensions, in the example {_show(dims)}; "
             f"pass a loader of batches, such as DataLoader(dataset, batch_size=32), not of samples; for one batch call "
             f"step()"
         )

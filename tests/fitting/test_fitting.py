@@ -312,7 +312,7 @@ def test_one_log_line_a_plan(caplog):
     """A fit logs its plan in one line, at INFO, and prints nothing."""
     with caplog.at_level(logging.INFO, logger="autobatch"):
         plan, _ = fit_fake(lambda n: 100 + n, 1000, 256)
-    assert [record.getMessage() for record in caplog.records] == [str(plan)]
+    assert [record.getMessage() for record in caplog.records] == [str(plan).removeprefix("autobatch: ")]
 
 
 def test_progress_is_one_line_a_trial_on_a_terminal(capsys, monkeypatch):
@@ -323,7 +323,7 @@ def test_progress_is_one_line_a_trial_on_a_terminal(capsys, monkeypatch):
     plan, _ = fit_fake(lambda n: 100 + n, 180, 256)
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert len(printed.err.splitlines()) == len(plan.trials)
+    assert len(printed.err.splitlines()) == len(plan.trials) + 1  # and one as the check begins
     fit_fake(lambda n: 100 + n, 180, 256, progress=False)
     assert capsys.readouterr() == ("", "")
 
@@ -552,7 +552,7 @@ def test_an_inexact_split_is_a_warning_in_the_log(caplog):
         plan = autobatch.fit(Everything(), 64, batch=make_batch(8), step=mean_step, max_micro_batch=16)
     [record] = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.getMessage().startswith(str(plan))
+    assert record.getMessage().startswith(str(plan).removeprefix("autobatch: "))
     assert "BatchNorm" in record.getMessage()
 
 
