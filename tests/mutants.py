@@ -2091,10 +2091,10 @@ MUTANTS = (
         ("tests/integrations/test_loss_values.py",),
     ),
     Mutant(
-        "rows that NumPy draws are not the same for all samples",
-        "autobatch/exactness/host_draws.py",
-        "drawn[...] = drawn[:1]",
-        "drawn[...] = drawn",
+        "an array of another shape than the whole's is held still",
+        "autobatch/exactness/sample_numbers.py",
+        "if not is_part or shape == shapes[order]:",
+        "if drawn is drawn:",
         ("tests/exactness/test_host_draws.py",),
     ),
     Mutant(

@@ -1,7 +1,9 @@
 """Makes Python's and NumPy's global generators draw the same for each sample in the whole batch and in any part of it.
 
 Speech models of transformers draw their masks from ``numpy.random``, in a loop over the samples. Functions that were
-imported by their own name before, and generator objects, still draw as they do.
+imported by their own name before, and generator objects, still draw as they do. So does a call that draws an
+array of another shape in a part than in the whole batch: its rows are samples, but arguments that are not seen here may
+depend on the batch. The diagnosis finds that those generators have moved.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -32,8 +35,8 @@ def hold_host_draws(numbers: SampleNumbers) -> Iterator[None]:
     """Replace the functions of ``random`` and ``numpy.random`` that draw, for this thread, until the block ends."""
     with ExitStack() as stack:
         _hold(stack, random, random.Random(0), numbers)
-        numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
-        if numpy is not None:
+        if sys.modules.get("numpy") is not None:
+            numpy = import_module("numpy.random")  # NumPy 2 loads it where a step first names it
             _hold(stack, numpy, numpy.RandomState(0), numbers)
         yield
 
@@ -47,14 +50,15 @@ def _hold(stack: ExitStack, module: ModuleType, own: Any, numbers: SampleNumbers
             setattr(module, name, partial(_draw, function, getattr(own, name), own.seed, numbers))
 
 
-def _draw(shared: Any, own: Any, seed: Any, numbers: SampleNumbers, *args: Any, **kwargs: Any) -> Any:
+def _draw(shared: Any, own: Any, reseed: Any, numbers: SampleNumbers, *args: Any, **kwargs: Any) -> Any:
+    free = partial(shared, *args, **kwargs)
     if not PerSampleRandom.is_active():  # another thread's
-        return shared(*args, **kwargs)
+        return free()
+
+    def draw(seed: int) -> tuple[Any, tuple[int, ...]]:
+        reseed(seed)
+        drawn = own(*args, **kwargs)
+        return drawn, (len(drawn),) if isinstance(drawn, (list, bytes)) else getattr(drawn, "shape", ())
+
     with _disable_current_modes():
-        seed(numbers.seed())
-    drawn = own(*args, **kwargs)
-    if getattr(
-        drawn, "ndim", 0
-    ):  # rows may be samples: which of them is not known, so all get the numbers of the first
-        drawn[...] = drawn[:1]
-    return drawn
+        return numbers.hold(draw, free)

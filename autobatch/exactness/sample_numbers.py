@@ -5,14 +5,15 @@ draws are recorded; a part gets the rows of its own samples: the dimension that 
 holds them. Where a step draws in a loop over its samples, the number of calls grows instead. Covers draws of one row or
 several rows a sample (tokens, heads), of one number in each turn of such a loop, and draws that are shared by all
 samples. Where neither shapes nor calls show which samples a draw is for, all its numbers are equal, so what it shuffles
-is not found. Does not cover how numbers become a distribution (``per_sample_random``).
+is not found. Draws of other generators than torch's are not held still there, so nothing is promised. How numbers
+become a distribution: ``per_sample_random``.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from types import CodeType
 from typing import Any, Literal
@@ -24,9 +25,6 @@ __all__ = ["Order", "SampleNumbers"]
 _ALIKE = 0.31
 """The number that is drawn where all are alike: half a deviation below the mean of a normal distribution, where a
 learned scale still has a gradient, and below 1/2, where a coin shows heads."""
-
-_MANY = 1000
-"""Draws after which a seed that is always the same changes."""
 
 _NEAREST = 1e-6
 """How close to 0 and 1 a number may be: the logarithm of either is infinite."""
@@ -99,11 +97,27 @@ class SampleNumbers:
         numbers = self._numbers(tuple(int(size) for size in shape))
         return numbers.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
-    def seed(self) -> int:
-        """A seed for one draw of another generator: the same for a sample wherever it is, as far as the calls show."""
-        number = float(self._numbers(()))
-        # A loop may wait for another number than the one that is always the same.
-        return int(number * 2**31) + (sum(self._calls.values()) // _MANY if number == _ALIKE else 0)
+    def hold(self, draw: Callable[[int], tuple[Any, _Shape]], free: Callable[[], Any]) -> Any:
+        """What another generator draws: the same for a sample wherever it is.
+
+        Args:
+            draw: Returns what is drawn with a seed, and its shape.
+            free: Draws where neither calls nor shapes show which samples a draw is for. So what depends on it is never
+                found to be exact.
+        """
+        site, call = self._identify()
+        if self._stop and self._is_whole():
+            self._whole.setdefault(site, [])
+        order, shapes = self._order(site, call), self._whole.get(site, [])
+        is_part = self._stop > 0 and not self._is_whole()
+        if self._kinds.get(site) != "alike" and not (is_part and order >= len(shapes)):
+            drawn, shape = draw(self._seed(site, order) % 2**32)
+            if not is_part and call == len(shapes) and self._stop:
+                shapes.append(shape)
+            if not is_part or shape == shapes[order]:
+                return drawn
+        self._failed.add(site)
+        return free()
 
     def _numbers(self, shape: _Shape) -> torch.Tensor:
         site, call = self._identify()
@@ -113,9 +127,7 @@ class SampleNumbers:
             return _in_order(shape, self.ordered)
         kind = self._kinds.get(site, "once")
         if kind != "alike":
-            is_loop = kind == "per sample" and not self._is_whole()
-            calls_a_sample = len(self._whole.get(site, [])) // self.samples if is_loop else 0
-            found = self._cut(site, calls_a_sample * self._start + call, shape)
+            found = self._cut(site, self._order(site, call), shape)
             if found is not None:
                 return found
             self._failed.add(site)
@@ -132,11 +144,20 @@ class SampleNumbers:
             self._calls[site] += 1
         return known
 
+    def _order(self, site: _Site, call: int) -> int:
+        """Which of the whole's draws there it is."""
+        if self._kinds.get(site) != "per sample" or self._is_whole():
+            return call
+        return len(self._whole.get(site, [])) // self.samples * self._start + call
+
+    def _seed(self, site: _Site, order: int) -> int:
+        """By the order of sites, not by their addresses: a second process, and float64, get the same numbers."""
+        sites = self._whole if site in self._whole else {**self._whole, site: []}
+        return [*sites].index(site) * 1_000_003 + order
+
     def _cut(self, site: _Site, order: int, shape: _Shape) -> torch.Tensor | None:
         """This part's rows of what the whole draws there; ``None`` where the shapes do not show them."""
-        # By the order of sites, not by their addresses: a second process, and float64, get the same numbers.
-        sites = self._whole if site in self._whole else {**self._whole, site: []}
-        seed = [*sites].index(site) * 1_000_003 + order
+        seed = self._seed(site, order)
         if not self._stop or self._is_whole():
             return _random(shape, seed)
         shapes = self._whole.get(site, [])
