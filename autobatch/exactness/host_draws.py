@@ -1,9 +1,9 @@
 """Makes Python's and NumPy's global generators draw the same for each sample in the whole batch and in any part of it.
 
 Speech models of transformers draw their masks from ``numpy.random``, in a loop over the samples. Functions that were
-imported by their own name before, and generator objects, still draw as they do. So does a call that draws an
-array of another shape in a part than in the whole batch: its rows are samples, but arguments that are not seen here may
-depend on the batch. The diagnosis finds that those generators have moved.
+imported by their own name before, and generator objects, still draw as they do. So does a call whose array has another
+shape in a part than in the whole batch. Its rows may be samples, but its values may depend on the number of samples
+too, as a permutation's do. The diagnosis finds that those generators have moved.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ draws are recorded; a part gets the rows of its own samples: the dimension that 
 holds them. Where a step draws in a loop over its samples, the number of calls grows instead. Covers draws of one row or
 several rows a sample (tokens, heads), of one number in each turn of such a loop, and draws that are shared by all
 samples. Where neither shapes nor calls show which samples a draw is for, all its numbers are equal, so what it shuffles
-is not found. Draws of other generators than torch's are not held still there, so nothing is promised. How numbers
-become a distribution: ``per_sample_random``.
+is not found. Other generators than torch's draw as in training there. How numbers become a distribution:
+``per_sample_random``.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ class SampleNumbers:
 
         Args:
             draw: Returns what is drawn with a seed, and its shape.
-            free: Draws where neither calls nor shapes show which samples a draw is for. So what depends on it is never
-                found to be exact.
+            free: Draws as in training, where neither calls nor shapes show which samples a draw is for.
         """
         site, call = self._identify()
         if self._stop and self._is_whole():

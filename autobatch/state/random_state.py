@@ -32,7 +32,7 @@ class HostRandomState:
     @classmethod
     def capture(cls) -> HostRandomState:
         """Record both as they are now."""
-        numpy = sys.modules.get("numpy.random")  # a step that never imported it cannot draw from it
+        numpy = sys.modules.get("numpy.random")  # while it is not loaded, nothing has seeded it
         return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
 
     def is_current(self) -> bool:

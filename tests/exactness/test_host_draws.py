@@ -203,7 +203,19 @@ def reordered(model, x):
     return (model.linear(x) * model.linear(x)[order].detach()).mean()
 
 
-@pytest.mark.parametrize("step", [mixed, reordered])
+def weighted(model, x):
+    """Divides what is drawn for each sample by its sum."""
+    drawn = torch.tensor(divided([np.random.rand() for _ in range(len(x))]))
+    return (model.linear(x).square().sum(1) * drawn).sum()
+
+
+def centred(model, x):
+    """Subtracts the mean of what is drawn for each sample."""
+    drawn = torch.tensor([[random.gauss(0, 1)] for _ in range(len(x))])
+    return model.linear(x + drawn - drawn.mean()).square().mean()
+
+
+@pytest.mark.parametrize("step", [mixed, reordered, weighted, centred])
 def test_draws_that_mix_samples_are_still_found(step):
     """Holding them still must not hide that a sample depends on another."""
     batch = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))

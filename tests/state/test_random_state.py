@@ -51,7 +51,7 @@ def test_capturing_draws_nothing():
 
 
 def test_numpy_is_not_imported_for_this(monkeypatch):
-    """A step that never imported NumPy cannot draw from it."""
+    """A generator that is not loaded has no state that a program could have set."""
     monkeypatch.delitem(sys.modules, "numpy.random")
     state = RandomState(CPU)
     assert HostRandomState.capture().numpy is None
