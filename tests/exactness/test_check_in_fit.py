@@ -159,10 +159,10 @@ def test_a_loss_that_is_none_in_a_part_does_not_end_fit():
 
 def test_noise_from_outside_torch_is_a_warning():
     """No cause is made up for it."""
-    import random
+    from random import random  # a name of its own, which is not held still
 
     def step(model, batch):
-        return mean_step(model, (batch[0] * (1 + random.random()), batch[1]))
+        return mean_step(model, (batch[0] * (1 + random()), batch[1]))
 
     plan = fit_unchecked("Python's random", RIGHT["plain"][0], step, None, make_batch(16))
     assert not plan.verdict.causes

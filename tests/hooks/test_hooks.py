@@ -236,20 +236,20 @@ def test_console_writes_above_a_bar(monkeypatch):
         send(hooks.console())
         bar.update(1)
     lines = screen.getvalue().replace("\r", "\n").splitlines()
-    assert str(RETRIED) in lines
-    assert str(CHANGED) in lines
-    assert str(FINISHED) not in lines
+    assert f"autobatch: {RETRIED}" in lines
+    assert f"autobatch: {CHANGED}" in lines
+    assert f"autobatch: {FINISHED}" not in lines
     screen.truncate(0)
     monkeypatch.setitem(sys.modules, "tqdm", None)
     send(hooks.console(logging.DEBUG))
-    assert [str(event) for event in EVENTS] == screen.getvalue().lstrip("\0").splitlines()
+    assert [f"autobatch: {event}" for event in EVENTS] == screen.getvalue().lstrip("\0").splitlines()
 
 
 def test_console_writes_where_it_is_asked_to():
     """Such as a rich console's own print."""
     lines = []
     send(hooks.console(logging.WARNING, write=lines.append))
-    assert lines == [str(RETRIED), str(CHANGED)]
+    assert lines == [f"autobatch: {RETRIED}", f"autobatch: {CHANGED}"]
 
 
 def test_without_cuda_a_memory_snapshot_costs_one_warning(tmp_path, caplog):
