@@ -315,6 +315,7 @@ def _make_plan(
         device=memory.describe(),
         warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
         state_bytes=found.state_bytes,
+        trained=found.trained,
         weighed=workload.weigh is not None,
         accumulate_in_float32=wanted.accumulate_in_float32,
         verdict=verdict,

@@ -60,6 +60,7 @@ class Probe:
     shared: SharedTrials = field(default_factory=lambda: SharedTrials(None))  # what other ranks have to do with it
     errors: dict[int, str] = field(default_factory=dict)  # for each size that ran out of memory, the first line
     state_bytes: int = 0  # the most that the optimizer's state has taken
+    trained: int = 0  # numbers that the optimizer has moved, also those of lazy modules
     aux_bytes: int = 0  # the most that a step has returned beside the loss of one micro-batch
     savings: set[Saving] = field(default_factory=set)  # what the step does already to save memory
     _now: Readings = field(default_factory=Readings)
@@ -268,6 +269,7 @@ class Probe:
             if not is_oom(error, handled=handled):
                 note_where(error, "your optimizer.step()", self.workload.called_by)
             raise
+        self.trained = self.workload.count_trained()
 
     def _drop_gradients(self) -> None:
         for parameter in self.workload.parameters():

@@ -72,6 +72,7 @@ class SizeSearch:
     confirmed: PlanRecord | None = None  # by one trial; None where sizes were searched
     size: int = 0  # of the micro-batches; it has run
     state_bytes: int = 0  # what the optimizer's state took
+    trained: int = 0  # numbers that the optimizer moved
     smallest: int = 1  # the fewest samples that the model can run
     savings: tuple[Saving, ...] = ()  # what the step does already to save memory
     batch_norms: Sequence[str] = ()  # layers that normalise by their micro-batch, in the mode that the user left
@@ -156,7 +157,8 @@ class SizeSearch:
                 f"the step returns {format_bytes(aux_bytes)} beside each loss, which is held until the step ends: "
                 f"{micro_batches} x that, of which the trials held two"
             )
-        self.state_bytes, self.savings = self._probe.state_bytes, tuple(sorted(self._probe.savings))
+        self.state_bytes, self.trained = self._probe.state_bytes, self._probe.trained
+        self.savings = tuple(sorted(self._probe.savings))
         self._whole = None
         del self._probe  # holds a whole batch, which the check must not find on the device
 

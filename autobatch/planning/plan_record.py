@@ -53,6 +53,7 @@ class PlanRecord(Record):
         warnings: What the user should know before trusting the split, a sentence each.
         predicted: Whether the size was never run.
         state_bytes: What the optimizer's state took in the trials.
+        trained: Numbers in the parameters that the optimizer moved in the trials; 0 where that is not known.
         weighed: Whether ``fit`` was given ``weigh``; a runner then needs it too.
         accumulate_in_float32: Whether gradients in bfloat16 and float16 are added up in float32, in the trials too.
         verdict: Whether splitting was found to be exact, and the seconds that took; ``None`` where nothing is split, or
@@ -95,6 +96,7 @@ class PlanRecord(Record):
     warnings: Annotated[tuple[Text, ...], LISTED] = ()
     predicted: Flag = False
     state_bytes: Bytes = 0
+    trained: Count = 0
     weighed: Flag = False
     accumulate_in_float32: Flag = True
     verdict: Verdict | None = None

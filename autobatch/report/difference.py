@@ -149,6 +149,7 @@ _NAMES = {
     "device.name": "device",
     "device.total_bytes": "device's memory",
     "state_bytes": "optimizer state",
+    "trained": "trained numbers",
     "version": "autobatch",
     "searched_bytes": "searched within",
     "verdict": "check",

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autobatch._user_errors import contextmanager
 from autobatch.records import Saving
+from autobatch.state.tensor_header import is_uninitialized
 
 __all__ = ["find_savings", "watch_savings"]
 
@@ -22,7 +23,8 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 def find_savings(model: nn.Module) -> set[Saving]:
     """What can be seen without a step: the dtype of parameters, and the flags of Transformers models."""
     found: set[Saving] = set()
-    bits = [(parameter.numel(), parameter.dtype in _SIXTEEN_BITS) for parameter in model.parameters()]
+    made = [parameter for parameter in model.parameters() if not is_uninitialized(parameter)]
+    bits = [(parameter.numel(), parameter.dtype in _SIXTEEN_BITS) for parameter in made]
     if 2 * sum(count for count, is_short in bits if is_short) > sum(count for count, _ in bits):
         found.add("16-bit parameters")
     if any(vars(module).get("gradient_checkpointing") is True for module in model.modules()):

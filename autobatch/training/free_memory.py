@@ -8,25 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress
-from operator import attrgetter, itemgetter
-
-import torch
 
 from autobatch._formatting import format_bytes
 from autobatch.errors import DoesNotFit
 from autobatch.memory.device import Device
 from autobatch.plan import Plan
 from autobatch.records import Trial
-from autobatch.state.tensor_header import is_uninitialized
-from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Workload
 from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["FreeMemory"]
 
 _LOG = logging.getLogger("autobatch")
-_PARAMS, _IS_TRAINED = itemgetter("params"), attrgetter("requires_grad")
 
 
 @dataclass
@@ -43,26 +36,11 @@ class FreeMemory:
     is_counted: bool = True
     _state_is_made: bool = False
     _update_bytes: int = field(init=False, repr=False)
-    _planned: int = field(init=False, repr=False)
     _has_warned: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Read the plan's trials once, and what is trained now and was then."""
+        """Read the plan's trials once."""
         self._update_bytes = max((trial.optimizer_peak for trial in self.plan.trials), default=0)
-        self._planned, identity = self._count_trained(), self.plan.identity
-        if identity is not None:  # parameters may have been unfrozen, or added, since the plan was made
-            now = identify_model(self.workload.model, None).trained
-            self._planned -= max(now - identity.trained, 0)
-
-    def _count_trained(self) -> int:
-        """Numbers in the parameters that the optimizer moves; 200 parameters take 30 us."""
-        groups = self.workload.optimizer.param_groups if self.workload.optimizer is not None else ()
-        held = [*chain.from_iterable(map(_PARAMS, groups))]
-        trained = [*compress(held, map(_IS_TRAINED, held))]
-        try:
-            return sum(map(torch.Tensor.numel, trained))
-        except (NotImplementedError, RuntimeError, ValueError):  # one of a lazy module has no shape yet
-            return sum(parameter.numel() for parameter in trained if not is_uninitialized(parameter))
 
     def read(self) -> tuple[int | None, int | None]:
         """Read what a step can reach at most, and what it should stay within: that less the headroom.
@@ -80,15 +58,12 @@ class FreeMemory:
         Raises:
             DoesNotFit: What the optimizer's step took in the trials is not free, even with all caches given back.
         """
-        need, trained = self._update_bytes, self._count_trained()
-        if trained > self._planned > 0 and need and self.device.measures:
-            self._check_grown(trained)
-        if (
-            not self.is_counted
-            or not need
-            or not self.device.measures
-            or not self.device.needs_limit(need, self.plan.budget_bytes)
-        ):
+        need, planned = self._update_bytes, self.plan.trained
+        if not need or not self.device.measures:
+            return
+        if planned and (trained := self.workload.count_trained()) > planned:
+            self._check_grown(trained, planned)
+        if not self.is_counted or not self.device.needs_limit(need, self.plan.budget_bytes):
             return
         new, budget = self._new_bytes(2), self._budget()
         if need + new > budget:
@@ -101,17 +76,17 @@ class FreeMemory:
                 f"step: free memory or give fit() a larger budget="
             )
 
-    def _check_grown(self, trained: int) -> None:
+    def _check_grown(self, trained: int, planned: int) -> None:
         """Refuse an update of more parameters than in the trials: what theirs took, in proportion, is not free."""
         if not self._has_warned:
             self._has_warned = True
             _LOG.warning(
-                "%d numbers are trained now, and %d were when the plan was made: whether an update fits is "
-                "estimated from the measured one; run fit() again",
+                "the optimizer trains %d numbers now, %d when the plan was made: whether an update fits is estimated "
+                "from the measured one; run fit() again",
                 trained,
-                self._planned,
+                planned,
             )
-        growth = trained / self._planned
+        growth = trained / planned
         gradients = sum(bytes_of(p.grad) for p in self.workload.parameters() if p.grad is not None)
         held = max(trial.optimizer_peak - trial.resident_bytes - trial.held_bytes for trial in self._trials())
         temporaries = max(held - gradients / growth, 0) * growth
@@ -121,10 +96,10 @@ class FreeMemory:
             self.device.reclaim()
         if (used := self.device.usage().allocated) + need > self._budget():
             raise DoesNotFit(
-                f"the update does not fit: {trained} numbers are trained now, and {self._planned} were when the plan "
-                f"was made, so that the optimizer's step needs about {format_bytes(need)} beside "
-                f"{format_bytes(used)}, and the budget is {format_bytes(self._budget())} now; everything is as before "
-                f"the step: train fewer parameters, or run fit() again with a larger budget="
+                f"the update does not fit: the optimizer trains {trained} numbers now, {planned} when the plan was "
+                f"made, so that its step needs about {format_bytes(need)} beside {format_bytes(used)}, and the budget "
+                f"is {format_bytes(self._budget())} now; everything is as before the step: train fewer parameters, or "
+                f"run fit() again with a larger budget="
             )
 
     def _budget(self) -> int:

@@ -161,3 +161,12 @@ def test_a_predicted_plan_advises_what_is_not_on(name):
     assert found.plan.accumulation_steps > 1
     assert found.plan.savings == tuple(sorted(savings))
     assert advised("".join(ADVICE.findall(found.plan.explain()))) == {CHECKPOINTING, AUTOCAST} - set(savings)
+
+
+def test_a_lazy_module_has_no_numbers_yet():
+    """What has a shape is counted, the rest is not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    assert find_savings(model) == set()
+    model[0].bfloat16()
+    assert find_savings(model) == {SHORT}
+    assert find_savings(nn.LazyLinear(4)) == set()
