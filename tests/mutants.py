@@ -592,8 +592,8 @@ MUTANTS = (
     Mutant(
         "a count that is drawn at random is refused",
         "autobatch/training/stated_counts.py",
-        "or not _are_same(stated, count_again(samples, size), nothing)",
-        "",
+        "            if not _are_same(before, count_again(samples, limit), nothing):\n",
+        "            if False:\n",
         STATED_COUNTS_TESTS,
     ),
     Mutant(

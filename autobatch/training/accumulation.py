@@ -292,11 +292,11 @@ class Accumulation:
             yield
 
     def _check_counts(self, progress: AccumulationState, *, is_shared: bool) -> None:
-        """Refuse counts of the step's own that do not add up; of several ranks none can run samples again alone."""
+        """Refuse counts of the step's own that do not add up; a step of one micro-batch adds up none."""
         doubtful, wrong = find_doubtful(progress.stated, progress.done), ""
         if is_shared:
             self._stated.warn_of_zero_loss(doubtful)
-        if is_shared or not doubtful:
+        if is_shared or not doubtful or len(progress.done) == 1:
             return
         start = self.try_twice(_COPYING, self.state.mark)
         recorder = start.record(progress.batch)
@@ -305,6 +305,7 @@ class Accumulation:
                 wrong = check_counts(doubtful, self.smallest, self._count_again)
         except Exception:  # noqa: BLE001 - these samples have run: what ends here is the comparison, not the step
             _LOG.debug("the counts that step() states could not be compared", exc_info=True)
+            self._stated.warn_of_zero_loss(doubtful)
         finally:
             recorder.stop()
             start.restore()

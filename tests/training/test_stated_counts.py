@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
 import torch
@@ -185,18 +186,104 @@ def test_counts_that_add_up_are_exact(name, largest):
     assert all(torch.allclose(found[name], expected[name], rtol=1e-6, atol=1e-12) for name in expected)
 
 
-def test_a_count_that_is_drawn_at_random_is_not_refused():
+def draw_of_one(batch):
+    """One sample counts or not: the two counts are equally frequent, which is the worst."""
+    return torch.cat([torch.rand(1) < 0.5, torch.ones(len(batch) - 1, dtype=torch.bool)])
+
+
+def draw_after_dropout(batch):
+    """The parts do not draw what the whole draws, from the same state of the generator."""
+    F.dropout(batch)
+    return torch.rand(len(batch)) < 0.5
+
+
+def draw_normal(batch):
+    """As above, for torch draws 16 and more numbers of this kind in another way."""
+    return torch.randn(len(batch), 12)[:, 0] < 0
+
+
+OWN = torch.Generator().manual_seed(0)
+DRAWS = {
+    "uniform": lambda batch: torch.rand(len(batch)) < 0.5,
+    "seldom": lambda batch: torch.rand(len(batch)) < 0.97,
+    "one of them": draw_of_one,
+    "after a dropout": draw_after_dropout,
+    "normal": draw_normal,
+    "random": lambda batch: torch.tensor([random.random() < 0.5 for _ in batch]),
+    "own generator": lambda batch: torch.rand(len(batch), generator=OWN) < 0.5,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_count_that_is_drawn_at_random_is_not_refused(name):
     """It is another one for the same samples, however they are cut."""
 
     def step(model, batch):
-        chosen = torch.rand(batch["x"].shape[:2]) < 0.5
+        chosen = DRAWS[name](batch["x"])
         return autobatch.Sum(model(batch["x"])[chosen].square().sum(), chosen.sum())
 
-    for seed in range(10):
-        runner = make_runner(step, texts(FULL), 2)
-        torch.manual_seed(seed)
+    batch = {"x": torch.zeros(4, 8, 6, dtype=torch.float64)}
+    runner = make_runner(step, batch, 2)
+    torch.manual_seed(0)
+    random.seed(0)
+    for _ in range(600 if name == "one of them" else 200):
+        runner._accumulation._stated = StatedCounts()  # so that each is compared
+        runner.accumulate(batch)
+        runner._workload.model.zero_grad()
+
+
+@pytest.mark.parametrize("name", KEPT_FROM_0)
+def test_a_step_of_one_micro_batch_adds_up_nothing(name):
+    """It is exact with any count: nothing is split, and nothing is run again."""
+    step, make = KEPT_FROM_0[name]
+    calls = []
+
+    def watched(model, batch):
+        calls.append(batch)
+        return step(model, batch)
+
+    runner = make_runner(watched, make(FULL), 16)
+    for count in range(1, 5):
+        del calls[:]
+        assert runner.step(make([0] * 16 if count == 2 else EMPTY)).micro_batch_sizes == (16,)
+        assert len(calls) == 1
+
+
+def test_a_smaller_neighbour_is_counted_as_it_was_cut():
+    """One sample, which has no halves, beside two."""
+    step, make = KEPT_FROM_0["plus 1"]
+    runner = make_runner(step, make(FULL), 2, check=None)
+    with pytest.raises(InvalidStep, match="add up"):
+        runner.accumulate(make([*FULL[:14], 0]))
+
+
+@pytest.mark.parametrize("largest", [1, 3, 4], ids="micro-batches of {}".format)
+@pytest.mark.parametrize("number", [1, 7.5, torch.tensor(16)], ids=str)
+@pytest.mark.parametrize("form", ["Mean", "Sum", "dict"])
+def test_a_count_that_does_not_depend_on_the_part_is_named_so(form, number, largest):
+    """Such as that of the whole batch, which the step has from outside."""
+    runner = make_runner(stated(lambda _: number, form=form), images(FULL), largest, check=None)
+    with pytest.raises(InvalidStep, match="the same for every part") as caught:
+        runner.accumulate(images(FULL))
+    assert "keep a count from 0" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_what_cannot_be_compared_is_warned_of_once_where_a_loss_of_0_counts(is_empty, caplog):
+    """A gradient penalty has no value where no graph is recorded."""
+
+    def step(model, batch):
+        x = batch["x"].clone().requires_grad_()
+        counts = (batch["labels"] != -100).double()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        losses = (slope.square().sum(-1) + model(x).square().sum(-1)) * counts
+        return autobatch.Mean(losses.sum() / counts.sum().clamp(min=1), over=counts.sum().clamp(min=1))
+
+    runner = make_runner(step, texts(FULL), 4)
+    with caplog.at_level(logging.WARNING, "autobatch"):
         for _ in range(4):
-            runner.step(texts(FULL))
+            runner.step(texts(EMPTY if is_empty else FULL))
+    assert len([record for record in caplog.records if "exactly 0" in record.getMessage()]) == is_empty
 
 
 class Moving(nn.Module):
