@@ -592,7 +592,7 @@ MUTANTS = (
     Mutant(
         "a count that is drawn at random is refused",
         "autobatch/training/stated_counts.py",
-        "            if not _are_same(before, count_again(samples, limit), nothing):\n",
+        "            if not _are_same(found, count_again(samples, limit), nothing):\n",
         "            if False:\n",
         STATED_COUNTS_TESTS,
     ),

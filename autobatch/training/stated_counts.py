@@ -113,8 +113,8 @@ def check_counts(doubtful: Sequence[Stated], smallest: int, count_again: CountAg
     if _are_same(stated, otherwise, nothing):
         return ""
     for _ in range(_ROUNDS):
-        for before, limit in ((stated, size), (otherwise, largest)):
-            if not _are_same(before, count_again(samples, limit), nothing):
+        for found, limit in ((stated, size), (otherwise, largest)):
+            if not _are_same(found, count_again(samples, limit), nothing):
                 return ""
     is_fixed = not first.has_zero_loss and all(one.counts == first.counts for one in doubtful)
     if is_fixed and otherwise == {name: count * parts for name, count in stated.items()}:
