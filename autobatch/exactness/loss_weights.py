@@ -145,10 +145,12 @@ def explain_weighing(measured: Measurement, partitions: Sequence[Sizes]) -> str 
     most = min(EXPLAINS, passed / _BETTER)
     is_weighed = measured.workload.weigh is not None or measured.states_counts
     if is_weighed and error_of(measured, partitions, lambda start, stop: float(stop - start)) <= most:
-        return (
-            "the loss is a mean over samples, and is counted otherwise: leave weigh= out and return the loss itself, "
-            "or state the number of samples as its count"
+        mend = (
+            "return the loss itself, or state the number of samples as its count"
+            if measured.states_counts
+            else "leave weigh= out"
         )
+        return f"the loss is a mean over samples, and is counted otherwise: {mend}"
     counted = "what weigh() counts" if measured.workload.weigh is not None else "samples"
     code, error = _find_best_unit(measured, partitions)
     if error <= most:

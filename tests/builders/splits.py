@@ -131,7 +131,7 @@ WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
         lambda model, batch: model(batch["x"]).square().mean(),
         lambda batch: (batch["labels"] != -100).sum(),
         tokens(),
-        "mean over samples, and is counted otherwise",
+        "and is counted otherwise: leave weigh= out",
     ),
     "class weights": (small, class_weighted, None, make_batch(16), "such as class weights"),
     "in-batch negatives": (small, info_nce, None, make_batch(16), "depends on the others"),
@@ -161,14 +161,14 @@ WRONG: dict[str, tuple[Any, Any, Any, Any, str]] = {
         lambda model, batch: Part(mean_step(model, batch)),
         None,
         make_batch(16),
-        "mean over samples, and is counted otherwise",
+        "and is counted otherwise: return the loss itself",
     ),
     "a mean stated with count 1": (
         small,
         lambda model, batch: Mean(mean_step(model, batch), over=1),
         None,
         make_batch(16),
-        "mean over samples, and is counted otherwise",
+        "and is counted otherwise: return the loss itself",
     ),
 }
 

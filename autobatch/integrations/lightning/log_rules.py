@@ -2,28 +2,33 @@
 
 These are what a module logs and returns, and its loss. A number may be no mean, such as a count of samples, and a loss
 may be a sum. A warning names what no rule makes exact, metrics included. Names that first appear in a later batch are
-looked at there.
+looked at there. Each sample draws the same random numbers in the whole and in its part, so that numbers are compared
+exactly.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
 
 from autobatch.batch.layout import Layout, describe
+from autobatch.batch.tree import map_tensors
+from autobatch.exactness.determinism import deterministic, widen
+from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.integrations.lightning.logs import (
     WAYS,
     Key,
     LogCall,
     Logged,
     Rule,
+    Way,
     Weighed,
     combine,
     default_rule,
@@ -34,7 +39,7 @@ from autobatch.integrations.lightning.logs import (
 from autobatch.integrations.lightning.metrics import metrics_in, states_of
 from autobatch.integrations.lightning.module_step import MicroBatchOutput, ModuleStep
 from autobatch.integrations.lightning.outputs import RETURNED, is_number
-from autobatch.memory.oom import is_oom
+from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.rewind_point import RewindPoint
 
 __all__ = ["LOSS", "KnownNames", "agreed_rules", "find_rules"]
@@ -48,7 +53,9 @@ _MOST_SEARCHES = 5
 _TOLERANCE = 1e-4
 """Relative; float32 sums of a few samples differ by less, and what is a sum in place of a mean by far more."""
 _LOSS_TOLERANCE = 0.02
-"""A loss in bfloat16 is a mean or a sum, too; ``fit(check=)`` compares gradients more closely."""
+"""Where the step runs only as it trains: a loss in bfloat16 is a mean or a sum, too."""
+_MOST_RUNS = 3
+"""A draw may turn out to be made in a loop over the samples, and then to be shared by all."""
 
 LOSS: Key = "loss", RETURNED
 """Of the loss, which is a mean or a sum."""
@@ -137,6 +144,8 @@ def find_rules(
 ) -> dict[Key, Rule]:
     """Find the rule of each number that a few samples show, whole and in parts.
 
+    The loss has one where the samples show it to be a mean, or a sum, and not the other.
+
     Args:
         step: The module's.
         batch: Of which a few samples are run, three times.
@@ -144,31 +153,47 @@ def find_rules(
         only: The names that are looked at; ``None``: all, what is returned, and metrics.
     """
     layout = describe(batch)
-    device = next(step.module.parameters()).device
-    before = RewindPoint([*step.module.modules()], device, objects=objects)
-    for sizes in _PARTS:
-        found = _try(step, layout, sizes, before, device) if sum(sizes) <= layout.count else None
-        if found is not None:
-            whole, again, parts = found
-            if only is None:
-                _warn_of_metrics(step, whole[1], again[1], parts[1])
-            return _compare(step, whole[0], again[0], parts[0], only)
+    possible = [sizes for sizes in _PARTS if sum(sizes) <= layout.count]
+    for is_held in (True, False):
+        for sizes in possible:
+            found = _try(step, layout, sizes, objects, is_held=is_held)
+            if found is not None:
+                whole, again, parts = found
+                if only is None:
+                    _warn_of_metrics(step, whole[1], again[1], parts[1])
+                near = _TOLERANCE if is_held else _LOSS_TOLERANCE
+                return _compare(step, whole[0], again[0], parts[0], only, near)
     return {}
 
 
 def _try(
-    step: ModuleStep, layout: Layout, sizes: Sequence[int], before: RewindPoint, device: torch.device
+    step: ModuleStep, layout: Layout, sizes: Sequence[int], objects: Sequence[Any], *, is_held: bool
 ) -> list[Run] | None:
-    """Run the samples whole, whole again, and in parts; ``None`` where memory ends."""
-    whole = (sum(sizes),)
+    """Run the samples whole, whole again, and in parts; ``None`` where that does not work.
+
+    With draws held still kernels may fail that know only half precision; without, memory may end, and the rest raises.
+    """
+    module, count = step.module, sum(sizes)
     try:
-        return [_run(step, layout, one, before, device) for one in (whole, whole, sizes)]
+        with deterministic(module, [*module.parameters()]) if is_held else nullcontext() as random:
+            batch = layout.take(0, count)
+            few = Layout(map_tensors(batch, widen) if is_held else batch, count, layout.lists)
+            # Only now: it would put back the rates of dropout.
+            before = RewindPoint([*module.modules()], next(module.parameters()).device, objects=objects)
+            try:
+                for _ in range(_MOST_RUNS):
+                    runs = [_run(step, few, one, before, random) for one in ((count,), (count,), sizes)]
+                    if random is None or not random.take_learned():
+                        break
+                return runs
+            finally:
+                before.restore()
     except Exception as error:
-        if not is_oom(error):
+        if not is_held and not is_oom(error):
             raise
+        _log.info("%d samples could not be compared with their parts: %s", count, describe_error(error))
+        step.refusal = ""
         return None
-    finally:
-        before.restore()
 
 
 def agreed_rules(found: Iterable[Iterable[Sequence[Any]]]) -> dict[Key, Rule]:
@@ -188,12 +213,14 @@ def agreed_rules(found: Iterable[Iterable[Sequence[Any]]]) -> dict[Key, Rule]:
     return agreed
 
 
-def _run(step: ModuleStep, layout: Layout, sizes: Sequence[int], before: RewindPoint, device: torch.device) -> Run:
-    start = 0
-    for size in sizes:
-        with before.record(layout.tensors()):  # a metric may add to its tensors in place
-            step.run(step.module, layout.take(start, start + size))
-        start += size
+def _run(step: ModuleStep, few: Layout, sizes: Sequence[int], before: RewindPoint, random: SampleNumbers | None) -> Run:
+    for start, stop in pairwise((0, *accumulate(sizes))):
+        with before.record(few.tensors()):  # a metric may add to its tensors in place
+            if random is not None:
+                random.begin(start, stop, few.count)
+            step.run(step.module, few.take(start, stop))
+    if random is not None:
+        random.end()
     numbers = _numbers_of(step.outputs)
     metrics = {
         f"{name}.{state}": value
@@ -201,7 +228,8 @@ def _run(step: ModuleStep, layout: Layout, sizes: Sequence[int], before: RewindP
         for state, value in states_of(one).items()
     }
     before.restore()
-    torch.rand(len(sizes), device=device)  # so that what is random differs from one run to the next
+    # So that what is random, and is not held still, differs from one run to the next.
+    torch.rand(len(sizes), device=next(step.module.parameters()).device)
     return numbers, metrics
 
 
@@ -222,6 +250,7 @@ def _compare(
     again: Mapping[Key, Weighed],
     parts: Mapping[Key, Weighed],
     only: AbstractSet[Key] | None,
+    near_loss: float,
 ) -> dict[Key, Rule]:
     rules: dict[Key, Rule] = {}
     for key, calls in parts.items():
@@ -232,16 +261,17 @@ def _compare(
             continue  # one part alone has logged it: that is no comparison
         call = whole[key][0][1]
         value, repeated = call.value, again[key][0][1].value
+        if key == LOSS:
+            found = _ways_of_loss(value, calls, near_loss) if _is_near(repeated, value) else ()
+            rules.update({key: Rule(found)} if len(found) == 1 else {})
+            continue
         if not _is_near(repeated, value):
-            of_loss = whole[LOSS][0][1].value, again[LOSS][0][1].value
-            is_loss = _is_near(value, of_loss[0]) and _is_near(repeated, of_loss[1])
-            rules[key] = _judge_random_loss(of_loss, parts[LOSS]) if is_loss else usual
+            rules[key] = usual
             continue
         sizes = [one.options.get("batch_size") for _, one in calls]
         adds_up = None in sizes or call.options["batch_size"] == sum(map(int, filter(None, sizes)))
-        ways = dict.fromkeys((usual.way, *(WAYS if key != LOSS else ("mean", "sum"))))
-        near = _TOLERANCE if key != LOSS else _LOSS_TOLERANCE
-        found = tuple(way for way in ways if _is_near(combine(way, *values_of(calls, adds_up=adds_up)), value, near))
+        ways = dict.fromkeys((usual.way, *WAYS))
+        found = tuple(way for way in ways if _is_near(combine(way, *values_of(calls, adds_up=adds_up)), value))
         if not found and key[1] != RETURNED:
             _warn_of_value(step, call)
         is_said = usual.way != "mean" and usual.way in found  # ``log_dict`` passes its default, a mean
@@ -249,11 +279,11 @@ def _compare(
     return rules
 
 
-def _judge_random_loss(wholes: Sequence[Any], calls: Weighed) -> Rule:
-    """Read a loss that no two runs give, as with dropout: is it nearer to the mean of its parts or to their sum."""
-    mean, total = (float(combine(way, *values_of(calls, adds_up=True))) for way in ("mean", "sum"))
-    between = math.sqrt(mean * total) if mean > 0 and total > 0 else math.inf
-    return Rule(("sum",) if all(float(whole) > between for whole in wholes) else ("mean",))
+def _ways_of_loss(value: Any, calls: Weighed, near: float) -> tuple[Way, ...]:
+    """Those that give the whole's loss; a part with a loss of 0, as without any label, does not show that it adds up."""
+    values, weights = values_of(calls, adds_up=True)
+    possible: tuple[Way, ...] = ("mean", "sum") if all(map(float, values)) else ("mean",)
+    return tuple(way for way in possible if _is_near(combine(way, values, weights), value, near))
 
 
 def _do_ways_differ(rule: Rule, calls: Weighed) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "Logged",
     "ResultsKeeper",
     "Rule",
+    "Way",
     "Weighed",
     "combine",
     "default_rule",

@@ -250,12 +250,26 @@ class Optimization:
         self._note(self._find_rules(batch))
         # With ``weigh=`` the user says what the loss is a mean over.
         is_summed = self._options.weigh is None and LOSS in self._rules and self._rules[LOSS].way == "sum"
-        self._step.is_summed = is_summed
+        self._step.is_summed = is_summed if saved is None else saved["is_summed"]
         plan = self._fit(optimizer, target, batch) if saved is None else Plan.model_validate_json(saved["plan"])
+        if saved is None:
+            self._warn_of_loss(plan)
         runner = self._bind(optimizer, plan)
         if saved is not None:
             runner.load_state_dict(saved["runner"])
         return runner
+
+    def _warn_of_loss(self, plan: Plan) -> None:
+        """Warn where neither the loss nor its gradient has shown what the loss is."""
+        is_known = LOSS in self._rules or self._options.weigh is not None or plan.accumulation_steps == 1
+        if is_known or (plan.verdict is not None and not plan.verdict.unchecked):
+            return
+        _log.warning(
+            "the loss of %s.training_step is read as a mean over samples: a few samples and their parts, run with the "
+            "same random numbers, do not show whether it is a mean or a sum; if it is a sum, divide it by the number "
+            "of samples",
+            type(self._module).__name__,
+        )
 
     def _find_rules(self, batch: Any) -> dict[Key, Rule]:
         """How numbers are put together: with several ranks, where those agree that have a rule."""
@@ -330,7 +344,8 @@ class Optimization:
         """What a checkpoint has of it; nothing before the first step, but what an earlier one had."""
         if self.plan is None or self.runner is None:
             return dict(self.saved or {})
-        return {"plan": self.plan.model_dump_json(), "runner": self.runner.state_dict()}
+        plan, runner = self.plan.model_dump_json(), self.runner.state_dict()
+        return {"plan": plan, "runner": runner, "is_summed": self._step.is_summed}
 
     def _recall(self, target: int) -> Mapping[str, Any] | None:
         """What a checkpoint has, where it serves here. With several ranks each has its own, and one rank's is saved."""
