@@ -59,6 +59,12 @@ def loss_of(losses, reduce, sign):
     return sign * (losses.mean() if reduce == "mean" else losses.sum())
 
 
+def warnings_of_loss(caplog):
+    """What was said of the loss, and nothing of a busy machine."""
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    return [text for text in texts if "read as a mean" in text or "not exact" in text]
+
+
 class Run:
     """One update of whole batches of 16, in micro-batches of at most 5: what it took and what its parts were."""
 
@@ -127,7 +133,7 @@ def test_a_loss_is_read_as_what_it_is_whatever_it_draws(losses, reduce, sign, ch
     for seed in SEEDS:
         run = Run(seed, lambda self, inputs: loss_of(losses(self, inputs), reduce, sign), check)
         assert run.logged == pytest.approx(run.expect(reduce), rel=1e-5)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert not warnings_of_loss(caplog)
 
 
 @pytest.mark.parametrize("check", ["warn", None])
@@ -137,7 +143,7 @@ def test_what_nobody_can_draw_again_is_a_mean_with_one_warning(reduce, check, ca
     for seed in SEEDS:
         caplog.clear()
         Run(seed, lambda self, inputs: loss_of(draws_from_the_system(self, inputs), reduce, 1), check).expect("mean")
-        texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        texts = warnings_of_loss(caplog)
         assert len(texts) == 1
         assert "Net" in texts[0]
         assert "weigh=" not in texts[0]

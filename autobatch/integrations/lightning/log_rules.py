@@ -162,7 +162,7 @@ def find_rules(
                 if only is None:
                     _warn_of_metrics(step, whole[1], again[1], parts[1])
                 near = _TOLERANCE if is_held else _LOSS_TOLERANCE
-                return _compare(step, whole[0], again[0], parts[0], only, near)
+                return _compare(step, whole[0], again[0], parts[0], only, near_loss=near)
     return {}
 
 
@@ -250,6 +250,7 @@ def _compare(
     again: Mapping[Key, Weighed],
     parts: Mapping[Key, Weighed],
     only: AbstractSet[Key] | None,
+    *,
     near_loss: float,
 ) -> dict[Key, Rule]:
     rules: dict[Key, Rule] = {}
@@ -280,7 +281,7 @@ def _compare(
 
 
 def _ways_of_loss(value: Any, calls: Weighed, near: float) -> tuple[Way, ...]:
-    """Those that give the whole's loss; a part with a loss of 0, as without any label, does not show that it adds up."""
+    """Those that give the whole's loss; a part whose loss is 0, as without labels, does not show that it adds up."""
     values, weights = values_of(calls, adds_up=True)
     possible: tuple[Way, ...] = ("mean", "sum") if all(map(float, values)) else ("mean",)
     return tuple(way for way in possible if _is_near(combine(way, values, weights), value, near))
