@@ -19,7 +19,6 @@ from trl_trainers import embedder_of_two
 
 from autobatch.errors import InexactSplit
 from autobatch.integrations.transformers import training
-from autobatch.runner import Runner
 
 SINGLE = 1e-6
 """The Trainer adds up its losses in float32."""
@@ -166,12 +165,14 @@ def test_each_dataset_has_its_own_rule(first, tmp_path):
 @pytest.mark.parametrize(
     "losses", [("CosineSimilarityLoss", "TripletLoss"), ("CosineSimilarityLoss", "CosineSimilarityLoss")]
 )
-def test_batches_in_turn_need_no_new_runner(losses, tmp_path, monkeypatch):
+def test_batches_in_turn_need_no_new_runner(losses, tmp_path, monkeypatch, caplog):
     """Rules that divide and weigh alike are one for the Runner, which has learnt what its steps change."""
     made = []
-    monkeypatch.setattr(training, "Runner", lambda *args, **kwargs: made.append(1) or Runner(*args, **kwargs))
+    make = training.TrainerRunner
+    monkeypatch.setattr(training, "TrainerRunner", lambda *args, **kwargs: made.append(1) or make(*args, **kwargs))
     train(partial(embedder_of_two, tmp_path, dict(zip(("one", "other"), losses, strict=True)), "one"), attached={})
     assert len(made) == 1
+    assert not [record for record in caplog.records if "samples of the dataset" in record.message]
 
 
 def test_a_resumed_training_knows_whose_rule_was_saved(tmp_path):

@@ -219,7 +219,8 @@ def _check_loss(trainer: Any, check: Literal["warn", "raise"] | None) -> None:
 def _warn_of_few_samples(trainer: Any, target: int) -> None:
     """Warn where the dataset has fewer samples than a step should see."""
     try:
-        samples = len(trainer.train_dataset)
+        data = trainer.train_dataset
+        samples = sum(map(len, data.values())) if isinstance(data, Mapping) else len(data)  # of several datasets
     except TypeError:  # a stream, or none yet
         return
     if samples < target:
