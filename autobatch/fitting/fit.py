@@ -49,7 +49,7 @@ from autobatch.torch_internals.storages import bytes_of
 
 __all__ = ["fit"]
 
-_FEW_BYTES = 2**20
+_FEW_BYTES = 2**16
 """Tensors beside the model and the optimizer that are no reason to look for garbage."""
 
 
@@ -244,7 +244,7 @@ def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ran
         memory.watch(resident)
         # A full garbage collection takes up to a second in a process with many objects.
         others = memory.usage().allocated - sum(map(bytes_of, resident))
-        if not memory.measures or others > max(_FEW_BYTES, memory.available_bytes() // 1000):
+        if not memory.measures or others > _FEW_BYTES:
             memory.reclaim()
     return memory
 
