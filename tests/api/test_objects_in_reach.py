@@ -222,6 +222,7 @@ def test_a_container_without_an_end_in_the_batch_is_named(make: Callable[[], Any
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("name", ["a Mock", "makes what it is asked for", "is not connected"])
 def test_a_prediction_asks_nothing_either(name: str) -> None:
     """Nor where the thing is in an optimizer, whose copy has it too."""
@@ -234,6 +235,7 @@ def test_a_prediction_asks_nothing_either(name: str) -> None:
     assert not ASKED
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("make", [holding_itself, CONTAINERS["a namespace that holds itself"]])
 def test_a_prediction_copies_a_container_that_holds_itself(make: Callable[[], Any]) -> None:
     """Once."""

@@ -152,6 +152,7 @@ def test_the_state_inside_a_wrapper_is_counted(wrap: Callable[..., Any]) -> None
     assert wrapped.state_bytes == bare.state_bytes
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("wrap", [Least, InList, Attribute, StateIsMethod, Stateless])
 def test_a_wrapper_is_predicted(wrap: Callable[..., Any]) -> None:
     """On copies of both."""

@@ -222,6 +222,8 @@ def test_an_optimizer_that_reads_more_than_the_gradient_is_named(name):
 @pytest.mark.parametrize("name", READS_GRADIENTS)
 def test_an_optimizer_that_reads_the_gradient_alone_is_exact(name):
     """Adam's division of tiny gradients, state, several, fused and foreach kernels do not make it another one."""
+    if name == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
     assert fit_with(READS_GRADIENTS[name], check="raise")[0].verdict.exact
 
 

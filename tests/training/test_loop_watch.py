@@ -215,6 +215,7 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch 2.8 says so of its own SequentialLR
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_scheduler_that_the_loop_steps_too_is_named_once(plan, name, times):
