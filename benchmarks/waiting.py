@@ -31,7 +31,7 @@ sys.path.insert(0, "examples")
 import digits, torch
 torch.set_num_threads(1)
 logging.disable(logging.CRITICAL)
-train_set, _ = digits.load_batches()
+train_set, _ = digits.load_images()
 example = tuple(part[: digits.TARGET_BATCH] for part in train_set)
 
 def measure(name, call, **options):
