@@ -21,14 +21,10 @@ if TYPE_CHECKING:
     from autobatch.distributed.share_sampler import ShareSampler
     from autobatch.errors import (
         AutobatchError,
-        CannotPredict,
         CannotRetry,
         DoesNotFit,
         InexactSplit,
         InvalidArgument,
-        InvalidBatch,
-        InvalidResult,
-        InvalidStep,
         NeedsBatch,
         RankFailed,
         RankLost,
@@ -48,15 +44,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutobatchError",
-    "CannotPredict",
     "CannotRetry",
     "DeviceInfo",
     "DoesNotFit",
     "InexactSplit",
     "InvalidArgument",
-    "InvalidBatch",
-    "InvalidResult",
-    "InvalidStep",
     "Lengths",
     "Mean",
     "MemoryCurve",

@@ -24,7 +24,7 @@ from machine import describe_machine
 from peaks import Cell, choose, families, read_table, simulate
 from tables import Goal, Table, judge, show_goals, write_part
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.cards import find_gpu
 from autobatch.prediction.cudnn.workspaces import Workspaces
 from autobatch.prediction.predict import MARGIN
@@ -150,7 +150,7 @@ def measure(path: Path, models: int) -> tuple[Table, ...]:
     for name in choose(table, models, family_of):
         try:
             found = [*simulate(name, table[name], _CARD, family_of(name))]
-        except CannotPredict as error:
+        except InvalidArgument as error:
             failed.append(f"{name}: {error}")
             print(f"{name:48s}  could not be traced", flush=True)
             continue

@@ -94,7 +94,7 @@ def simulate(name: str, peaks: Mapping[int, float], card: Gpu, family: str = "")
     """All measured cells of a model, simulated; a prediction's seconds are those of its trace and one simulation.
 
     Raises:
-        CannotPredict: The model cannot be traced.
+        InvalidArgument: The model cannot be traced.
     """
     workload, layout, grouped = _build(name)
     started = _read_clocks()

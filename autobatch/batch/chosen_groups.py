@@ -17,7 +17,7 @@ from autobatch._formatting import name_type, show_value
 from autobatch.batch.layout import Layout
 from autobatch.batch.read_only_call import call_read_only
 from autobatch.batch.tree import is_array
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 __all__ = ["CutFunction", "PickedLayout", "cut_batch"]
 
@@ -63,11 +63,11 @@ def cut_batch(cut: CutFunction, layout: Layout, largest: int, before: int = 0) -
         before: Samples of the batches before it.
 
     Raises:
-        InvalidBatch: It gave a sample twice, left one out, returned something else, or wrote into the batch.
+        InvalidArgument: It gave a sample twice, left one out, returned something else, or wrote into the batch.
     """
     returned = call_read_only("cut", cut, layout.batch, largest, called_by="autobatch.Runner")
     if isinstance(returned, str | bytes) or not isinstance(returned, Iterable):
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"cut() returned {name_type(returned)}: return lists of sample indices, such as [[0, 2], [1, 3]]"
         )
     groups = [_read_group(group, layout.count) for group in returned]
@@ -82,7 +82,7 @@ def cut_batch(cut: CutFunction, layout: Layout, largest: int, before: int = 0) -
 def _read_group(group: Any, count: int) -> list[int]:
     listed = group.tolist() if isinstance(group, torch.Tensor) or is_array(group) else group
     if not isinstance(listed, list | tuple | range):
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"cut() gave {name_type(group)} as a group of samples: return lists of sample indices, such as "
             f"[[0, 2], [1, 3]]"
         )
@@ -96,7 +96,7 @@ def _read_index(index: Any, count: int) -> int:
         row = -1
     if not 0 <= row < count:
         shown = show_value(index) if isinstance(index, bool | int | float | str) else name_type(index)
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"cut() gave {shown} as the index of a sample: the batch has {count}, with the indices 0 to {count - 1}"
         )
     return row
@@ -106,14 +106,14 @@ def _check(groups: Sequence[Sequence[int]], count: int) -> None:
     seen: set[int] = set()
     for row in (row for rows in groups for row in rows):
         if row in seen:
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"cut() gave sample {row} twice: each sample of the batch belongs to one group, or the gradient would "
                 f"be that of another batch"
             )
         seen.add(row)
     if len(seen) < count:
         lost = next(row for row in range(count) if row not in seen)
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"cut() left out {count - len(seen)} of {count} samples, such as sample {lost}: each sample of the batch "
             f"belongs to one group, or the gradient would be that of another batch"
         )

@@ -20,7 +20,7 @@ from autobatch.batch.layout import Layout, describe, map_tensors
 from autobatch.batch.lengths import Lengths
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of
-from autobatch.errors import InvalidBatch, NeedsBatch
+from autobatch.errors import InvalidArgument, NeedsBatch
 
 __all__ = ["Example", "check_values", "find_example", "infer_example", "refuse_meta"]
 
@@ -73,7 +73,7 @@ def find_example(
 
     Raises:
         NeedsBatch: No batch is given, and the model does not show its input or the user's own step takes it.
-        InvalidBatch: The batch cannot be counted.
+        InvalidArgument: The batch cannot be counted.
     """
     if batch is None and has_own_step:
         raise NeedsBatch(
@@ -98,7 +98,7 @@ def find_example(
 
 
 def check_values(batch: Any) -> None:
-    """Raise InvalidBatch where a tensor has no values, or the ``take`` of a registered type ignores its indices."""
+    """Raise InvalidArgument where a tensor has no values, or the ``take`` of a registered type ignores its indices."""
     if isinstance(batch, torch.Tensor):
         refuse_meta(batch)
     elif (registered := find_type(batch)) is not None:
@@ -110,9 +110,9 @@ def check_values(batch: Any) -> None:
 
 
 def refuse_meta(tensor: torch.Tensor) -> None:
-    """Raise InvalidBatch where a tensor of a batch is on the meta device."""
+    """Raise InvalidArgument where a tensor of a batch is on the meta device."""
     if tensor.is_meta:
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"a tensor of shape {tuple(tensor.shape)} in the batch is on the meta device and has no values to run: "
             f"pass real samples (predict() needs no values)"
         )
@@ -132,7 +132,7 @@ def infer_example(model: nn.Module) -> Any:
         example = _input_of_first_layer(inner) if image is None else image
     try:
         one = describe(example).grow(1)
-    except InvalidBatch as error:
+    except InvalidArgument as error:
         raise NeedsBatch(f"{_name(inner)}.example_input_array is no batch ({error}): pass batch=") from error
     device = next((held.device for held in (*inner.parameters(), *inner.buffers())), torch.device("cpu"))
     dtypes = (parameter.dtype for parameter in inner.parameters() if parameter.is_floating_point())

@@ -26,7 +26,7 @@ from autobatch.batch.lengths import Lengths, read_lengths
 from autobatch.batch.list_rules import ListReading
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import leaves_of
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 __all__ = ["choose_samples", "is_source", "largest_samples"]
 
@@ -104,7 +104,9 @@ class _Source:
 
         largest = heapq.nlargest(1 if self.gives_batches else count, in_time(), key=itemgetter(0))
         if not largest:
-            raise InvalidBatch(f"{type(self.dataset).__name__} gave no samples: pass a dataset that does, or a batch")
+            raise InvalidArgument(
+                f"{type(self.dataset).__name__} gave no samples: pass a dataset that does, or a batch"
+            )
         if longest and not self.gives_batches:
             largest = largest[: -(-count // 2)]
             shorter = sorted((longest[key] for key in longest if key < _class_of(largest[-1][0][0])), key=itemgetter(0))
@@ -126,7 +128,7 @@ class _Source:
             return range(len(self.dataset))
         except (TypeError, NotImplementedError) as error:
             name = type(self.dataset).__name__
-            raise InvalidBatch(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
+            raise InvalidArgument(f"{name} has no length, so no samples can be chosen from it: pass a batch") from error
 
 
 def _class_of(length: int) -> int:
@@ -170,7 +172,7 @@ def largest_samples(
     Of a map-style dataset samples spread evenly over it are looked at: ``scan_limit`` of them, and none after
     ``time_limit`` seconds. Of a stream one batch is read, since training may not get what was read. Of a loader that
     gives whole batches (``batch_size=None``) the one with most elements a sample is taken as it is. Each sample is
-    fetched once, so that one made at random is the one that was measured. Raises InvalidBatch where the dataset is
+    fetched once, so that one made at random is the one that was measured. Raises InvalidArgument where the dataset is
     empty or has no length.
     """
     found = choose_samples(source, count, lengths, adds_smallest=False, scan_limit=scan_limit, time_limit=time_limit)
@@ -223,7 +225,7 @@ def _read_known(batch: Any, samples: int) -> Mapping[str, ListReading] | None:
     """How its lists are read, where that many samples are what it has."""
     try:
         layout = describe(batch, samples=samples)
-    except InvalidBatch:
+    except InvalidArgument:
         return None
     return layout.lists if layout.count == samples else None
 

@@ -37,7 +37,7 @@ from autobatch.batch.tree import (
     with_fresh_containers,
     with_items,
 )
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 
 __all__ = [
     "Layout",
@@ -154,7 +154,7 @@ class Layout:
         """Samples ``start`` to ``stop`` (exclusive), as views; all samples are the batch itself.
 
         Of a registered type they are what its ``take`` returns, which may be copies. As ``spread`` and ``grow`` it
-        raises InvalidBatch where a list can be read both as samples and as fields.
+        raises InvalidArgument where a list can be read both as samples and as fields.
         """
         if not 0 <= start < stop <= self.count:
             raise InvalidArgument(f"samples {start} to {stop} of a batch of {self.count}: no such part")
@@ -196,7 +196,7 @@ class Layout:
         """The same tree with ``function(part)`` for each part that has one entry a sample."""
         reading = self.lists.get(path)
         if reading == "unclear":
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"{path} has {self.count} entries, every tensor in it has {self.count} rows, and the batch has "
                 f"{self.count} samples: pass another number of samples, or autobatch.batches.Samples({path}) or "
                 f"autobatch.batches.Fields({path}) in its stead"
@@ -238,7 +238,7 @@ def describe(batch: Any, like: Layout | None = None, samples: int | None = None)
         count, lists = read(batch, like.lists if like is not None else {}, samples)
     except RecursionError as error:
         endless = next((ROOT + suffix for suffix, part in fields_of(batch) or () if _is_endless(part)), ROOT)
-        raise InvalidBatch(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
+        raise InvalidArgument(f"{endless} holds itself or is nested too deep: leave it out of the batch") from error
     spec, leaves = TreeSpec.of(batch) if {*lists.values()} <= {"fields"} else None, []
     if spec is None or not spec.flatten(batch, leaves) or (traits := _read_traits(leaves)) is None:
         return Layout(batch, count, lists)

@@ -50,7 +50,7 @@ from autobatch.batch.list_rules import (
 )
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import count_rows, fields_of, is_sequence, leaves_of
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 __all__ = ["read"]
 
@@ -74,7 +74,7 @@ def read(
 ) -> tuple[int, dict[str, ListReading]]:
     """The number of samples, and what each list holds, by path; lists that ``earlier`` has are decided already.
 
-    A tensor's rows outweigh ``samples``, of which the batch was made. Raises InvalidBatch with the paths and sizes: of
+    A tensor's rows outweigh ``samples``, of which the batch was made. Raises InvalidArgument with paths and sizes: of
     nothing to count, no samples, unequal numbers, a list that can be read in two ways, or a tensor whose rows cannot be
     viewed (sparse, nested, packed).
     """
@@ -167,17 +167,17 @@ def _is_object(entry: Any) -> bool:
 def _agree(parts: Sequence[_Part], batch: Any) -> int:
     """The size that all parts have."""
     if not parts:
-        raise InvalidBatch(_explain_nothing(batch))
+        raise InvalidArgument(_explain_nothing(batch))
     firsts = {part.size: part for part in reversed(parts)}
     if len(firsts) > 1:
         shown = ", ".join(f"{path} has {size}" for path, size in sorted(firsts.values(), key=parts.index)[:4])
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"the number of samples is unclear: {shown}; each needs one entry a sample ({_advise_groups(firsts)}what "
             f"all samples share can live in the step; samples that are joined, as graphs are, go into a type for "
             f"autobatch.batches.register)"
         )
     if parts[0].size == 0:
-        raise InvalidBatch(f"{parts[0].path} has 0 samples: pass a batch of at least one")
+        raise InvalidArgument(f"{parts[0].path} has 0 samples: pass a batch of at least one")
     return parts[0].size
 
 
@@ -228,7 +228,7 @@ def _refuse_undivided(node: Any, path: str, count: int, lists: Mapping[str, List
         _refuse_undivided(child, path + suffix, count, lists)
     if children is None and _is_opaque(node) and any(count_rows(tensor) == count for tensor in _tensors_held(node)):
         name = type(node).__name__
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"{path} is {with_article(name)}, no container that autobatch knows, and a tensor in it has {count} rows, "
             f"as the batch has samples: pass a dict of what it holds, or call autobatch.batches.register({name}, "
             f"count=..., take=...) once"
@@ -243,7 +243,9 @@ def _refuse_unviewable(node: Any, path: str) -> None:
     if find_type(node) is not None:
         return
     if isinstance(node, PackedSequence):
-        raise InvalidBatch(f"{path} is a PackedSequence, which has no rows: pass it padded and pack it in the step")
+        raise InvalidArgument(f"{path} is a PackedSequence, which has no rows: pass it padded and pack it in the step")
     if isinstance(node, torch.Tensor) and (node.is_nested or node.layout is not torch.strided):
         kind = "nested" if node.is_nested else str(node.layout).removeprefix("torch.")
-        raise InvalidBatch(f"{path} is a {kind} tensor, whose rows are no views: pass a dense one or a list of samples")
+        raise InvalidArgument(
+            f"{path} is a {kind} tensor, whose rows are no views: pass a dense one or a list of samples"
+        )

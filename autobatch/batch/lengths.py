@@ -22,7 +22,7 @@ from autobatch.batch.list_rules import ROOT
 from autobatch.batch.read_only_call import call_read_only
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of, is_array
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.records import Padding
 
 __all__ = [
@@ -85,17 +85,17 @@ def _check_callable(value: Any, shown: str) -> None:
 
 
 def read_lengths(lengths: Lengths, batch: Any, count: int) -> list[int]:
-    """The length of each sample; raises InvalidBatch where the function gave something else."""
+    """The length of each sample; raises InvalidArgument where the function gave something else."""
     return _read_answer(ask_lengths(lengths, batch), count)
 
 
 def ask_lengths(lengths: Lengths, batch: Any) -> Any:
-    """What the function returns for a batch, as it is; raises InvalidBatch where it wrote into the batch."""
+    """What the function returns for a batch, as it is; raises InvalidArgument where it wrote into the batch."""
     return call_read_only("lengths", lengths.of, batch)
 
 
 def read_answers(answers: Sequence[Any], counts: Sequence[int]) -> list[int]:
-    """The lengths of the samples of several batches, one after the other; raises InvalidBatch as ``read_lengths``.
+    """The lengths of the samples of several batches, one after the other; raises InvalidArgument as ``read_lengths``.
 
     Args:
         answers: What the function returned for each.
@@ -113,9 +113,9 @@ def _is_row(answer: Any, count: int) -> bool:
 def _read_answer(given: Any, count: int) -> list[int]:
     listed = given.tolist() if isinstance(given, torch.Tensor) or is_array(given) else given
     if not isinstance(listed, list | tuple):
-        raise InvalidBatch(f"lengths() gave {name_type(given)}: return one whole number a sample, {_EXAMPLE}")
+        raise InvalidArgument(f"lengths() gave {name_type(given)}: return one whole number a sample, {_EXAMPLE}")
     if len(listed) != count:
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"lengths() gave {len(listed)} lengths for {count} samples: return one whole number a sample, {_EXAMPLE}"
         )
     values = [value if type(value) is int else _as_number(value) for value in listed]
@@ -123,7 +123,9 @@ def _read_answer(given: Any, count: int) -> list[int]:
     if wrong is not None:
         value = values[wrong]
         shown = show_value(value) if isinstance(value, int | float) else name_type(value)
-        raise InvalidBatch(f"lengths() gave {shown} as a sample's length: return whole numbers from 0 on, {_EXAMPLE}")
+        raise InvalidArgument(
+            f"lengths() gave {shown} as a sample's length: return whole numbers from 0 on, {_EXAMPLE}"
+        )
     return values
 
 
@@ -152,7 +154,8 @@ def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> in
     """The size of the padded dimensions of a batch; of samples in lists the longest.
 
     Raises:
-        InvalidBatch: They differ, a tensor is missing or has fewer dimensions than the example, or a sample is longer.
+        InvalidArgument: They differ, a tensor is missing or has fewer dimensions than the example, or a sample is
+            longer.
     """
     if not padding.dims:
         return max(values)
@@ -160,14 +163,14 @@ def padded_length(layout: Layout, padding: Padding, values: Sequence[int]) -> in
     for path, dims in padding.dims.items():
         if path not in parts or parts[path].ndim <= max(dims):
             what = f"of shape {tuple(parts[path].shape)}" if path in parts else "not in the batch"
-            raise InvalidBatch(f"{path} is {what}, and dimension {max(dims)} of it is what lengths= trims")
+            raise InvalidArgument(f"{path} is {what}, and dimension {max(dims)} of it is what lengths= trims")
         found.update((int(parts[path].shape[dim]), path) for dim in dims)
     if len(found) > 1:
         shown = ", ".join(f"{path} to {size}" for size, path in found.items())
-        raise InvalidBatch(f"the batch is padded to different lengths: {shown}; pad all of its tensors to one")
+        raise InvalidArgument(f"the batch is padded to different lengths: {shown}; pad all of its tensors to one")
     [length] = found
     if max(values) > length:
-        raise InvalidBatch(f"lengths() gave {max(values)} for a sample of a batch that is padded to {length}")
+        raise InvalidArgument(f"lengths() gave {max(values)} for a sample of a batch that is padded to {length}")
     return length
 
 
@@ -175,8 +178,7 @@ def find_padding(layout: Layout, lengths: Lengths, values: Sequence[int]) -> Pad
     """The padding of an example batch, as it was given or as its values show it.
 
     Raises:
-        InvalidBatch: The values leave it open, or contradict it.
-        InvalidArgument: ``lengths.dims`` names what the batch does not have.
+        InvalidArgument: The values leave it open or contradict it, or the batch lacks what ``lengths.dims`` names.
     """
     parts = dict(sized_parts(layout))
     dims = _find_dims(layout, parts, values) if lengths.dims is None else _check_dims(lengths.dims, parts)
@@ -186,7 +188,7 @@ def find_padding(layout: Layout, lengths: Lengths, values: Sequence[int]) -> Pad
     if lengths.dims is not None and lengths.padding is not None:
         return Padding(dims=dims, side=lengths.padding)
     if min(values) == length:
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"all samples of the example batch are {length} long, so that it does not show what padding is: pass a "
             f"batch with shorter samples, or {_spell(dims, lengths.padding or 'right')}"
         )
@@ -201,7 +203,7 @@ def find_padding(layout: Layout, lengths: Lengths, values: Sequence[int]) -> Pad
             if path is not None
             else "the values do not show on which side padding is"
         )
-        raise InvalidBatch(f"{what}: pass {_spell(dims, likely)}, with what is true of your batch")
+        raise InvalidArgument(f"{what}: pass {_spell(dims, likely)}, with what is true of your batch")
     return Padding(dims=dims, side=fitting[0])
 
 
@@ -215,7 +217,7 @@ def _find_dims(layout: Layout, parts: Mapping[str, Any], values: Sequence[int]) 
         if "samples" in layout.lists.values() or not parts or layout.spec is None:
             return {}
         shown = ", ".join(f"{path} {tuple(part.shape)}" for path, part in [*parts.items()][:4])
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"the longest sample is {longest} by lengths(), and no tensor has a dimension for it: {shown}"
         )
     dims = {
@@ -225,7 +227,7 @@ def _find_dims(layout: Layout, parts: Mapping[str, Any], values: Sequence[int]) 
     dims = {path: found for path, found in dims.items() if found}
     if len(sizes) > 1:
         shown = " or ".join(f"{size} ({path})" for size, path in sizes.items())
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"the padded length of a batch whose longest sample is {longest} could be {shown}: pass "
             f"{_spell(dims, 'right')}, with the dimensions that are padded"
         )

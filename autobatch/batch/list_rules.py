@@ -43,7 +43,7 @@ import torch
 from autobatch._formatting import name_type
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import count_rows, field_names, fields_of, is_array, is_sequence, leaves_of
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 
 __all__ = [
     "ROOT",
@@ -190,11 +190,11 @@ def find_only_count(lists: Sequence[OpenList]) -> int | None:
 
 
 def refuse_to_guess(unclear: OpenList) -> None:
-    """Raise InvalidBatch with what to pass for this list."""
+    """Raise InvalidArgument with what to pass for this list."""
     path, entries = unclear
     rows = sorted({*rows_beneath(entries)})
     inside = f", with tensors of {', '.join(map(str, rows[:3]))} rows," if rows else ""
-    raise InvalidBatch(
+    raise InvalidArgument(
         f"{path} is {name_type(entries)} of {len(entries)} alike entries{inside} and may hold one entry a "
         f"sample, or fields: pass autobatch.batches.Samples({path}) or autobatch.batches.Fields({path}) in its "
         f"stead, or samples stacked into one tensor"

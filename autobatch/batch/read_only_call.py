@@ -15,7 +15,7 @@ import torch
 
 from autobatch._user_errors import note_where
 from autobatch.batch.tree import tensors_of, with_fresh_containers
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 __all__ = ["call_read_only"]
 
@@ -35,7 +35,7 @@ def call_read_only(
         called_by: Public function that calls it, for the note on an error of the user's.
 
     Raises:
-        InvalidBatch: It wrote into a tensor.
+        InvalidArgument: It wrote into a tensor.
     """
     tensors = [*filterfalse(torch.Tensor.is_inference, tensors_of(batch))]
     versions = [*map(_VERSION, tensors)]
@@ -45,5 +45,7 @@ def call_read_only(
         note_where(error, f"your {name}(batch{', largest' if others else ''})", called_by)
         raise
     if [*map(_VERSION, tensors)] != versions:
-        raise InvalidBatch(f"{name}() wrote into its batch in place, and the samples stay as it left them: use a copy")
+        raise InvalidArgument(
+            f"{name}() wrote into its batch in place, and the samples stay as it left them: use a copy"
+        )
     return answer

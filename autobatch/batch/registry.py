@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autobatch._formatting import name_type, show_value, with_article
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 
 __all__ = ["BatchType", "find_type", "register"]
 
@@ -40,37 +40,37 @@ class BatchType:
     map: Callable[[Any, OnTensor], Any]
 
     def count_samples(self, batch: Any) -> int:
-        """How many samples the user's ``count`` finds; raises InvalidBatch where that is no int of at least 0."""
+        """How many samples the user's ``count`` finds; raises InvalidArgument where that is no int of at least 0."""
         returned = self.count(batch)
         try:
             number = -1 if isinstance(returned, bool) else operator.index(returned)
         except TypeError:
             number = -1
         if number < 0:
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"count= of {self.type.__name__} returned {show_value(returned)}: it must return the number of "
                 f"samples, an int"
             )
         return number
 
     def take_samples(self, batch: Any, indices: Sequence[int]) -> Any:
-        """The samples at these indices, which may repeat; raises InvalidBatch for another type or number of samples."""
+        """The samples at these indices, which may repeat; raises InvalidArgument for another type or number."""
         part = self.take(batch, list(indices))
         if not isinstance(part, self.type):
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"take= of {self.type.__name__} returned {name_type(part)}: it must return "
                 f"{with_article(self.type.__name__)} with the samples at the given indices"
             )
         count = self.count_samples(part)
         if count != len(indices):
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"take= of {self.type.__name__} was given {len(indices)} indices and returned {count} samples: it must "
                 f"return one sample for each index, in that order, also where an index repeats"
             )
         return part
 
     def check_take(self, batch: Any) -> None:
-        """Raise InvalidBatch where ``take`` ignores its indices, if the batch shows that its samples differ."""
+        """Raise InvalidArgument where ``take`` ignores its indices, if the batch shows that its samples differ."""
         count = self.count_samples(batch)
         rows = [tensor for tensor in self.tensors(batch) if _is_dense(tensor) and tensor.shape[:1] == (count,)]
         if all(torch.equal(tensor[0], tensor[-1]) for tensor in rows):
@@ -78,7 +78,7 @@ class BatchType:
         last = count - 1
         taken = [self.tensors(self.take_samples(batch, indices)) for indices in ([0, last], [last, 0])]
         if len(taken[0]) == len(taken[1]) and all(map(_are_equal, *taken)):
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"take= of {self.type.__name__} returned the same samples for the indices [0, {last}] and [{last}, 0]: "
                 f"it must return the samples at the given indices, in that order"
             )
@@ -86,7 +86,7 @@ class BatchType:
     def map_tensors(self, batch: Any, function: OnTensor) -> Any:
         """The same batch with ``function(tensor)`` for each tensor; the given one is not changed.
 
-        Raises InvalidBatch where ``map`` returned another type or changed the batch in place, or copying failed.
+        Raises InvalidArgument where ``map`` returned another type or changed the batch in place, or copying failed.
         """
         changed: list[bool] = []
 
@@ -97,12 +97,12 @@ class BatchType:
 
         mapped = self.map(batch, observe)
         if not isinstance(mapped, self.type):
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"map= of {self.type.__name__} returned {name_type(mapped)}: it must return "
                 f"{with_article(self.type.__name__)} in which each tensor is function(tensor)"
             )
         if mapped is batch and any(changed):
-            raise InvalidBatch(f"map= of {self.type.__name__} changed the batch in place: it must return a new one")
+            raise InvalidArgument(f"map= of {self.type.__name__} changed the batch in place: it must return a new one")
         return mapped
 
     def tensors(self, batch: Any) -> list[torch.Tensor]:
@@ -197,7 +197,7 @@ def _copy_with(batch: Any, function: OnTensor) -> Any:
         try:
             return copy.deepcopy(batch)
         except (TypeError, copy.Error) as error:
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"{name_type(batch)} cannot be copied ({error}): pass map=(batch, function) -> batch to "
                 f"autobatch.batches.register({type(batch).__name__}, ...)"
             ) from error

@@ -37,7 +37,7 @@ class SamplesByLength:
         """Read the lengths and the padding of an example.
 
         Raises:
-            InvalidBatch: They cannot be read, or the lengths are others once the padding is trimmed.
+            InvalidArgument: They cannot be read, or the lengths are others once the padding is trimmed.
         """
         values = read_lengths(lengths, example.batch, example.count)
         padding = find_padding(example, lengths, values)

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autobatch._formatting import name_type
 from autobatch.batch.registry import find_type
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.torch_internals.storages import bytes_of
 
 __all__ = [
@@ -169,7 +169,7 @@ def with_fields(node: Any, values: Sequence[Any]) -> Any:
     """The same container with other values, in the order of ``fields_of``; itself where no value is another object.
 
     Dataclasses are copied, not constructed: frozen ones and fields with ``init=False`` keep what they had. Raises
-    InvalidBatch where a mapping of a foreign type cannot be made from a dict.
+    InvalidArgument where a mapping of a foreign type cannot be made from a dict.
     """
     is_same = all(new is old for new, old in zip(values, _children_of(node) or [], strict=True))
     return node if is_same else _rebuild(node, values)
@@ -194,7 +194,7 @@ def _rebuild(node: Any, values: Sequence[Any]) -> Any:
         try:
             return type(node)(dict(zip(node, values, strict=True)))  # type: ignore[call-arg]
         except TypeError as error:
-            raise InvalidBatch(f"{name_type(node)} cannot be made from a dict ({error}): pass a dict") from error
+            raise InvalidArgument(f"{name_type(node)} cannot be made from a dict ({error}): pass a dict") from error
     # Copying keeps what the constructor does not take: a default factory, a tokenizer's encodings.
     changed = copy.copy(node)
     if isinstance(node, Mapping):

@@ -20,7 +20,7 @@ from autobatch.batch.lengths import Lengths, ask_lengths, padded_length, read_an
 from autobatch.batch.list_rules import ROOT
 from autobatch.batch.registry import find_type
 from autobatch.batch.tree import fields_of, is_array, with_fields, with_items
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.records import Padding, SizeAtLength
 
 __all__ = ["SortedLayout", "TrimmedLayout", "gather"]
@@ -78,7 +78,7 @@ class SortedLayout(Layout):
         trims_to_edges: bool = False,
         lengths: Lengths | None = None,
     ) -> SortedLayout:
-        """Sort a batch, equal lengths in the order they came in; raises InvalidBatch as ``padded_length`` does."""
+        """Sort a batch, equal lengths in the order they came in; raises InvalidArgument as ``padded_length`` does."""
         if "unclear" in layout.lists.values() and layout.count > 1:
             layout.take(0, 1)  # raises, and says what to pass
         order = sorted(range(layout.count), key=lambda row: -values[row])
@@ -119,13 +119,13 @@ class SortedLayout(Layout):
             answers: Of ``ask``, by where its part begins and ends; all are read at once, as each may wait for a device.
 
         Raises:
-            InvalidBatch: A sample is of another length once it is trimmed.
+            InvalidArgument: A sample is of another length once it is trimmed.
         """
         before = [max(self.values[row], 1) for bounds in answers for row in range(*bounds)]
         counts = [stop - start for start, stop in answers]
         for one, other in zip(before, read_answers([*answers.values()], counts), strict=True):
             if max(other, 1) != one:
-                raise InvalidBatch(
+                raise InvalidArgument(
                     f"lengths() gives {other} for a sample that it gave {one} for before its padding was trimmed on "
                     f"the {self.padding.side}: count what is no padding, or pass autobatch.Lengths(length_of, "
                     f"padding='left') where padding comes first"

@@ -17,13 +17,13 @@ from typing import NoReturn
 
 from autobatch._version import __version__
 from autobatch.cli.output import NO, USAGE, Answer
-from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch
+from autobatch.errors import AutobatchError, InvalidArgument, NeedsBatch
 from autobatch.events import PlanMade
 from autobatch.torch_internals import import_torch
 
 __all__ = ["main"]
 
-_MISUSE = (InvalidArgument, InvalidBatch, InvalidStep, NeedsBatch)
+_MISUSE = (InvalidArgument, NeedsBatch)
 _INTERRUPTED = 130
 _COMMANDS = {
     "fit": ("model_commands", "run a few sizes and plan the target batch for this machine"),

@@ -23,7 +23,7 @@ from autobatch._user_errors import contextmanager
 from autobatch._wrappers import members_of
 from autobatch.distributed.channel import Channel
 from autobatch.distributed.sharding import is_sharded
-from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.errors import InvalidArgument
 
 __all__ = [
     "SharedBuffers",
@@ -147,10 +147,10 @@ def undisturbed(model: DistributedDataParallel) -> Iterator[None]:
     """A block in which it neither sums nor broadcasts anything, and a call of it is an error.
 
     Raises:
-        InvalidStep: From the call; or ``join()`` was called, whose end torch does not note.
+        InvalidArgument: From the call; or ``join()`` was called, whose end torch does not note.
     """
     if model._join_config.enable:
-        raise InvalidStep(_JOINED)
+        raise InvalidArgument(_JOINED)
     # A forward pass without a backward pass, such as an evaluation, leaves the reducer waiting: its hooks would begin
     # to sum inside the first micro-batch. Only this resets it (torch/csrc/distributed/c10d/reducer.cpp).
     _reset(model)
@@ -168,7 +168,7 @@ def _reset(model: DistributedDataParallel) -> None:
 
 
 def _refuse_call(*_: Any) -> None:
-    raise InvalidStep(_CALLED)
+    raise InvalidArgument(_CALLED)
 
 
 class SharedBuffers:

@@ -68,8 +68,7 @@ class Lockstep:
         """A step begins, in which all ranks run the same number of micro-batches.
 
         Raises:
-            InvalidArgument: Something was set since this was made with which it cannot be run.
-            InvalidStep: Gradients wait to be summed over the ranks.
+            InvalidArgument: A setting was changed that cannot be run, or gradients wait to be summed over the ranks.
         """
         self._agreement, self.running = agreement, None
         self._settle()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autobatch.distributed.sharding import gathers, group_of, has_shards, param_groups
-from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.errors import InvalidArgument
 
 __all__ = ["refuse_changed_settings", "refuse_unsupported_sharding"]
 
@@ -60,8 +60,8 @@ def refuse_changed_settings(model: nn.Module, groups: Sequence[Any], factor: flo
         factor: ``gradient_divide_factor`` when the Runner was made.
 
     Raises:
-        InvalidArgument: A setting with which gradients would be wrong, or other ranks would wait.
-        InvalidStep: An earlier backward pass has left gradients that were not summed over the ranks.
+        InvalidArgument: A setting would make gradients wrong or other ranks wait, or an earlier backward pass has left
+            gradients that were not summed over the ranks.
     """
     for group in groups:
         _refuse_settings(group)
@@ -71,7 +71,7 @@ def refuse_changed_settings(model: nn.Module, groups: Sequence[Any], factor: flo
                 "each module"
             )
         if any(map(_waits_for_sum, group.fsdp_params)):
-            raise InvalidStep(
+            raise InvalidArgument(
                 "there are gradients of an earlier backward pass that were not summed over the ranks "
                 "(set_requires_gradient_sync(False)): leave accumulating to the Runner, or call "
                 "model.reset_iter_state() to drop them"

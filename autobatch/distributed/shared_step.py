@@ -20,7 +20,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import GradientSlot, LossSlot
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.distributed.value_digest import digest_values
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.events.rank_step import RankStep
 
 __all__ = ["OTHERS_TRAINED", "SharedStep", "describe_slots", "find_wanted", "make_slots"]
@@ -68,7 +68,7 @@ class SharedStep:
             earlier: Gradients from before the step, a parameter each, which must be the same on each rank.
 
         Raises:
-            InvalidStep: They are not, or ``weigh`` names other terms elsewhere. Raised on every rank.
+            InvalidArgument: They are not, or ``weigh`` names other terms elsewhere. Raised on every rank.
         """
         if self._is_open:
             return
@@ -76,7 +76,7 @@ class SharedStep:
         said = meeting.meet("open", weights=dict(weights), samples=samples, earlier=self._describe(earlier))
         if len({one["earlier"] for one in said}) > 1:
             raise meeting.refuse(
-                InvalidStep(
+                InvalidArgument(
                     "there are gradients from before the step, and they differ between the ranks, so that the "
                     "optimizer would move the parameters apart: call optimizer.zero_grad() before runner.step()"
                 )
@@ -84,7 +84,7 @@ class SharedStep:
         named = [one["weights"] for one in said if one["samples"]]
         if any(one.keys() != named[0].keys() for one in named):
             raise meeting.refuse(
-                InvalidStep(
+                InvalidArgument(
                     f"weigh() names other terms on other ranks ({[sorted(one) for one in named]}): name the same terms "
                     f"on each, with 0 where there is nothing to count"
                 )
@@ -120,7 +120,7 @@ class SharedStep:
             The loss of all ranks; ``None`` where no sample of any counts, so that nothing has happened.
 
         Raises:
-            InvalidStep: A gradient is sparse, or the ranks' steps are not alike.
+            InvalidArgument: A gradient is sparse, or the ranks' steps are not alike.
             RankLost: A rank is gone.
         """
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -160,11 +160,11 @@ class SharedStep:
     def _read_counts(self, said: Sequence[dict[str, Any]]) -> list[float | None]:
         """What the ranks that ran anything have counted: each a number, or none does."""
         if len({one["trains"] for one in said}) > 1:
-            raise self._agreement.refuse(InvalidStep(OTHERS_TRAINED))
+            raise self._agreement.refuse(InvalidArgument(OTHERS_TRAINED))
         stated = [one["counted"] for one in said if one["runs"]]
         if len({one is None for one in stated}) > 1:
             raise self._agreement.refuse(
-                InvalidStep("step() states a count (Mean, Sum) on one rank and none on another: always state it")
+                InvalidArgument("step() states a count (Mean, Sum) on one rank and none on another: always state it")
             )
         return stated
 
@@ -175,14 +175,14 @@ class SharedStep:
         that is run again would undo it.
 
         Raises:
-            InvalidStep: The ranks' models have different buffers, or their optimizers different rates.
+            InvalidArgument: The ranks' models have different buffers, or their optimizers different rates.
         """
         buffers = SharedBuffers(broadcast_buffers_of(self._ranks.wrapper))
         with deferred_interrupts():
             said = self._meet_to_update(buffers=buffers.description)
             if len({one["buffers"] for one in said}) > 1:
                 raise self._agreement.refuse(
-                    InvalidStep(
+                    InvalidArgument(
                         "the ranks have different buffers: make them in __init__ and in the same shapes, or pass "
                         "broadcast_buffers=False to DistributedDataParallel"
                     )
@@ -200,7 +200,7 @@ class SharedStep:
             named = zip(self._ranks.channel.members, heard, strict=True)
             listed = "; ".join(f"rank {rank}: {', '.join(map(str, one['rates']))}" for rank, one in named)
             raise self._agreement.refuse(
-                InvalidStep(
+                InvalidArgument(
                     f"the learning rates differ between the ranks ({listed}), so that the optimizer would move the "
                     f"parameters apart: set the same on each, as a scheduler does that is given a number of all ranks"
                 )
@@ -240,10 +240,10 @@ def make_slots(
     """The parameters' gradients, to be summed.
 
     Raises:
-        InvalidStep: One is sparse.
+        InvalidArgument: One is sparse.
     """
     if any(parameter.grad is not None and parameter.grad.is_sparse for parameter in parameters):
-        raise InvalidStep("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
+        raise InvalidArgument("sparse gradients are not summed over ranks: use nn.Embedding(sparse=False)")
     return [GradientSlot(parameter, sums) for parameter in parameters]
 
 

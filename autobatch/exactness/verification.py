@@ -72,9 +72,8 @@ def verify(
         The verdict, with every cause that was found; ``unchecked`` says why, where there is none.
 
     Raises:
-        InvalidArgument: An argument cannot mean anything.
-        InvalidBatch: The batch cannot be counted, or ``weigh`` does not count.
-        InvalidStep: What the step returns is no loss. Whatever the step itself raises comes out unchanged.
+        InvalidArgument: An argument, the batch, a count of ``weigh`` or what the step returns cannot be used. Errors of
+            the step itself reach the caller unchanged.
     """
     workload = Workload(module_of(model), step or default_step, weigh, called_by="autobatch.verify")
     return _verify(workload, batch, lengths, device, most=_MOST_SAMPLES)

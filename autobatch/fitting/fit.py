@@ -129,8 +129,7 @@ def fit(
         DoesNotFit: Not even one sample fits, or the fewest that the model can run; the message says what it needed,
             what there was, and what would help.
         InexactSplit: ``check="raise"`` and the split would change the gradient, or that could not be checked.
-        InvalidArgument: An argument cannot mean anything.
-        InvalidBatch: The batch cannot be counted.
+        InvalidArgument: An argument cannot be used, or the batch cannot be counted.
         RankFailed: Another rank has raised one of these.
         RankLost: Another rank is gone or did not answer.
     """

@@ -95,9 +95,8 @@ def map(  # noqa: A001 - autobatch.map, as the builtin
 
     Raises:
         DoesNotFit: One sample alone runs out of memory, or the results do not fit.
-        InvalidResult: ``fn`` returned something that has not one entry a sample.
-        InvalidArgument: An argument cannot mean anything.
-        InvalidBatch: The batch cannot be counted.
+        InvalidArgument: An argument cannot be used, the batch cannot be counted, or ``fn`` did not return one entry a
+            sample.
 
         Errors of ``fn`` come out as they were raised. Each error, but no Ctrl-C, has attributes ``sample_index``, the
         sample that raised it (``None`` where that is not one), and ``done`` and ``results``: the indices of samples

@@ -21,7 +21,7 @@ from torch import nn
 from autobatch._formatting import format_bytes
 from autobatch._user_errors import add_note
 from autobatch.batch.layout import map_tensors
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.events import Hook, MapFinished, PieceFinished, PieceRetried, emit
 from autobatch.inference.guards import WatchedArrays, eval_mode, set_attributes
 from autobatch.inference.results import Indices, check_result
@@ -155,7 +155,7 @@ class PieceRunner:
             reason = describe_error(error, handled=handled)
         self.seconds += time.perf_counter() - started
         if wrote or any(tensor._version != version for tensor, version in zip(tensors, versions, strict=True)):
-            raise InvalidStep(
+            raise InvalidArgument(
                 "fn wrote into its batch in place, so a piece that is run again would see it changed; work on a copy"
             )
         # After the ``except`` block, whose error holds the piece's tensors.

@@ -16,7 +16,7 @@ import torch
 
 from autobatch._formatting import name_type, plural
 from autobatch.batch.tree import fields_of, is_array, is_sequence, with_fields
-from autobatch.errors import InvalidResult
+from autobatch.errors import InvalidArgument
 from autobatch.memory.oom import is_oom
 
 __all__ = ["Joined", "check_result", "rows_of"]
@@ -28,12 +28,12 @@ def check_result(result: Any, samples: int, path: str = "the result") -> None:
     """Refuse what has not one entry a sample.
 
     Raises:
-        InvalidResult: With the path inside the result, and what is there.
+        InvalidArgument: With the path inside the result, and what is there.
     """
     for path_here, leaf in _leaves(result, path):
         if leaf is None or _count(leaf) == samples:
             continue
-        raise InvalidResult(
+        raise InvalidArgument(
             f"fn returned {_describe(leaf)} as {path_here} for {plural(samples, 'sample')}; it must return one entry a "
             f"sample: tensors with as many rows, or a list as long; several of these in a tuple or a dict"
         )
@@ -43,7 +43,7 @@ def rows_of(result: Any, samples: int, path: str = "the result") -> list[Any]:
     """The result of each sample: of tensors rows, which are views where torch has one.
 
     Raises:
-        InvalidResult: With the path of a tensor that torch cannot take apart.
+        InvalidArgument: With the path of a tensor that torch cannot take apart.
     """
     if result is None:
         return [None] * samples
@@ -61,7 +61,7 @@ def _unbind(tensor: torch.Tensor, path: str) -> list[torch.Tensor]:
     except RuntimeError as error:
         if is_oom(error) or not _form_without_rows(tensor):
             raise
-    raise InvalidResult(
+    raise InvalidArgument(
         f"fn returned a {_form_without_rows(tensor)} {type(tensor).__name__} as {path}, whose rows cannot be taken "
         f"apart: return a dense one, or a list with one tensor a sample"
     )
@@ -85,7 +85,7 @@ class Joined:
         """Put the results of a piece into their places; the same may be done again after an error.
 
         Raises:
-            InvalidResult: It cannot be put together, or not with the pieces before it.
+            InvalidArgument: It cannot be put together, or not with the pieces before it.
         """
         _refuse_forms(result)
         if self._columns is None:
@@ -144,18 +144,18 @@ def _leaves_like(containers: Any, kinds: Iterator[str], result: Any, path: str) 
         path: Of that result.
 
     Raises:
-        InvalidResult: It is another container, or of another kind.
+        InvalidArgument: It is another container, or of another kind.
     """
     known, found = _named_children(containers), _named_children(result)
     if known is None or found is None or known.keys() != found.keys():
         before = next(kinds) if known is None else _kind(containers)
         if known is not None or found is not None:
-            raise InvalidResult(
+            raise InvalidArgument(
                 f"fn returned {_kind(result)} as {path}, and {before} for the pieces before it, so that they are no "
                 f"one result: return the same ones for all samples"
             )
         if _kind(result) != before:
-            raise InvalidResult(
+            raise InvalidArgument(
                 f"fn returned {_kind(result)} as {path}, and {before} for the pieces before it, so that they are no "
                 f"one result: pass samples instead of a batch (a list or a Dataset), whose results stay apart"
             )
@@ -192,7 +192,7 @@ def _refuse_forms(result: Any) -> None:
     for path, leaf in _leaves(result, "the result"):
         form = _form_without_rows(leaf)
         if form:
-            raise InvalidResult(
+            raise InvalidArgument(
                 f"fn returned a {form} {type(leaf).__name__} as {path}, whose rows cannot be put together: pass "
                 f"on_result=, or return a dense one, or a list with one tensor a sample"
             )

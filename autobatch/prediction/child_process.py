@@ -25,7 +25,7 @@ from typing import IO, Any, TypeVar
 
 import torch
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.forking import fork
 from autobatch.state.process_lock import one_at_a_time
 
@@ -53,7 +53,7 @@ def run_apart(function: Callable[[], _Result], most_seconds: float = MOST_SECOND
         most_seconds: After these the child is killed.
 
     Raises:
-        CannotPredict: The child was killed, by itself or by the clock. What the function raises comes out as it is.
+        InvalidArgument: The child was killed, by itself or by the clock. What the function raises comes out as it is.
     """
     with begin_apart(function, most_seconds) as answer:
         return answer()
@@ -100,7 +100,7 @@ def _start(function: Callable[[], Any], answered: IO[bytes], printed: IO[bytes])
     except OSError as error:
         for end in pipe:
             os.close(end)
-        raise CannotPredict(f"a trace needs a process of its own, and none could be started ({error})") from error
+        raise InvalidArgument(f"a trace needs a process of its own, and none could be started ({error})") from error
     reading, writing = pipe
     if child == 0:
         _answer(function, answered, printed, writing)
@@ -141,20 +141,20 @@ def _pack(function: Callable[[], Any]) -> bytes:
         return pickle.dumps((False, function()))
     except SystemExit as error:
         message = f"the step ends its process (sys.exit({error.code!r})); run fit() on a GPU"
-        return pickle.dumps((True, CannotPredict(message)))
+        return pickle.dumps((True, InvalidArgument(message)))
     except Exception as error:  # noqa: BLE001 - raised again in the parent
         try:
             pickle.loads(pickle.dumps(error))  # noqa: S301 - some errors only fail on the way back
             return pickle.dumps((True, error))
         except Exception:  # noqa: BLE001 - an error of the user's own that does not travel
-            return pickle.dumps((True, CannotPredict(f"{type(error).__name__}: {error}")))
+            return pickle.dumps((True, InvalidArgument(f"{type(error).__name__}: {error}")))
 
 
 def _await_end(ended: int, deadline: float) -> None:
     ready, left = select.poll(), deadline - time.monotonic()  # select() takes no descriptor above 1023
     ready.register(ended, select.POLLIN)
     if left <= 0 or not ready.poll(1000 * left):
-        raise CannotPredict("the trace did not come to an end in time; run fit() on a GPU")
+        raise InvalidArgument("the trace did not come to an end in time; run fit() on a GPU")
 
 
 def _wait(child: int) -> str:
@@ -180,14 +180,14 @@ def _unpack(answered: IO[bytes], end: str, printed: IO[bytes]) -> Any:
         printed.seek(0)
         lines = printed.read()[-_LONGEST:].decode(errors="replace").strip().splitlines()
         said = f": {lines[-1].strip()}" if lines else ""
-        raise CannotPredict(
+        raise InvalidArgument(
             f"the trace ended the process that it ran in ({end}{said}), and nothing else; run fit() on a GPU"
         )
     answered.seek(0)
     try:
         has_failed, result = pickle.load(answered)  # noqa: S301 - our own child wrote it
     except (pickle.UnpicklingError, EOFError) as error:
-        raise CannotPredict("the trace ended in the middle of its answer; run fit() on a GPU") from error
+        raise InvalidArgument("the trace ended in the middle of its answer; run fit() on a GPU") from error
     if has_failed:
         raise result
     return result

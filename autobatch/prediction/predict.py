@@ -113,10 +113,9 @@ def predict(
         The prediction.
 
     Raises:
-        CannotPredict: The step needs values of tensors, or operators that cannot run without memory.
-        InvalidArgument: An argument cannot mean anything.
-        InvalidBatch: The batch cannot be counted.
-        InvalidStep: The step calls ``backward()`` itself, or trains what is in neither the model nor the optimizer.
+        InvalidArgument: An argument cannot be used, or the batch cannot be counted; the step needs values of tensors or
+            operators that cannot run without memory, calls ``backward()`` itself, or trains what is in neither the
+            model nor the optimizer.
         NeedsBatch: No batch was given and the model does not say what it takes.
     """
     started = time.perf_counter()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from autobatch._formatting import plural
 from autobatch.batch.layout import Layout
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.estimate import Estimate
@@ -70,7 +70,7 @@ def prove(
             return Proof(estimate, doubt=doubt)
         try:
             changed = check(estimate, size)
-        except CannotPredict as error:
+        except InvalidArgument as error:
             return Proof(estimate, doubt=str(error))
         if changed is None:
             return Proof(estimate, size)
@@ -126,7 +126,7 @@ def check_timeline(
         ``None`` where the timeline says the same, else one that is interpolated and has this size.
 
     Raises:
-        CannotPredict: At this size it cannot be traced, or not in a few seconds.
+        InvalidArgument: At this size it cannot be traced, or not in a few seconds.
     """
     traced = list(timeline.traced) or [timeline.at(size) for size in SIZES]
     most = find_most_events(traced)
@@ -150,7 +150,7 @@ def find_smallest(workload: Workload, layout: Layout) -> int:
     """
     try:
         trace(replace(workload, optimizer=None), layout, 1, Circumstances(micro_batches=1, steps=1))
-    except CannotPredict:
+    except InvalidArgument:
         return 2
     return 1
 
@@ -159,6 +159,6 @@ def trace_savings(workload: Workload, layout: Layout) -> tuple[Saving, ...]:
     """What the step does already to save memory; of one that cannot be traced, what its model shows."""
     found = find_savings(workload.model)
     types = {parameter.device.type for parameter in workload.parameters()} | {"cuda", DEVICE_TYPE}
-    with suppress(CannotPredict), watch_savings(found, *types - {"meta"}):
+    with suppress(InvalidArgument), watch_savings(found, *types - {"meta"}):
         trace(replace(workload, optimizer=None), layout, SIZES[0], Circumstances(micro_batches=1, steps=1))
     return tuple(sorted(found))

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autobatch.batch.layout import Layout
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.events import Hook, StageBegan, emit
 from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.record import Change
@@ -65,7 +65,7 @@ def try_changes(
             else:
                 changed = estimate.changed(timeline=run_apart(lambda: _trace(way, layout, also)))
             proven, _ = prove_sizing(replace(sizing, estimate=changed), way.workload, layout, way.circumstances)
-        except CannotPredict as error:
+        except InvalidArgument as error:
             return Change(name=way.name, effect=way.effect, failed=str(error))
         peak = changed.settle(lambda _: [size]).reserved(size)
         saved = before - peak

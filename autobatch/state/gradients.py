@@ -12,7 +12,7 @@ from operator import attrgetter, is_, is_not
 
 import torch
 
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.state.sparse_gradients import widen
 from autobatch.state.tensor_header import is_uninitialized
 
@@ -259,10 +259,10 @@ class GradientStamps:
         """``unchanged``, or an error, after a forward pass.
 
         Raises:
-            InvalidStep: The step has changed a gradient.
+            InvalidArgument: The step has changed a gradient.
         """
         if not self.unchanged():
-            raise InvalidStep(
+            raise InvalidArgument(
                 "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only"
             )
 

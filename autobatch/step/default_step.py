@@ -15,7 +15,7 @@ from torch import nn
 
 from autobatch._wrappers import unwrap_model
 from autobatch.batch.layout import map_tensors, tensors_of
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 
 __all__ = ["NO_LOSS", "call_model", "default_step", "explain_default", "find_loss"]
 
@@ -31,7 +31,7 @@ _EXPLANATIONS: dict[_Origin, str] = {
 
 
 def default_step(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Call the model on the batch and find a scalar loss in its output; raises InvalidStep where that has no floats."""
+    """Call the model and find a scalar loss in its output; raise InvalidArgument if the output has no floats."""
     return find_loss(call_model(model, batch))[1]
 
 
@@ -49,7 +49,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
-    """A scalar to start the backward pass from, and which; raises InvalidStep where the output has none.
+    """A scalar to start the backward pass from, and which; raises InvalidArgument where the output has none.
 
     The output's ``.loss`` (an attribute or a key) if it is a tensor, else the output itself if it is a scalar tensor,
     else the mean over all elements of its floating-point tensors, accumulated in at least float32.
@@ -61,7 +61,9 @@ def find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
         return "scalar", output
     floats = [tensor for tensor in tensors_of(output) if tensor.is_floating_point() and tensor.numel() > 0]
     if not floats:
-        raise InvalidStep(f"the model returned {type(output).__name__} without a float tensor: pass step= with a loss")
+        raise InvalidArgument(
+            f"the model returned {type(output).__name__} without a float tensor: pass step= with a loss"
+        )
     total = sum(tensor.numel() for tensor in floats)
     means = [tensor.mean(dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in floats]
     parts = [mean.to(floats[0].device) * (tensor.numel() / total) for mean, tensor in zip(means, floats, strict=True)]

@@ -23,7 +23,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from autobatch._wrappers import is_optimizer, own_table
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.reachable import attributes_of, parts_of, walk
@@ -145,7 +145,7 @@ class LoopGuard:
 
         def refuse(_: torch.Tensor) -> None:
             self.refused.append(BACKWARD)
-            raise InvalidStep(BACKWARD)
+            raise InvalidArgument(BACKWARD)
 
         for parameter in parameters:
             if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
@@ -176,7 +176,7 @@ class _Refusal:
     def __call__(self, *_args: Any, **_options: Any) -> None:
         self.refused.append(self.message)
         if self.raises:
-            raise InvalidStep(self.message)
+            raise InvalidArgument(self.message)
 
 
 def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:

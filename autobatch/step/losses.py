@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from autobatch.errors import InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.state.gradients import NARROW
 
 __all__ = [
@@ -138,12 +138,12 @@ def read_terms(returned: Any) -> tuple[Term, ...]:
     """The terms of a step's loss: one, or one an entry of a mapping.
 
     Raises:
-        InvalidStep: A loss is no tensor, has more than one element or no graph, or its count is none.
+        InvalidArgument: A loss is no tensor, has more than one element or no graph, or its count is none.
     """
     if not isinstance(returned, Mapping):
         return (_read_term("", returned),)
     if not returned:
-        raise InvalidStep("step() returned an empty dict: it must hold the step's losses")
+        raise InvalidArgument("step() returned an empty dict: it must hold the step's losses")
     return tuple(_read_term(str(name), loss) for name, loss in returned.items())
 
 
@@ -166,25 +166,27 @@ def _read_term(name: str, returned: Any) -> Term:
         case loss:
             pass
     if loss is None:
-        raise InvalidStep(
+        raise InvalidArgument(
             f"{what} returned None; to skip a bad batch return autobatch.Sum(torch.zeros(()), 0), which counts for "
             f"nothing, and state the count of the others with autobatch.Mean or Sum"
         )
     if not isinstance(loss, torch.Tensor):
-        raise InvalidStep(
+        raise InvalidArgument(
             f"{what} returned {type(loss).__name__}; it must return a scalar tensor, the mean loss, or (loss, aux)"
         )
     if loss.numel() != 1:
-        raise InvalidStep(
+        raise InvalidArgument(
             f"{what} returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed; "
             f"what is no loss goes beside it, as (loss, aux)"
         )
     if loss.is_complex():
-        raise InvalidStep(f"{what} returned a complex loss; a real one is needed, such as its abs() or its real part")
+        raise InvalidArgument(
+            f"{what} returned a complex loss; a real one is needed, such as its abs() or its real part"
+        )
     if not loss.requires_grad and count != 0:
         why = "detached, under no_grad, or every parameter is frozen"
         is_inference = torch.is_inference_mode_enabled() or loss.is_inference()
-        raise InvalidStep(
+        raise InvalidArgument(
             f"{what} returned a loss without a graph ({_INFERENCE if is_inference else why})"
             + ("; what is no loss goes beside it: return (losses, aux)" if name else "")
         )
@@ -203,7 +205,7 @@ def losses_of(returned: Any) -> dict[str, torch.Tensor]:
 def counts_of(returned: Any) -> dict[str, float]:
     """What a step states itself as the counts of its losses, by term; empty where it states none.
 
-    Raises InvalidStep where a count is none.
+    Raises InvalidArgument where a count is none.
     """
     terms = returned if isinstance(returned, Mapping) else {"": returned}
     counts = dict[str, float]()
@@ -256,23 +258,23 @@ def find_stated(returned: Any, counted: float | None) -> Stated:
 def read_weights(returned: Any, samples: int) -> dict[str, float]:
     """What ``weigh`` of a micro-batch of so many samples returned, by term; ``""`` stands for every term.
 
-    Raises InvalidBatch where a weight is no number, negative, not finite or beyond what can be added up.
+    Raises InvalidArgument where a weight is no number, negative, not finite or beyond what can be added up.
     """
     if not isinstance(returned, Mapping):
         return {"": _read_weight(returned, "", samples)}
     if not returned:
-        raise InvalidBatch("weigh() returned an empty dict: it must name the step's terms, or return one number")
+        raise InvalidArgument("weigh() returned an empty dict: it must name the step's terms, or return one number")
     return {str(name): _read_weight(value, f" for {name!r}", samples) for name, value in returned.items()}
 
 
 def _read_weight(value: Any, what: str, samples: int) -> float:
     weight = _read_number(value)
     if weight is None:
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"weigh() returned {_describe(value)}{what}; it must return one number, or a dict of them by term"
         )
     if not 0 <= weight <= _LARGEST_COUNT:
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"weigh() gave {weight}{what} for a micro-batch of {samples}; it must be a number from 0 to 1e100"
         )
     return weight
@@ -281,9 +283,9 @@ def _read_weight(value: Any, what: str, samples: int) -> float:
 def _read_count(value: Any, argument: str) -> float:
     count = _read_number(value)
     if count is None:
-        raise InvalidStep(f"{argument} is {_describe(value)}; it must be one number")
+        raise InvalidArgument(f"{argument} is {_describe(value)}; it must be one number")
     if not 0 <= count <= _LARGEST_COUNT:
-        raise InvalidStep(f"{argument} is {count}; it must be a number from 0 to 1e100")
+        raise InvalidArgument(f"{argument} is {count}; it must be a number from 0 to 1e100")
     return count
 
 

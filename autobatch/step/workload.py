@@ -20,7 +20,7 @@ from autobatch._formatting import name_type, show_value
 from autobatch._wrappers import members_of, state_of
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.read_only_call import call_read_only
-from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_hooks
@@ -153,18 +153,18 @@ class Workload:
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
         """What the micro-batch counts for, by term: ``weigh`` of it, or its samples; ``""`` stands for every term.
 
-        Raises InvalidBatch where a weight is no number, negative or not finite, or ``weigh`` writes into the samples.
+        Raises InvalidArgument if a weight is no number, negative or not finite, or ``weigh`` writes into the samples.
         """
         if self.weigh is None:
             return {"": float(samples)}
         return read_weights(call_read_only("weigh", self.weigh, micro_batch, called_by=self.called_by), samples)
 
     def run(self, micro_batch: Any) -> StepOutput:
-        """Call the user's step; raises InvalidStep where no gradient can come from what it returned."""
+        """Call the user's step; raises InvalidArgument where no gradient can come from what it returned."""
         return read_output(self.call_step(micro_batch))
 
     def call_step(self, micro_batch: Any) -> Any:
-        """What the user's step returns; raises InvalidStep where it does the training loop's work (``loop_guard``)."""
+        """Return what the user's step returns; raise InvalidArgument if it does the training loop's work."""
         guard = self._guard
         if not guard.is_active:
             with self.guard(self.parameters()):
@@ -180,14 +180,14 @@ class Workload:
                 self._was_called.append(True)
         except Exception as error:
             named = BACKWARD if guard.reached else [*guard.refused, ""][0]
-            if named and (named != str(error) or not isinstance(error, InvalidStep)):
-                raise InvalidStep(named) from error
+            if named and (named != str(error) or not isinstance(error, InvalidArgument)):
+                raise InvalidArgument(named) from error
             raise
         finally:
             if hooks:
                 guard.allow_backward(hooks)  # again: an interrupt may have come in between
         if guard.reached or guard.refused or guard.zeroed:
-            raise InvalidStep(BACKWARD if guard.reached else [*guard.refused, *guard.zeroed][0])
+            raise InvalidArgument(BACKWARD if guard.reached else [*guard.refused, *guard.zeroed][0])
         return returned
 
     def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
@@ -204,17 +204,17 @@ class Workload:
 
 
 def read_output(returned: Any) -> StepOutput:
-    """The losses that a step returned, and the rest; raises InvalidStep where no gradient can come from them."""
+    """The losses that a step returned, and the rest; raises InvalidArgument where no gradient can come from them."""
     loss, aux = split_output(returned)
     return StepOutput(read_terms(loss), aux)
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
-    """The losses that a step returned, and the rest, detached; raises InvalidStep for a second loss beside them."""
+    """The losses that a step returned, and the rest, detached; raises InvalidArgument for a second loss beside them."""
     loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
         read_terms(loss)  # what is wrong with it is said first
-        raise InvalidStep(
+        raise InvalidArgument(
             "step() returned a second loss, of which no gradient would be taken: return both by name, as "
             '{"left": loss, "right": other}, or (loss, other.detach())'
         )
@@ -225,12 +225,12 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
     """Refuse a loss that trains a parameter of neither the model nor the optimizer: a retry could not undo that.
 
     Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
-    Raises InvalidStep; ``parameters`` are those of the model and of the optimizer.
+    Raises InvalidArgument; ``parameters`` are those of the model and of the optimizer.
     """
     known = {id(parameter) for parameter in parameters}
     for leaf in leaves_of_graph(loss):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
-            raise InvalidStep(
+            raise InvalidArgument(
                 f"step() trains a parameter of shape {tuple(leaf.shape)} that is in neither the model nor the "
                 f"optimizer, so a retry could not take its gradient back: put it into one of them, or freeze it "
                 f"with requires_grad_(False)"

@@ -22,7 +22,7 @@ from autobatch._user_errors import contextmanager
 from autobatch.batch.layout import Layout
 from autobatch.batch.trimming import SortedLayout
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidStep
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
@@ -139,10 +139,9 @@ class Accumulation:
             ``None`` where all weights are 0, so that a mean has no value: then nothing has happened.
 
         Raises:
-            InvalidArgument: A parameter has got a gradient hook.
-            InvalidBatch: ``weigh`` does not count, trimming changes a sample's length, or a batch carries a graph.
-            InvalidStep: The step wrote into its batch or into gradients, trains what is in neither model nor optimizer,
-                or returned no valid loss or count, or counts that do not add up.
+            InvalidArgument: A parameter has got a gradient hook; ``weigh`` does not count, trimming changes a sample's
+                length, or a batch carries a graph; the step wrote into its batch or into gradients, trains what is in
+                neither model nor optimizer, or returned no valid loss or count, or counts that do not add up.
             DoesNotFit: A copy of the model's buffers does not fit, or ``weigh`` or ``lengths``, or what follows the
                 last backward pass. Errors of ``shrink`` and ``update`` pass through.
         """
@@ -311,7 +310,7 @@ class Accumulation:
             start.restore()
             torch.clear_autocast_cache()  # casts that were made without a graph
         if wrong:
-            raise InvalidStep(wrong)
+            raise InvalidArgument(wrong)
 
     def _count_again(self, samples: tuple[Layout, int, int], largest: int) -> Mapping[str, float]:
         """The sum of what the step states for these samples in micro-batches of at most so many."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autobatch._user_errors import note_where
-from autobatch.errors import AutobatchError, InvalidStep
+from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.records import Phase
 from autobatch.training.loss_denominators import Denominators, DividedLoss
 from autobatch.training.micro_batches import MicroBatch, find_scale
@@ -130,7 +130,7 @@ class AccumulationState:
         """Count the first unfinished micro-batch as done.
 
         Raises:
-            InvalidStep: The step counts for one micro-batch and not for another.
+            InvalidArgument: The step counts for one micro-batch and not for another.
         """
         if divided is None:
             self._has_stated_none |= self.todo[0].counts
@@ -139,7 +139,7 @@ class AccumulationState:
             if self.loss is None:
                 self.loss, self.unit = loss.detach() * factor, unit
             elif unit is not self.unit and (unit is None or self.unit is None):
-                raise InvalidStep(_STATED_FOR_SOME)
+                raise InvalidArgument(_STATED_FOR_SOME)
             elif self.loss.dtype is loss.dtype:
                 # A running sum in place: only the first micro-batch allocates one number for it.
                 self.loss.add_(loss.detach(), alpha=factor)
@@ -147,7 +147,7 @@ class AccumulationState:
                 self.loss = self.loss + loss.detach() * factor
             self.counted += count
         if self._has_stated_none and self.loss is not None and self.unit is None:
-            raise InvalidStep(_STATED_FOR_SOME)  # the others' mean would be over these samples too
+            raise InvalidArgument(_STATED_FOR_SOME)  # the others' mean would be over these samples too
         # Last: if memory ends in the addition, the micro-batch is not done and is run again.
         done = self.todo.popleft()
         done.leaves.clear()  # the step may have given them gradients

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from autobatch.batch.tree import is_array, leaves_of, tensors_of
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.memory.oom import is_oom
 from autobatch.torch_internals.storages import storages_of
 
@@ -34,9 +34,9 @@ def refuse_write(*, stays: bool) -> NoReturn:
         stays: Whether the samples could not be restored, in a batch of the user's.
 
     Raises:
-        InvalidStep: Always.
+        InvalidArgument: Always.
     """
-    raise InvalidStep(WROTE_INTO_BATCH + (_STAYS if stays else ""))
+    raise InvalidArgument(WROTE_INTO_BATCH + (_STAYS if stays else ""))
 
 
 class WatchedBatch:
@@ -83,7 +83,7 @@ class WatchedBatch:
         """Restore the samples.
 
         Raises:
-            InvalidStep: The step wrote into them. An error of the step itself passes through instead, unless memory
+            InvalidArgument: The step wrote into them. An error of the step itself passes through instead, unless memory
                 ended and the micro-batch would be run again on changed samples.
         """
         is_written, is_back = self._is_written(), self._put_back()

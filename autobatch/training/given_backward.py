@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autobatch._formatting import name_type, show_value
-from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.state.gradients import NARROW
 from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.workload import leaves_of_graph
@@ -49,7 +49,7 @@ class GivenBackward:
         """Call it.
 
         Raises:
-            InvalidStep: It ran no backward pass from this loss or several, left no gradient, added to a narrow one
+            InvalidArgument: It ran no backward pass from this loss or several, left no gradient, added to a narrow one
                 itself, or divided the loss.
         """
         arrived: list[torch.Tensor] = []
@@ -62,7 +62,7 @@ class GivenBackward:
             gradients.note(self._function)
         if len(arrived) != 1:
             ran = f"ran {len(arrived)} backward passes from the loss" if arrived else "ran no backward pass"
-            raise InvalidStep(
+            raise InvalidArgument(
                 f"backward= {ran}: it has to run one, such as loss.backward(), on the loss that it is given"
             )
         if gradients is not None:  # once: reading the factor waits for the device
@@ -78,7 +78,7 @@ class GivenBackward:
             if factor > 1
             else "switch the framework's own accumulation off, such as gradient_accumulation_steps=1"
         )
-        raise InvalidStep(
+        raise InvalidArgument(
             f"backward= multiplies the loss by {factor:g}, and the Runner has divided it by the whole step's count "
             f"already: {remedy}"
         )
@@ -109,18 +109,18 @@ class _Gradients:
             raise
 
     def check(self) -> None:
-        """Raise InvalidStep where no leaf has got a gradient, or a narrow one has not got it from torch."""
+        """Raise InvalidArgument where no leaf has got a gradient, or a narrow one has not got it from torch."""
         by_torch = {*map(id, self._reached)}
         pairs = zip(self._leaves, self._before, strict=True)
         written = [leaf for leaf, before in pairs if leaf.grad is not before and id(leaf) not in by_torch]
         if not by_torch and not written:
-            raise InvalidStep(
+            raise InvalidArgument(
                 "backward= left no gradient in any parameter: it has to add them to .grad, as loss.backward() does and "
                 "torch.autograd.grad() does not"
             )
         for leaf in written:
             if leaf.dtype in NARROW:
-                raise InvalidStep(
+                raise InvalidArgument(
                     f"backward= adds to .grad of a parameter in {leaf.dtype} itself, where what several micro-batches "
                     f"add is rounded away: run loss.backward(), whose gradients are added up in float32"
                 )

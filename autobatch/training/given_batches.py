@@ -12,7 +12,7 @@ from autobatch.batch.joining import join_neighbours
 from autobatch.batch.largest import is_source
 from autobatch.batch.layout import Layout, describe, is_empty, is_one_batch
 from autobatch.batch.list_rules import ListReading
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.training.given_cut import GivenCut
 from autobatch.training.sample_lengths import SampleLengths
 
@@ -61,7 +61,7 @@ class GivenBatches:
         """Describe one batch: lists as in the plan's example, later batches as earlier ones.
 
         Raises:
-            InvalidBatch: It cannot be counted.
+            InvalidArgument: It cannot be counted.
         """
         layout = describe(batch, like=self._layout)
         if layout.traits is None or layout.traits is not self._layout.traits:
@@ -78,7 +78,7 @@ class GivenBatches:
             leaves_out_empty: Whether one without samples is left out; else it is refused.
 
         Raises:
-            InvalidBatch: One cannot be counted; which one, where there are several.
+            InvalidArgument: One cannot be counted; which one, where there are several.
         """
         layouts = []
         for number, batch in enumerate(batches, 1):
@@ -89,15 +89,17 @@ class GivenBatches:
                 continue
             try:
                 layouts.append(self.describe(batch))
-            except InvalidBatch as error:
+            except InvalidArgument as error:
                 if is_source(batch):
-                    raise InvalidBatch(
+                    raise InvalidArgument(
                         f"a step takes one batch, and was given a {type(batch).__name__}: pass one batch of it, or "
                         f"call runner.run(loader), which runs a step for every target batch"
                     ) from None
                 if len(batches) == 1:
                     raise
-                raise InvalidBatch(f"{error} (batch {number} of the {len(batches)} that this step was given)") from None
+                raise InvalidArgument(
+                    f"{error} (batch {number} of the {len(batches)} that this step was given)"
+                ) from None
         return layouts
 
     def divide(

@@ -46,7 +46,7 @@ class GivenCut:
         return cls(cut)
 
     def cut_all(self, layouts: Iterable[Layout], largest: int) -> list[PickedLayout]:
-        """The groups of each batch, in order; raises InvalidBatch as ``cut_batch``."""
+        """The groups of each batch, in order; raises InvalidArgument as ``cut_batch``."""
         groups: list[PickedLayout] = []
         samples = 0
         for layout in layouts:

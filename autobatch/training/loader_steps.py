@@ -18,7 +18,7 @@ from autobatch.batch.tree import as_leaf
 from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.distributed.step_agreement import StepAgreement
-from autobatch.errors import InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.state.random_state import RandomState
 
 _COUNT = attrgetter("count")
@@ -59,10 +59,10 @@ class Progress:
         """Refuse to continue a call of ``run`` after another one has begun: both would count in one place.
 
         Raises:
-            InvalidStep: Another call has begun.
+            InvalidArgument: Another call has begun.
         """
         if call != self.calls:
-            raise InvalidStep("another call of run() has begun since: finish one pass before the next one begins")
+            raise InvalidArgument("another call of run() has begun since: finish one pass before the next one begins")
 
 
 class Pass:
@@ -150,11 +150,11 @@ def refuse_unlike(layout: Layout, dims: Mapping[str, int]) -> Layout:
     Such are single samples, which would be taken for batches, and the tensors of one batch, for several batches.
 
     Raises:
-        InvalidBatch: There is no such tensor.
+        InvalidArgument: There is no such tensor.
     """
     found = dims_of(layout)
     if found and dims and not found.items() & dims.items():
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"run() got a batch unlike the plan's example: {_show(found)} dimensions, in the example {_show(dims)}; "
             f"pass a loader of batches, such as DataLoader(dataset, batch_size=32), not of samples; for one batch call "
             f"step()"
@@ -177,7 +177,7 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
 
     Raises:
         RankFailed: Another rank's loader raised an error, or the ranks made different calls.
-        InvalidStep: Another rank begins a pass, and this one is in the middle of one.
+        InvalidArgument: Another rank begins a pass, and this one is in the middle of one.
     """
     agreement, is_first = StepAgreement(ranks.channel, ranks.number, step, "step"), not reading.has_begun
     try:
@@ -188,7 +188,7 @@ def read_together(ranks: Ranks, step: int, reading: Pass) -> tuple[list[Layout],
         raise
     if len({one["first"] for one in said}) > 1:
         raise agreement.refuse(
-            InvalidStep(
+            InvalidArgument(
                 "one rank begins a pass of run(loader), and another is in the middle of one: leave the loop at the "
                 "same step on every rank"
             )

@@ -23,7 +23,7 @@ from autobatch.distributed.pass_record import PassDiffers
 from autobatch.distributed.sharded_step import ShardedStep
 from autobatch.distributed.sharding import gathered_tensors, unsharded_parameters
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import AutobatchError, DoesNotFit, InvalidBatch, InvalidStep
+from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.state.gradients import GradientsAside, GradientStamps
 from autobatch.step.batch_norm import refuses_one_sample
@@ -185,7 +185,7 @@ class LockstepAccumulation(Accumulation):
             self._given_backward(loss)
         else:
             named = ", ".join(sorted(absent))
-            raise InvalidStep(
+            raise InvalidArgument(
                 f"backward= cannot be used where a term ({named}) counts for nothing on one rank and parameters are "
                 f"sharded: leave backward= out"
             )
@@ -205,7 +205,7 @@ class LockstepAccumulation(Accumulation):
         """Run passes whose gradient is 0; returns why memory ended."""
         handled = sys.exc_info()[1]
         if self._spare is None:
-            raise InvalidBatch(
+            raise InvalidArgument(
                 "this rank has no samples, and had none before: parameters are sharded, so each rank has to run the "
                 "model; give it at least one sample in its first step"
             )

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.step.losses import Term, read_terms
 from autobatch.training.micro_batches import MicroBatch, sum_weights
 
@@ -95,7 +95,7 @@ class Denominators:
             ``None`` where the step states a count of 0.
 
         Raises:
-            InvalidStep: It is no loss; or its counts or terms contradict those of ``weigh``, or need ``weigh``.
+            InvalidArgument: It is no loss; or its counts or terms contradict those of ``weigh``, or need ``weigh``.
         """
         total = self.weights.get("")
         if total and type(loss) is torch.Tensor and loss.dtype in _WIDE and not loss.ndim and loss.requires_grad:
@@ -179,7 +179,7 @@ def _find_common_count(terms: Sequence[Term], samples: int) -> float:
     first, *rest = counts.values()
     if any(not math.isclose(first, other, rel_tol=1e-6) for other in rest):
         stated = ", ".join(f"{name!r}: {count:g}" for name, count in counts.items())
-        raise InvalidStep(
+        raise InvalidArgument(
             f"step() states different counts for its terms ({stated}), and their totals must be known before the first "
             f"backward pass: pass weigh= that returns a dict of counts by term"
         )
@@ -189,7 +189,7 @@ def _find_common_count(terms: Sequence[Term], samples: int) -> float:
 def _refuse_parts(terms: Sequence[Term]) -> None:
     parts = [repr(term.name) for term in terms if term.kind == "part"]
     if parts:
-        raise InvalidStep(
+        raise InvalidArgument(
             f"step() returns a Part ({', '.join(parts)}) beside a Mean or Sum, whose total is known only after the "
             f"last micro-batch: pass weigh= that counts before, or return Parts only"
         )
@@ -200,7 +200,7 @@ def _check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
     missing = [name for name, weight in weights.items() if weight > 0 and name not in named]
     unknown = named - weights.keys()
     if missing or unknown:
-        raise InvalidStep(
+        raise InvalidArgument(
             f"weigh() gives counts for the terms {sorted(weights)}, and step() returned {sorted(named)}: the "
             f"names must be the same (PerStep and Part terms have no count)"
         )
@@ -209,7 +209,7 @@ def _check_names(terms: Sequence[Term], weights: Mapping[str, float]) -> None:
 def _check_count(term: Term, weight: float) -> None:
     if term.count is not None and not math.isclose(term.count, weight, rel_tol=1e-5):
         name = f" of the term {term.name!r}" if term.name else ""
-        raise InvalidStep(
+        raise InvalidArgument(
             f"step() states a count{name} of {term.count:g} for a micro-batch for which weigh() gives {weight:g}: let "
             f"weigh= count the same (by term, as a dict, where terms have different counts), or leave weigh= out"
         )

@@ -20,7 +20,7 @@ from autobatch.batch.example import refuse_meta
 from autobatch.batch.joining import JoinedLayout
 from autobatch.batch.layout import Layout
 from autobatch.batch.trimming import SortedLayout
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.planning.lengths import divide_by_length, scale_of
 from autobatch.planning.planner import balance, least_size
 from autobatch.step.workload import Workload
@@ -79,7 +79,7 @@ def cut(
             model's own.
 
     Raises:
-        InvalidBatch: ``weigh`` gave no count, or a sample has another length once it is trimmed.
+        InvalidArgument: ``weigh`` gave no count, or a sample has another length once it is trimmed.
     """
     micro_batches: list[MicroBatch] = []
     for layout, start, stop in ranges if largest is not None else _separate(ranges):
@@ -196,12 +196,12 @@ def sum_weights(micro_batches: Iterable[MicroBatch]) -> dict[str, float]:
     """The total of each term.
 
     Raises:
-        InvalidBatch: ``weigh`` named other terms for one micro-batch than for another.
+        InvalidArgument: ``weigh`` named other terms for one micro-batch than for another.
     """
     weights = [micro_batch.weights for micro_batch in micro_batches]
     for other in weights[1:]:
         if other.keys() != weights[0].keys():
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"weigh() gave counts for {_name(weights[0])} in one micro-batch and for {_name(other)} in another: "
                 f"name the same terms each time, with 0 where there is nothing to count"
             )
@@ -212,12 +212,12 @@ def check_additive(micro_batches: Sequence[MicroBatch], smaller: Sequence[MicroB
     """Refuse a ``weigh`` under which the same samples weigh differently when they are cut differently.
 
     Raises:
-        InvalidBatch: The totals differ.
+        InvalidArgument: The totals differ.
     """
     whole, parts = sum_weights(micro_batches), sum_weights(smaller)
     for name in whole:
         if not math.isclose(whole[name], parts.get(name, math.nan), rel_tol=1e-5):
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"weigh() is not additive: it gave {whole[name]:g} for {[p.size for p in micro_batches]} samples and "
                 f"{parts.get(name, math.nan):g} for the same samples as {[p.size for p in smaller]}; it must count "
                 f"something, such as tokens, that adds up"
@@ -228,8 +228,8 @@ def refuse_graphs(tensors: Iterable[torch.Tensor]) -> None:
     """Refuse a batch whose graph micro-batches cannot reach: each is cut off from what computed the batch.
 
     Raises:
-        InvalidBatch: A tensor was computed from one that requires a gradient (a view of a leaf was not), or is on the
-            meta device.
+        InvalidArgument: A tensor was computed from one that requires a gradient (a view of a leaf was not), or is on
+            the meta device.
     """
     for tensor in tensors:
         if tensor.is_meta:
@@ -238,7 +238,7 @@ def refuse_graphs(tensors: Iterable[torch.Tensor]) -> None:
             continue
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - no public equivalent
         if base.grad_fn is not None:
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"a tensor of shape {tuple(tensor.shape)} in the batch carries a graph, from which micro-batches are "
                 f"cut off: compute it inside step(), or detach() it"
             )

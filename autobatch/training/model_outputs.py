@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from autobatch._user_errors import contextmanager
 from autobatch.batch.tree import tensors_of
 from autobatch.distributed.sharding import sharded_modules
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 
 __all__ = ["ModelOutput", "collect_outputs", "edges_of", "find_reached", "run_zero_backward"]
 
@@ -89,16 +89,16 @@ def run_zero_backward(reached: Sequence[ModelOutput], loss: torch.Tensor | None 
     Of a loss that the model has computed itself from what it also returns, only the latter gets zeros.
 
     Raises:
-        InvalidStep: There is nothing to begin from, or such a loss is all that the model returns, and it is nan.
+        InvalidArgument: There is nothing to begin from, or such a loss is all that the model returns, and it is nan.
     """
     outputs = _leave_out_losses(reached)
     if not outputs and loss is None:
-        raise InvalidStep(
+        raise InvalidArgument(
             "step() did not call the model, or it returned no tensor with a graph; parameters are sharded, so each "
             "micro-batch has to run a backward pass: return the loss of what the model has returned"
         )
     if not all(output.scalar is None or bool(output.scalar.isfinite()) for output in outputs):
-        raise InvalidStep(
+        raise InvalidArgument(
             "the model returns only its loss, which is nan or infinite in a micro-batch that counts for nothing on "
             "this rank, while others run theirs: let the model return what the loss is made of, too"
         )

@@ -28,7 +28,7 @@ from autobatch.distributed.ranks import (
 )
 from autobatch.distributed.sharded_step import ShardedStep, begin_step
 from autobatch.distributed.shared_step import SharedStep
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.events import Hook
 from autobatch.events.rank_step import RankStep
 from autobatch.ledger.ledger import Ledger
@@ -293,10 +293,9 @@ class StepRunner:
             The result of each step, as ``step`` returns it.
 
         Raises:
-            InvalidArgument: ``loader`` is a single batch or a dataset, or has fewer samples than the state says were
-                used.
-            InvalidBatch: Samples of a batch cannot be counted or divided, or the loader yields samples, not batches.
-            InvalidStep: Another call of ``run`` has begun since.
+            InvalidArgument: ``loader`` is a single batch or a dataset, yields samples, or has fewer samples than the
+                state says were used; samples of a batch cannot be counted or divided; or another call of ``run`` has
+                begun since.
             DoesNotFit: As ``step``.
             CannotRetry: As ``step``.
             RankFailed: Another rank's loader or step has raised an error.
@@ -349,7 +348,7 @@ class StepRunner:
             DoesNotFit: Memory ended at one sample, or at the fewest that the model can run; everything is as before. Or
                 the batch cannot be cut into micro-batches of at most the plan's ``max_micro_batch`` that the model can
                 run; nothing was run.
-            InvalidBatch: Its samples cannot be counted; nothing was run.
+            InvalidArgument: Its samples cannot be counted; nothing was run.
             CannotRetry: Memory ended inside the optimizer's step; parameters may have moved.
         """
         if self._update is None:
@@ -503,7 +502,7 @@ class StepRunner:
 
     def _begin_shared(self, *, update: bool) -> SharedStep | None:
         if self._is_running:
-            raise InvalidStep(_INSIDE_ITSELF)
+            raise InvalidArgument(_INSIDE_ITSELF)
         if self._ranks is None:
             return None
         if not update:
@@ -572,7 +571,7 @@ class StepRunner:
     def _describe(self, batches: Sequence[Any], *, update: bool, is_cut: bool) -> Sequence[Layout]:
         """Describe the batches: lists as in the plan's example, later batches as earlier ones."""
         if not batches and self._ranks is None:
-            raise InvalidBatch("step_over() was given no batches")
+            raise InvalidArgument("step_over() was given no batches")
         layouts = self._batches.read(batches, leaves_out_empty=self._ranks is not None)
         self._samples = count_samples(layouts)
         if self._is_in_users_loop:

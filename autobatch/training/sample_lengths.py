@@ -13,7 +13,7 @@ from typing import Any
 from autobatch.batch.layout import Layout
 from autobatch.batch.lengths import Lengths, read_lengths
 from autobatch.batch.trimming import SortedLayout
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.plan import Plan
 from autobatch.planning.lengths import scale_curve, scale_ladder
 from autobatch.planning.pacing import Pace
@@ -65,18 +65,18 @@ class SampleLengths:
         return cls(read, plan, is_compiled(workload.model, workload.step))
 
     def sort_all(self, layouts: Iterable[Layout]) -> list[SortedLayout]:
-        """Each batch with its samples in order of their lengths; raises InvalidBatch as ``sort``."""
+        """Each batch with its samples in order of their lengths; raises InvalidArgument as ``sort``."""
         return [*map(self.sort, layouts)]
 
     def sort(self, layout: Layout) -> SortedLayout:
         """The batch with its samples in order of their lengths.
 
         Raises:
-            InvalidBatch: A length is none, or longer than every one that was tried.
+            InvalidArgument: A length is none, or longer than every one that was tried.
         """
         values, longest = read_lengths(self.lengths, layout.batch, layout.count), self.plan.lengths[-1].length
         if max(values) > longest:
-            raise InvalidBatch(
+            raise InvalidArgument(
                 f"a sample is {max(values)} long, and the longest that fit() tried is {longest}: nothing untried is "
                 f"run; cut the sample, or give fit() an example batch with the longest sample"
             )

@@ -22,7 +22,7 @@ import autobatch
 from autobatch import batches, hooks, testing
 from autobatch._formatting import name_type, show_value, with_article
 from autobatch.cli.main import main
-from autobatch.errors import AutobatchError, InvalidArgument, InvalidBatch
+from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.records import Tenant
 
 HUGE = 10**400
@@ -470,5 +470,5 @@ def test_registering_says_what_it_was_given():
     """An object beside a class."""
     with pytest.raises(InvalidArgument, match=r"not an object$"):
         batches.register(object(), count=len, take=len)
-    with pytest.raises(InvalidBatch, match="it must return a Rows in which each tensor"):
+    with pytest.raises(InvalidArgument, match="it must return a Rows in which each tensor"):
         register_and_fit(map=lambda b, function: io.StringIO())

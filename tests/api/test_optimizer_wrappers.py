@@ -170,7 +170,7 @@ def test_a_step_that_steps_a_wrapper_is_refused(wrap: Callable[..., Any]) -> Non
         optimizer.inner.step() if hasattr(optimizer, "inner") else optimizer.step()
         return mean_step(model, batch)
 
-    with pytest.raises(autobatch.InvalidStep, match=r"optimizer\.step"):
+    with pytest.raises(autobatch.InvalidArgument, match=r"optimizer\.step"):
         autobatch.fit(model, 12, batch=BATCH, step=stepping, optimizer=optimizer, max_micro_batch=5, reuse=False)
 
 

@@ -26,15 +26,11 @@ USAGE = Path(__file__).with_name("typed_usage.py")
 
 NAMES = [
     "AutobatchError",
-    "CannotPredict",
     "CannotRetry",
     "DeviceInfo",
     "DoesNotFit",
     "InexactSplit",
     "InvalidArgument",
-    "InvalidBatch",
-    "InvalidResult",
-    "InvalidStep",
     "Lengths",
     "Mean",
     "MemoryCurve",

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _python_dispatch
 
 import autobatch
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.prediction import forking
 from autobatch.prediction.child_process import run_apart
@@ -233,7 +233,7 @@ def test_two_traces_leave_the_warning_filters_as_they_were(monkeypatch):
         raise OSError("planned")
 
     def trace():
-        with pytest.raises(CannotPredict, match="planned"):
+        with pytest.raises(InvalidArgument, match="planned"):
             run_apart(lambda: 3)
 
     before = list(warnings.filters)

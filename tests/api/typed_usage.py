@@ -162,11 +162,9 @@ def use_errors(run: Callable[[], object]) -> autobatch.AutobatchError | None:
     """Each error is a class of its own, below one base."""
     try:
         run()
-    except (autobatch.NeedsBatch, autobatch.DoesNotFit, autobatch.CannotRetry, autobatch.CannotPredict) as error:
+    except (autobatch.NeedsBatch, autobatch.DoesNotFit, autobatch.CannotRetry, autobatch.InexactSplit) as error:
         return error
     except (autobatch.RankFailed, autobatch.RankLost) as error:
-        return error
-    except (autobatch.InexactSplit, autobatch.InvalidStep, autobatch.InvalidBatch, autobatch.InvalidResult) as error:
         return error
     except autobatch.InvalidArgument as error:
         as_value_error: ValueError = error

@@ -29,7 +29,7 @@ from autobatch.batch import registry
 from autobatch.batch.layout import count_elements, describe, is_empty
 from autobatch.batch.tree import map_tensors, tensors_of
 from autobatch.batches import Fields, register
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.testing import FakeDevice
 
 with warnings.catch_warnings():
@@ -172,7 +172,7 @@ def test_what_is_unclear_is_asked_everywhere(batch: Any) -> None:
         lambda: autobatch.verify(Tagger(), batch, step_over_samples),
         lambda: autobatch.Runner(plan, Tagger(), step_over_samples, None).accumulate(batch),
     ):
-        with pytest.raises(InvalidBatch, match=r"pass autobatch\.batches\.Samples\(batch\)"):
+        with pytest.raises(InvalidArgument, match=r"pass autobatch\.batches\.Samples\(batch\)"):
             call()
 
 
@@ -253,7 +253,7 @@ def test_where_a_loader_does_not_know_it_is_asked() -> None:
         rows = torch.stack([sample for (sample,) in samples] * 2)
         return [rows, rows]
 
-    with pytest.raises(InvalidBatch, match=r"autobatch\.batches\.Fields\(batch\)"):
+    with pytest.raises(InvalidArgument, match=r"autobatch\.batches\.Fields\(batch\)"):
         autobatch.fit(Tagger(), 2, batch=DataLoader(data, batch_size=2, collate_fn=crop), step=reconstruct, reuse=False)
 
 
@@ -486,7 +486,7 @@ def test_one_registered_batch_is_one_batch() -> None:
 def test_two_registered_batches_in_a_list_are_asked() -> None:
     """As two tensors of one shape are; in a tuple they are fields."""
     register_ragged()
-    with pytest.raises(InvalidBatch, match="alike entries"):
+    with pytest.raises(InvalidArgument, match="alike entries"):
         describe([make_ragged(1, 2), make_ragged(2, 1)])
     assert describe((make_ragged(1, 2), make_ragged(2, 1))).count == 2
 
@@ -532,7 +532,7 @@ def test_errors_of_a_users_function_come_out_as_they_are(wrong: str) -> None:
 def test_functions_that_do_not_keep_to_it_are_named(changes: dict[str, Any], message: str) -> None:
     """A count that lies, a part of another type or size, a batch changed in place: one line says which function."""
     register_ragged(**changes)
-    with pytest.raises(InvalidBatch) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         autobatch.fit(Tagger(), 4, batch=make_ragged(1, 2), step=score, max_micro_batch=4, reuse=False)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -551,7 +551,7 @@ def test_what_cannot_be_copied_needs_a_map() -> None:
     """The error names the argument; with it all goes well."""
     batch = Ragged(torch.arange(3.0, dtype=torch.float64), [1, 2], threading.Lock())
     register_ragged()
-    with pytest.raises(InvalidBatch, match=r"a Ragged cannot be copied .*: pass map=\(batch, function\) -> batch"):
+    with pytest.raises(InvalidArgument, match=r"a Ragged cannot be copied .*: pass map=\(batch, function\) -> batch"):
         map_tensors(batch, torch.neg)
     register_ragged(map=lambda ragged, function: Ragged(function(ragged.values), ragged.lengths, ragged.names))
     assert_exact(Tagger(), score, make_ragged(1, 2), 2)
@@ -596,7 +596,9 @@ def test_threads_may_register_and_read_at_once() -> None:
 
 def test_without_a_registration_the_type_is_named() -> None:
     """And what to call, with its name in it."""
-    with pytest.raises(InvalidBatch, match=r"a Ragged is no container .*register\(Ragged, count=\.\.\., take=\.\.\.\)"):
+    with pytest.raises(
+        InvalidArgument, match=r"a Ragged is no container .*register\(Ragged, count=\.\.\., take=\.\.\.\)"
+    ):
         autobatch.fit(Tagger(), 2, batch=make_ragged(1, 2), step=score)
 
 
@@ -672,7 +674,7 @@ def test_graphs_are_predicted() -> None:
 def test_graphs_beside_tensors_are_not_passed_whole(beside: Callable[[Any], Any]) -> None:
     """Unregistered, they would stand undivided beside divided labels."""
     batch = beside(Batch.from_data_list(make_graphs(3, 5, 2, 7)))
-    with pytest.raises(InvalidBatch, match=r"is a DataBatch, no container .* a tensor in it has 4 rows"):
+    with pytest.raises(InvalidArgument, match=r"is a DataBatch, no container .* a tensor in it has 4 rows"):
         describe(batch)
 
 
@@ -682,7 +684,7 @@ def test_what_all_samples_share_may_hold_tensors() -> None:
     part = describe(batch).take(0, 2)
     assert part["graph"] is batch["graph"]
     assert part["settings"] is batch["settings"]
-    with pytest.raises(InvalidBatch, match=r'batch\["settings"\] is a SimpleNamespace'):
+    with pytest.raises(InvalidArgument, match=r'batch\["settings"\] is a SimpleNamespace'):
         describe({"x": torch.zeros(3, 2), "settings": batch["settings"]})
 
 

@@ -10,7 +10,7 @@ from workloads import Plain, make_batch
 
 import autobatch
 from autobatch.batch.example import find_example
-from autobatch.errors import InvalidBatch, NeedsBatch
+from autobatch.errors import InvalidArgument, NeedsBatch
 
 
 class Sentences(Dataset):
@@ -67,7 +67,7 @@ def test_a_model_that_leaves_its_input_open_needs_a_batch():
 
 def test_a_batch_that_cannot_be_counted_is_refused():
     """No tensors, no samples."""
-    with pytest.raises(InvalidBatch):
+    with pytest.raises(InvalidArgument):
         find_example(Plain(), {"name": "x"}, 256)
 
 

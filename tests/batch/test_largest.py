@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from autobatch.batch.largest import _spread, is_source, largest_samples
 from autobatch.batch.lengths import Lengths
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 
 class Sequences(Dataset[torch.Tensor]):
@@ -361,7 +361,7 @@ class Endless(Dataset[int]):
 )
 def test_nothing_to_take(source: Any, message: str) -> None:
     """An empty dataset and one without a length say what to pass instead."""
-    with pytest.raises(InvalidBatch, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         largest_samples(source)
 
 

@@ -22,7 +22,7 @@ from autobatch.batch.layout import (
     tensors_of,
 )
 from autobatch.batch.tree import fields_of
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 
 # A batch as a function of which of its samples are wanted, in which order.
 Build = Callable[[Sequence[int]], Any]
@@ -332,7 +332,7 @@ def test_an_unclear_list_is_counted_and_not_divided() -> None:
     assert describe(batch).count == 2
     assert cut(describe(batch), [2])[0] is batch
     for divide in (lambda: cut(describe(batch), [1, 1]), lambda: describe(batch).grow(4)):
-        with pytest.raises(InvalidBatch, match=r'batch\["pair"\] has 2 entries, every tensor in it has 2 rows'):
+        with pytest.raises(InvalidArgument, match=r'batch\["pair"\] has 2 entries, every tensor in it has 2 rows'):
             divide()
 
 

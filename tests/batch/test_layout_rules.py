@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from autobatch.batch.layout_rules import read
 from autobatch.batches import Fields, Samples
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 ROWS = torch.zeros
 
@@ -223,7 +223,7 @@ AMBIGUOUS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("batch", "path"), AMBIGUOUS.values(), ids=AMBIGUOUS)
 def test_what_can_be_read_in_two_ways_is_asked(batch: Any, path: str) -> None:
     """No reading is guessed: the error names the list, and both lines that can be pasted."""
-    with pytest.raises(InvalidBatch) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         read(batch, {})
     message = str(caught.value)
     assert message.startswith(f"{path} is a ")
@@ -294,7 +294,7 @@ def test_an_earlier_reading_shows_that_a_single_image_is_no_batch_of_channels() 
 )
 def test_errors_name_paths_and_sizes(batch: Any, message: str) -> None:
     """What cannot be counted is refused in one line that says where and how many."""
-    with pytest.raises(InvalidBatch) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         read(batch, {})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -306,7 +306,7 @@ def test_errors_name_paths_and_sizes(batch: Any, message: str) -> None:
 )  # torch's own, on the first one made
 def test_nested_tensors_are_refused(layout: torch.layout) -> None:
     """A nested tensor has no rows to view, of either layout."""
-    with pytest.raises(InvalidBatch, match="batch is a nested tensor"):
+    with pytest.raises(InvalidArgument, match="batch is a nested tensor"):
         read(torch.nested.nested_tensor([ROWS(2), ROWS(3)], layout=layout), {})
 
 
@@ -317,7 +317,7 @@ def test_unequal_rows_are_never_counted(sizes: list[int]) -> None:
     if len(set(sizes)) == 1:
         assert read(batch, {})[0] == sizes[0]
         return
-    with pytest.raises(InvalidBatch) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         read(batch, {})
     assert sum(f" has {size}" in str(caught.value) for size in set(sizes)) == min(4, len(set(sizes)))
 
@@ -334,7 +334,7 @@ def test_unequal_rows_are_never_counted(sizes: list[int]) -> None:
 )
 def test_several_entries_a_sample_are_exact_in_one_shape(batch, shape):
     """Unlabelled images beside labelled ones: where one number is a multiple of the other, the shape is named."""
-    with pytest.raises(InvalidBatch, match="number of samples is unclear") as caught:
+    with pytest.raises(InvalidArgument, match="number of samples is unclear") as caught:
         read(batch, {})
     assert ("flattened inside the step" in str(caught.value)) == (shape is not None)
     assert shape is None or shape in str(caught.value)

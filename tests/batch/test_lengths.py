@@ -11,7 +11,7 @@ from autobatch.batch.layout import describe
 from autobatch.batch.lengths import Lengths, find_padding, padded_length, read_lengths
 from autobatch.batch.samples_by_length import SamplesByLength
 from autobatch.batch.trimming import SortedLayout, TrimmedLayout, gather
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.records import Padding
 
 N, L = len(LENGTHS), max(LENGTHS)
@@ -194,7 +194,7 @@ REFUSED = {
 def test_what_the_example_leaves_open_is_refused(name):
     """In words, with what to pass; nothing is guessed."""
     batch, lengths, match = REFUSED[name]
-    with pytest.raises(InvalidBatch, match=match):
+    with pytest.raises(InvalidArgument, match=match):
         padding_of(batch, lengths)
 
 
@@ -258,21 +258,21 @@ def test_whole_numbers_of_any_library_are_lengths(name):
 )
 def test_what_is_no_whole_number_is_no_length(length, shown):
     """A truth value counts nothing, and a fraction is no position, even a whole one."""
-    with pytest.raises(InvalidBatch, match=rf"lengths\(\) gave {shown} as a sample's length"):
+    with pytest.raises(InvalidArgument, match=rf"lengths\(\) gave {shown} as a sample's length"):
         read_lengths(Lengths(lambda _: [length] * N), make_texts(), N)
 
 
 def test_lengths_that_change_when_padding_goes_are_refused():
     """A side that was given and is the wrong one: trimming would cut the samples themselves."""
     lengths = Lengths(length_of, dims={'batch["tokens"]': 1, 'batch["mask"]': 1}, padding="right")
-    with pytest.raises(InvalidBatch, match=r"lengths\(\) gives 0 for a sample .* gave 11 .* trimmed on the right"):
+    with pytest.raises(InvalidArgument, match=r"lengths\(\) gives 0 for a sample .* gave 11 .* trimmed on the right"):
         SamplesByLength.read(describe(make_texts(left=True)), lengths)
 
 
 def test_a_later_batch_of_another_kind_is_refused():
     """Its padded tensor is missing, or has too few dimensions."""
     padding = Padding(dims=ONE)
-    with pytest.raises(InvalidBatch, match=r'batch\["tokens"\] is not in the batch'):
+    with pytest.raises(InvalidArgument, match=r'batch\["tokens"\] is not in the batch'):
         padded_length(describe({"mask": torch.ones(2, 3)}), padding, [3, 3])
-    with pytest.raises(InvalidBatch, match=r'batch\["mask"\] is of shape \(2,\)'):
+    with pytest.raises(InvalidArgument, match=r'batch\["mask"\] is of shape \(2,\)'):
         padded_length(describe({"tokens": torch.ones(2, 3), "mask": torch.ones(2)}), padding, [3, 3])

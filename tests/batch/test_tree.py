@@ -20,7 +20,7 @@ from autobatch.batch.tree import (
     tensors_of,
     with_fresh_containers,
 )
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 pytestmark = pytest.mark.quick
 
@@ -128,7 +128,7 @@ def test_what_is_beside_the_entries_is_kept() -> None:
 
 def test_a_mapping_that_cannot_be_made_says_so() -> None:
     """A foreign mapping with another constructor is refused by name."""
-    with pytest.raises(InvalidBatch, match="a Closed cannot be made from a dict"):
+    with pytest.raises(InvalidArgument, match="a Closed cannot be made from a dict"):
         map_tensors(Closed("p", {"x": X}), torch.neg)
 
 

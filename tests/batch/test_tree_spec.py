@@ -11,7 +11,7 @@ from workloads import cut
 
 from autobatch.batch.layout import Layout, describe
 from autobatch.batch.tree import TreeSpec
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 
 pytestmark = pytest.mark.quick
 
@@ -134,5 +134,5 @@ def test_tensors_that_want_a_gradient_get_one_of_their_own():
 def test_a_batch_of_the_same_containers_is_refused_all_the_same(make_wrong):
     """By the rules, with their message."""
     like = describe((rows(), torch.arange(4))).without_batch()
-    with pytest.raises(InvalidBatch):
+    with pytest.raises(InvalidArgument):
         describe(make_wrong(), like)

@@ -209,7 +209,7 @@ CHECKPOINT = "CannotRetry: the update of step 0 failed on one rank, so parameter
         ("a signal", 1, "KeyboardInterrupt: ", f"{UNDONE}rank 1: KeyboardInterrupt"),
         ("no memory at all", 0, "DoesNotFit: ", f"{UNDONE}rank 0: DoesNotFit: "),
         ("an iterable that fails", 1, "OSError: disk", f"{UNDONE}rank 1: OSError: disk"),
-        ("a wrong batch", 2, "InvalidBatch: ", f"{UNDONE}rank 2: InvalidBatch: "),
+        ("a wrong batch", 2, "InvalidArgument: ", f"{UNDONE}rank 2: InvalidArgument: "),
     ],
 )
 def test_an_error_on_one_rank_undoes_the_step_on_all(name, which, own, others):
@@ -275,14 +275,14 @@ def test_the_default_device_of_torch_is_not_asked():
     [
         (
             "earlier gradients",
-            "InvalidStep: there are gradients from before the step, and they differ between the ranks",
+            "InvalidArgument: there are gradients from before the step, and they differ between the ranks",
         ),
-        ("a call of the wrapper", "InvalidStep: step() called the DistributedDataParallel model itself"),
-        ("other buffers", "InvalidStep: the ranks have different buffers"),
-        ("other rates", "InvalidStep: the learning rates differ between the ranks (rank 0: "),
-        ("after other buffers", "InvalidStep: the ranks have different buffers"),
-        ("frozen on one", "InvalidStep: the ranks train different parameters"),
-        ("sparse gradients", "InvalidStep: sparse gradients are not summed over ranks"),
+        ("a call of the wrapper", "InvalidArgument: step() called the DistributedDataParallel model itself"),
+        ("other buffers", "InvalidArgument: the ranks have different buffers"),
+        ("other rates", "InvalidArgument: the learning rates differ between the ranks (rank 0: "),
+        ("after other buffers", "InvalidArgument: the ranks have different buffers"),
+        ("frozen on one", "InvalidArgument: the ranks train different parameters"),
+        ("sparse gradients", "InvalidArgument: sparse gradients are not summed over ranks"),
     ],
 )
 def test_what_would_be_wrong_is_refused_on_every_rank(name, text):

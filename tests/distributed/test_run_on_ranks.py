@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from workloads import make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InvalidStep, RankFailed
+from autobatch.errors import InvalidArgument, RankFailed
 from autobatch.testing import FakeDevice
 
 SHARES = (6, 4)
@@ -173,8 +173,8 @@ def leave_on_one_rank():
                 break
         for _ in training.runner.run(loader):
             pass
-    except InvalidStep:
-        return "InvalidStep"
+    except InvalidArgument:
+        return "InvalidArgument"
     return "nothing"
 
 
@@ -260,7 +260,7 @@ def test_an_error_of_one_loader_ends_the_run_on_all_ranks(kind, steps):
 
 def test_a_rank_that_leaves_the_loop_alone_is_noticed():
     """Both ranks raise; where all leave at the same step, all begin again."""
-    assert [found["one leaves"] for found in behaviours()] == ["InvalidStep", "InvalidStep"]
+    assert [found["one leaves"] for found in behaviours()] == ["InvalidArgument", "InvalidArgument"]
     assert [found["all leave"] for found in behaviours()] == [5, 5]
 
 

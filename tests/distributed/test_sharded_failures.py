@@ -193,7 +193,7 @@ def test_a_shortage_inside_a_pass_makes_all_ranks_drop_it(place, step):
     ("name", "which", "own"),
     [
         ("no memory at all", 0, "DoesNotFit: "),
-        ("a wrong batch", 2, "InvalidBatch: "),
+        ("a wrong batch", 2, "InvalidArgument: "),
         ("an error in weigh", 1, "ZeroDivisionError: "),
     ],
 )
@@ -222,7 +222,7 @@ def test_earlier_gradients_on_one_rank_only_are_refused():
     """The optimizer would add a part of a gradient to the whole."""
     for text, changed in results_of("earlier gradients on one"):
         assert text.startswith(
-            "InvalidStep: there are gradients from before the step, and they differ between the ranks"
+            "InvalidArgument: there are gradients from before the step, and they differ between the ranks"
         )
         assert changed == []
 

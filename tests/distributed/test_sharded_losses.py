@@ -272,7 +272,9 @@ def test_parameters_that_only_the_optimizer_holds_are_summed_over_the_ranks():
 def test_parameters_that_are_in_neither_are_refused():
     """A graph of a sharded model ends at other tensors than the model's parameters."""
     for text, stays in results_of("unknown"):
-        assert text.startswith("InvalidStep: step() trains a parameter of shape (4,) that is in neither the model nor ")
+        assert text.startswith(
+            "InvalidArgument: step() trains a parameter of shape (4,) that is in neither the model nor "
+        )
         assert not stays
 
 
@@ -280,14 +282,14 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_refused():
     """As in DistributedDataParallel."""
     assert (
         results_of("frozen on one")
-        == ["InvalidStep: the ranks train different parameters: make and freeze the same ones on each"] * 2
+        == ["InvalidArgument: the ranks train different parameters: make and freeze the same ones on each"] * 2
     )
 
 
 def test_a_loss_of_nan_that_only_the_model_has_seen_is_refused():
     """0 times nan is nan, and there is nothing else from which zeros could flow."""
     first, second = results_of("only a loss")
-    assert second[0].startswith("InvalidStep: the model returns only its loss, which is nan or infinite in a ")
+    assert second[0].startswith("InvalidArgument: the model returns only its loss, which is nan or infinite in a ")
     assert first[0].startswith("RankFailed: accumulate 0 was undone on every rank, as it could not be done on ")
     assert not first[1]
     assert not second[1]

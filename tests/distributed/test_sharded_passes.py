@@ -156,7 +156,7 @@ last: InvalidArgument: backward passes are not finished (set_is_last_backward(Fa
 model.set_is_last_backward(True) before
 collectives: InvalidArgument: set_custom_all_gather() or set_custom_reduce_scatter() was called after Runner() was \
 made: call it before
-waiting: InvalidStep: there are gradients of an earlier backward pass that were not summed over the ranks \
+waiting: InvalidArgument: there are gradients of an earlier backward pass that were not summed over the ranks \
 (set_requires_gradient_sync(False)): leave accumulating to the Runner, or call model.reset_iter_state() to drop them
 """
 

@@ -301,7 +301,7 @@ def begin_without_samples():
 def test_a_rank_without_samples_in_its_first_step_is_told_so():
     """It has to run the model with something."""
     first, second = values_of(run_ranks(begin_without_samples, size=2))
-    assert second.startswith("InvalidBatch: this rank has no samples, and had none before: parameters are sharded")
+    assert second.startswith("InvalidArgument: this rank has no samples, and had none before: parameters are sharded")
     assert first.startswith("RankFailed: step 0 was undone on every rank, as it could not be done on one: rank 1: Inv")
 
 

@@ -26,7 +26,7 @@ from workloads import (
 )
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, NeedsBatch
+from autobatch.errors import DoesNotFit, InvalidArgument, NeedsBatch
 from autobatch.memory.cpu import CpuDevice
 from autobatch.records import Tenant
 from autobatch.step.workload import Workload
@@ -394,8 +394,8 @@ def test_a_process_without_a_stderr_fits(monkeypatch):
         ({"budget": -5}, InvalidArgument, "budget=-5"),
         ({"headroom": 1.5}, InvalidArgument, "headroom=1.5"),
         ({"device": "cuda"}, InvalidArgument, "the model is on cpu"),
-        ({"batch": {"x": torch.zeros(8, 6), "y": torch.zeros(7)}}, InvalidBatch, r'batch\["x"\] has 8'),
-        ({"batch": (torch.zeros(0, 6), torch.zeros(0))}, InvalidBatch, "0 samples"),
+        ({"batch": {"x": torch.zeros(8, 6), "y": torch.zeros(7)}}, InvalidArgument, r'batch\["x"\] has 8'),
+        ({"batch": (torch.zeros(0, 6), torch.zeros(0))}, InvalidArgument, "0 samples"),
         ({"model": nn.Identity()}, InvalidArgument, "has no parameters"),
         ({"model": nn.Linear(6, 4, device="meta")}, InvalidArgument, "meta device"),
     ],
@@ -453,7 +453,7 @@ def test_weights_are_not_trained_by_a_scheduler_or_a_hooked_optimizer():
 def test_frozen_models_name_the_loss_without_a_graph():
     """Nothing to train is the step's error, said plainly."""
     model = Plain(torch.float32).requires_grad_(False)
-    with pytest.raises(autobatch.InvalidStep, match="every parameter is frozen"):
+    with pytest.raises(autobatch.InvalidArgument, match="every parameter is frozen"):
         autobatch.fit(model, 16, batch=make_batch(4), step=mean_step)
 
 
@@ -516,7 +516,7 @@ def test_a_step_that_writes_into_its_batch_does_not_reach_the_users():
         batch[0].div_(255)
         return mean_step(model, batch)
 
-    with pytest.raises(autobatch.InvalidStep, match="wrote into its batch"):
+    with pytest.raises(autobatch.InvalidArgument, match="wrote into its batch"):
         autobatch.fit(Plain(torch.float32), 8, batch=(inputs, labels), step=step)
     assert torch.equal(inputs, kept)
 

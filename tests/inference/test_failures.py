@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, InvalidResult, InvalidStep
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.inference.piece import PieceRunner
 from autobatch.testing import FakeDevice, oom_at
 
@@ -321,7 +321,7 @@ def test_a_function_may_not_change_the_user_s_samples(batch):
         assert torch.equal(torch.stack(list(autobatch.map(write, given))), 2 * INPUTS)
         assert torch.equal(torch.stack(given), INPUTS)
     else:
-        with pytest.raises(InvalidStep, match="in place"):
+        with pytest.raises(InvalidArgument, match="in place"):
             autobatch.map(write, given)
 
 
@@ -350,7 +350,7 @@ def test_a_function_may_not_change_the_user_s_arrays(kind, is_short):
             raise torch.OutOfMemoryError
         return [row.copy() for row in parts]
 
-    with pytest.raises(InvalidStep, match="in place"):
+    with pytest.raises(InvalidArgument, match="in place"):
         list(autobatch.map(scale, arrange(rows), **options))
     assert np.array_equal(rows, INPUTS.numpy())
 
@@ -397,11 +397,11 @@ def test_a_copy_of_an_array_may_be_written():
 )
 def test_results_without_one_entry_a_sample_are_refused(fn, shown):
     """In words, at the first piece."""
-    with pytest.raises(InvalidResult, match=shown):
+    with pytest.raises(InvalidArgument, match=shown):
         autobatch.map(fn, INPUTS)
-    with pytest.raises(InvalidResult, match=shown):
+    with pytest.raises(InvalidArgument, match=shown):
         next(autobatch.map(fn, list(INPUTS)))
-    with pytest.raises(InvalidResult, match=shown):
+    with pytest.raises(InvalidArgument, match=shown):
         autobatch.map(fn, INPUTS, on_result=lambda indices, result: None)
 
 
@@ -435,7 +435,7 @@ def as_quantized(x):
 def test_tensors_that_torch_cannot_fill_are_refused_where_results_are_put_together_alone(make, shown):
     """Of one batch, however small; given to on_result= they are whole."""
     for inputs in (INPUTS, INPUTS[:2]):
-        with pytest.raises(InvalidResult, match=shown + r" as the result\[1\], whose rows cannot be put together"):
+        with pytest.raises(InvalidArgument, match=shown + r" as the result\[1\], whose rows cannot be put together"):
             autobatch.map(lambda x: (x, make(x)), inputs)
     given = {}
     autobatch.map(make, INPUTS, on_result=lambda indices, result: given.update({tuple(indices): result}))
@@ -462,7 +462,7 @@ def test_rows_of_any_form_that_torch_has_are_yielded(make, to_dense):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_form_without_rows_is_refused_where_rows_are_yielded():
     """With its path."""
-    with pytest.raises(InvalidResult, match=r'^fn returned a torch\._mkldnn Tensor as the result\["x"\], whose rows'):
+    with pytest.raises(InvalidArgument, match=r'^fn returned a torch\._mkldnn Tensor as the result\["x"\], whose rows'):
         next(autobatch.map(lambda x: {"x": x.to_mkldnn()}, list(INPUTS)))
 
 
@@ -514,10 +514,10 @@ def test_pieces_that_are_no_one_result_are_refused():
         return torch.zeros(len(piece), len(piece))
 
     assert grow(INPUTS).shape == (SAMPLES, SAMPLES)
-    with pytest.raises(InvalidResult, match=r"rows of shape \(2,\) for the pieces before it.*pass samples"):
+    with pytest.raises(InvalidArgument, match=r"rows of shape \(2,\) for the pieces before it.*pass samples"):
         autobatch.map(grow, INPUTS)
     assert len(list(autobatch.map(grow, iter(INPUTS)))) == SAMPLES
-    with pytest.raises(InvalidResult, match="of 2 results as the result, and a tuple of 1 result for the"):
+    with pytest.raises(InvalidArgument, match="of 2 results as the result, and a tuple of 1 result for the"):
         autobatch.map(lambda piece: (piece,) if len(piece) == 2 else (piece, +piece), INPUTS)
 
 
@@ -531,7 +531,7 @@ def test_what_differs_between_pieces_is_said():
         (lambda rows: rows if len(rows) == 2 else None, "None.* as the result, and a Tensor of torch"),
     ]
     for fn, shown in cases:
-        with pytest.raises(InvalidResult, match=shown):
+        with pytest.raises(InvalidArgument, match=shown):
             autobatch.map(fn, INPUTS)
 
 
@@ -573,7 +573,7 @@ def fill(tree, piece):
 def test_pieces_with_other_keys_are_refused(kind):
     """Joined by position, one key's results would be another's."""
     first, later, shown = SEVERAL[kind]
-    with pytest.raises(InvalidResult, match=shown):
+    with pytest.raises(InvalidArgument, match=shown):
         autobatch.map(lambda piece: fill(first if len(piece) == 2 else later, piece), INPUTS)
 
 
@@ -599,7 +599,7 @@ def test_what_is_on_the_meta_device_is_refused(device):
     """A model, and a batch: as ``fit`` says it."""
     with pytest.raises(InvalidArgument, match=r"^Linear is on the meta device, which has no memory to run in"):
         autobatch.map(nn.Linear(4, 2, device="meta"), torch.zeros(3, 4), device=device)
-    with pytest.raises(InvalidBatch, match=r"^a tensor of shape \(3, 4\) in the batch is on the meta device"):
+    with pytest.raises(InvalidArgument, match=r"^a tensor of shape \(3, 4\) in the batch is on the meta device"):
         autobatch.map(torch.neg, torch.zeros(3, 4, device="meta"), device=device)
 
 

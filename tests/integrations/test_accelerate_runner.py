@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainers import apart
 
 import autobatch
-from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.testing import FakeDevice, oom_at
 
 
@@ -140,7 +140,7 @@ def test_a_backward_that_divides_again_is_refused():
     """The function divides by gradient_accumulation_steps, and the Runner has divided."""
     prepared = Prepared(gradient_accumulation_steps=2)
     with pytest.raises(
-        InvalidStep, match=r"by 0\.5, and the Runner has divided .* such as gradient_accumulation_steps=1"
+        InvalidArgument, match=r"by 0\.5, and the Runner has divided .* such as gradient_accumulation_steps=1"
     ):
         train_in_parts(prepared, backward=prepared.accelerator.backward)
 

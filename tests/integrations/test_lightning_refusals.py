@@ -14,7 +14,7 @@ from lightning_runs import Made, load, module_of, train
 from torch import nn
 from torch.nn import functional as F
 
-from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.lightning import Autobatch
 from autobatch.integrations.lightning.framework import callback_bases
 from autobatch.integrations.lightning.refusals import refuse_unsupported
@@ -92,17 +92,17 @@ REFUSED = {
     "BatchNorm": ({"made": Made(body=lambda: nn.BatchNorm1d(32))}, InexactSplit, "BatchNorm"),
     "no loss for a part": (
         {"made": Made(changes={"training_step": gives_up}), "attached": {"check": None}},
-        InvalidStep,
+        InvalidArgument,
         r"^Net\.training_step returned None for a part of a batch: a step is skipped as a whole or not at all",
     ),
     "self.log in on_after_backward": (
         {"made": Made(changes={"on_after_backward": logs_gradients})},
-        InvalidStep,
+        InvalidArgument,
         r"^self\.log\('norm of a part'\) in on_after_backward, which runs once a micro-batch: log it in on_befor",
     ),
     "a metric without a value over micro-batches": (
         {"made": Made(changes={"training_step": logs_whole_state})},
-        InvalidStep,
+        InvalidArgument,
         r"^self\.log\('whole'\) logs a Whole at each step, which has no value over several micro-batches: pass on_",
     ),
 }

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.lightning import training
 
 CHECKS = ["raise", "warn", None]
@@ -207,7 +207,7 @@ def test_a_whole_batch_that_does_not_fit_cannot_be_skipped():
         if len(batch[0]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
-    with pytest.raises(InvalidStep, match="None for a part") as raised:
+    with pytest.raises(InvalidArgument, match="None for a part") as raised:
         train(made=Made(changes={"training_step": step}), attached={"max_micro_batch": 8}, limit_train_batches=1)
     assert "\n" not in str(raised.value)
 

@@ -15,7 +15,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from trl_trainers import embedder_of_two
 
-from autobatch.errors import InexactSplit, InvalidArgument, InvalidStep
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.integrations.transformers import attach
 
 REFUSED = {
@@ -152,7 +152,7 @@ class OwnBackward(Trainer):
 )
 def test_a_training_step_with_passes_of_its_own_is_refused(kind, words, tmp_path):
     """Which of them a retry would have to undo is not known."""
-    with pytest.raises(InvalidStep, match=words):
+    with pytest.raises(InvalidArgument, match=words):
         train(lambda: trainer_of(tmp_path, bert, Classes(), kind=kind), attached={})
 
 

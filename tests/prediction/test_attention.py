@@ -8,7 +8,7 @@ from nets import GPT, step, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autobatch.batch.layout import describe
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.attention import Attention, choose_kernel
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
@@ -99,7 +99,7 @@ def _trace_gpt(run, dtype=torch.bfloat16):
 @pytest.mark.predicts
 def test_a_step_that_forces_what_cannot_run_is_refused_by_its_line():
     """Float32 and flash."""
-    with pytest.raises(CannotPredict, match=r"nets\.py:\d+: `mixed = .*raise on a card: No available kernel"):
+    with pytest.raises(InvalidArgument, match=r"nets\.py:\d+: `mixed = .*raise on a card: No available kernel"):
         _trace_gpt(_forcing(SDPBackend.FLASH_ATTENTION), torch.float32)
 
 

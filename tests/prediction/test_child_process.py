@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction import child_process, forking
 from autobatch.prediction.child_process import begin_apart, run_apart
 
@@ -64,7 +64,7 @@ def test_an_error_that_does_not_travel_is_told():
     def fail():
         raise Unpicklable("one", "two")
 
-    with pytest.raises(CannotPredict, match="Unpicklable: one two"):
+    with pytest.raises(InvalidArgument, match="Unpicklable: one two"):
         run_apart(fail)
 
 
@@ -75,7 +75,7 @@ def test_an_error_that_does_not_travel_is_told():
 )
 def test_the_death_of_the_child_is_an_error_here(end, message):
     """An abort in C++ ends the child alone."""
-    with pytest.raises(CannotPredict, match=f"ended the process that it ran in .*{message}"):
+    with pytest.raises(InvalidArgument, match=f"ended the process that it ran in .*{message}"):
         run_apart(end)
 
 
@@ -90,7 +90,7 @@ def test_a_child_that_hangs_is_killed(monkeypatch):
 
     monkeypatch.setattr(child_process, "_start", note_child)
     started = time.monotonic()
-    with pytest.raises(CannotPredict, match="did not come to an end in time"):
+    with pytest.raises(InvalidArgument, match="did not come to an end in time"):
         run_apart(lambda: time.sleep(60), most_seconds=0.3)
     assert time.monotonic() - started < 50
     (child,) = children
@@ -124,7 +124,7 @@ def test_a_child_that_nobody_asked_may_be_gone():
 
 def test_a_step_that_leaves_is_told():
     """``sys.exit`` in a step is the user's, and no crash."""
-    with pytest.raises(CannotPredict, match=r"the step ends its process \(sys.exit\(3\)\)"):
+    with pytest.raises(InvalidArgument, match=r"the step ends its process \(sys.exit\(3\)\)"):
         run_apart(lambda: sys.exit(3))
 
 
@@ -138,7 +138,7 @@ def test_no_descriptor_stays_open():
     assert run_apart(lambda: 3) == 3
     with pytest.raises(ValueError, match="no"):
         run_apart(fail)
-    with pytest.raises(CannotPredict):
+    with pytest.raises(InvalidArgument):
         run_apart(abort)
     with begin_apart(lambda: 3):
         pass
@@ -196,7 +196,7 @@ def test_where_there_is_no_process_to_be_had_it_says_so(monkeypatch):
     monkeypatch.setattr(forking, "has_cards_threads", lambda: False)  # so that os.fork is what forks
     monkeypatch.setattr(os, "fork", refuse)
     before = len([*Path("/proc/self/fd").iterdir()])
-    with pytest.raises(CannotPredict, match=r"none could be started .*no more processes"):
+    with pytest.raises(InvalidArgument, match=r"none could be started .*no more processes"):
         run_apart(lambda: 3)
     assert len([*Path("/proc/self/fd").iterdir()]) == before
 
@@ -221,7 +221,7 @@ def test_the_last_words_of_a_child_that_dies_are_told():
         os.write(2, b"something\nterminate called after throwing: no such thing\n")
         abort()
 
-    with pytest.raises(CannotPredict, match=r"\(signal SIGABRT: terminate called after throwing: no such thing\)"):
+    with pytest.raises(InvalidArgument, match=r"\(signal SIGABRT: terminate called after throwing: no such thing\)"):
         run_apart(die)
 
 
@@ -256,7 +256,7 @@ def test_a_child_that_is_killed_takes_its_own_children_along(tmp_path):
         with begin_apart(lambda: (note.write_text(str(os.getpid())), time.sleep(60))) as inner:
             return inner()
 
-    with pytest.raises(CannotPredict, match="did not come to an end in time"):
+    with pytest.raises(InvalidArgument, match="did not come to an end in time"):
         run_apart(hang, 5.0)
     grandchild = int(note.read_text())
     deadline = time.monotonic() + 50

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import autobatch
 from autobatch.batch.layout import describe
-from autobatch.errors import CannotPredict, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.default_step import default_step
 from autobatch.step.losses import Mean, Sum
@@ -75,7 +75,7 @@ def _branch(model, batch):
 )
 def test_a_value_that_is_read_is_told_as_that(run, source):
     """However it is read: one sentence, behind the line that reads it."""
-    with pytest.raises(CannotPredict) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         _trace(run)
     message = f"`{source}` needs a tensor's value, and there are none: leave it out of the step, or run fit() on a GPU"
     assert str(caught.value).endswith(message)
@@ -100,7 +100,7 @@ class Experts(nn.Module):
 
 def test_a_size_that_values_decide_is_told_with_the_operator():
     """A mixture of experts: the line that asks who chose whom, and what torch calls it."""
-    with pytest.raises(CannotPredict) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         _trace(lambda model, batch: model(batch).mean(), Experts())
     message = str(caught.value)
     line = "`rows, _ = torch.where(chosen == index)`"
@@ -114,7 +114,7 @@ def test_code_without_a_source_has_no_empty_quotation():
         compile("def run(model, batch):\n    return model(batch).mean() * batch.sum().item()", "<cell 3>", "exec"),
         names,
     )
-    with pytest.raises(CannotPredict, match=r"^<cell 3>:2 needs a tensor's value"):
+    with pytest.raises(InvalidArgument, match=r"^<cell 3>:2 needs a tensor's value"):
         _trace(names["run"])
 
 
@@ -130,7 +130,7 @@ def test_a_librarys_own_line_is_told_beside_the_users(tmp_path, monkeypatch):
         counting_library.count(batch)
         return model(batch).mean()
 
-    with pytest.raises(CannotPredict) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         _trace(run)
     message = str(caught.value)
     assert message.startswith(f"{__file__}:")
@@ -140,7 +140,7 @@ def test_a_librarys_own_line_is_told_beside_the_users(tmp_path, monkeypatch):
 
 def test_pythons_library_and_this_package_are_nobodys_code():
     """Only they are on the way of a default step: no line of theirs is shown."""
-    with pytest.raises(CannotPredict, match=r"^the step makes a sparse tensor"):
+    with pytest.raises(InvalidArgument, match=r"^the step makes a sparse tensor"):
         _trace(default_step, nn.Embedding(5, 3, sparse=True), torch.zeros(2, 4, dtype=torch.long))
 
 
@@ -155,7 +155,7 @@ def test_a_context_of_pythons_library_is_not_the_place():
         with block():
             return model(batch).mean() * batch.sum().item()
 
-    with pytest.raises(CannotPredict, match=re.escape("`return model(batch).mean() * batch.sum().item()` needs")):
+    with pytest.raises(InvalidArgument, match=re.escape("`return model(batch).mean() * batch.sum().item()` needs")):
         _trace(run)
 
 
@@ -169,7 +169,7 @@ _MISPLACED = [
 @pytest.mark.parametrize("run", _MISPLACED)
 def test_tensors_of_the_host_that_the_step_makes_raise_as_on_a_card(run):
     """In torch's words, with the user's line; on a laptop everything is on one device."""
-    with pytest.raises(CannotPredict, match=r"would raise on a card: Expected all tensors to be on the same device"):
+    with pytest.raises(InvalidArgument, match=r"would raise on a card: Expected all tensors to be on the same device"):
         _trace(run)
 
 
@@ -201,9 +201,9 @@ _LOSSES = [
 def test_a_loss_that_fit_refuses_is_refused_in_the_same_words(run):
     """One class and one text, wherever the mistake is met."""
     model = ConvNet()
-    with pytest.raises(InvalidStep) as in_fit:
+    with pytest.raises(InvalidArgument) as in_fit:
         autobatch.fit(model, 2, batch=images(), step=run)
-    with pytest.raises(InvalidStep) as predicted:
+    with pytest.raises(InvalidArgument) as predicted:
         _trace(run, model, images())
     assert str(predicted.value) == str(in_fit.value)
 
@@ -242,5 +242,5 @@ def test_any_other_error_is_told_with_its_first_line():
     def run(model, batch):
         F.cross_entropy(model(batch), torch.zeros(3, dtype=torch.long, device=batch.device))
 
-    with pytest.raises(CannotPredict, match=r"failed on a tensor without memory \(ValueError: Expected input"):
+    with pytest.raises(InvalidArgument, match=r"failed on a tensor without memory \(ValueError: Expected input"):
         _trace(run)

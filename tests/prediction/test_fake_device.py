@@ -68,11 +68,11 @@ def test_the_device_is_gone_after_a_trace():
 _OTHERS = """
 import torch
 torch.utils.rename_privateuse1_backend("npu")
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.fake_device import register
 try:
     register()
-except CannotPredict as error:
+except InvalidArgument as error:
     print(error)
 """
 

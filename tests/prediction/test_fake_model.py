@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from autobatch.batch.layout import describe
-from autobatch.errors import CannotPredict, InvalidArgument
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.fake_model import Location, modules_of
 from autobatch.prediction.tracing.trace import trace
 from autobatch.step.workload import Workload
@@ -113,7 +113,7 @@ def test_a_subclass_of_several_blocks_is_refused():
 
     model = nn.Linear(16, 16)
     model.register_buffer("extra", TwoTensor(torch.ones(16), torch.ones(16)))
-    with pytest.raises(CannotPredict, match=r"a TwoTensor of shape \(16,\) cannot be traced: plain tensors can"):
+    with pytest.raises(InvalidArgument, match=r"a TwoTensor of shape \(16,\) cannot be traced: plain tensors can"):
         _trace(model)
 
 

@@ -13,7 +13,7 @@ import threading
 import pytest
 import torch
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction import forking
 from autobatch.prediction.child_process import run_apart
 
@@ -111,7 +111,7 @@ def test_a_system_without_processes_says_so(monkeypatch):
 
     monkeypatch.setattr(forking, "_find_fork", lambda: refuse)
     monkeypatch.setattr(forking, "has_cards_threads", lambda: True)
-    with pytest.raises(CannotPredict, match=f"none could be started .*{os.strerror(errno.EAGAIN)}"):
+    with pytest.raises(InvalidArgument, match=f"none could be started .*{os.strerror(errno.EAGAIN)}"):
         run_apart(lambda: 3)
 
 

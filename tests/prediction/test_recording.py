@@ -9,7 +9,7 @@ import pytest
 import torch
 from lines import AtLine, interrupt
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.fake_device import DEVICE, present
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
 
@@ -109,7 +109,7 @@ def test_blocks_say_when_and_where_they_were_made():
 def test_other_layouts_are_refused(make):
     """Their memory is not that of one block."""
     tensor = make()
-    with present(), FakeMode(), pytest.raises(CannotPredict, match=r"cannot be traced: dense ones can"):
+    with present(), FakeMode(), pytest.raises(InvalidArgument, match=r"cannot be traced: dense ones can"):
         make_fake(tensor)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autobatch.batch.layout import describe
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.recurrent import Recurrence, reserve_bytes, workspace_bytes
 from autobatch.prediction.tracing.trace import trace, trace_timeline
 from autobatch.step.workload import Workload
@@ -128,7 +128,9 @@ def test_a_layer_in_eval_mode_has_no_backward_pass():
         model.eval()
         return _step(model, batch)
 
-    with pytest.raises(CannotPredict, match="would raise on a card: cudnn RNN backward can only be called in training"):
+    with pytest.raises(
+        InvalidArgument, match="would raise on a card: cudnn RNN backward can only be called in training"
+    ):
         trace(Workload(nn.LSTM(WIDTH, HIDDEN), run), _layout(), 2)
 
 

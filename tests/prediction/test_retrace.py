@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.retrace import prove
 from autobatch.prediction.timeline import Block, Timeline, TracedStep, combine
@@ -86,7 +86,7 @@ def test_a_size_that_cannot_be_traced_is_in_doubt():
     """With the reason; the estimate stays what it was."""
 
     def check(*_):
-        raise CannotPredict("it takes too long")
+        raise InvalidArgument("it takes too long")
 
     proof = prove(Estimate(LINES, 0), lambda _: 100, check)
     assert (proof.proven_at, proof.doubt) == (0, "it takes too long")

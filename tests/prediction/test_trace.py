@@ -17,7 +17,7 @@ from workloads import bits_of, differences
 
 import autobatch.prediction.tracing.trace as trace_module
 from autobatch.batch.layout import describe
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.retrace import check_timeline
 from autobatch.prediction.timeline import TracedStep
@@ -215,7 +215,7 @@ def test_nothing_changes_when_the_step_fails_either():
         module.head = None
         step(module, batch)
 
-    with pytest.raises(CannotPredict):
+    with pytest.raises(InvalidArgument):
         trace(Workload(model, run), describe(images()), 2)
     assert differences(bits_of(model), before) == []
 
@@ -257,7 +257,7 @@ _VALUES = [
 @pytest.mark.parametrize("run", _VALUES)
 def test_a_step_that_needs_values_is_refused_by_its_own_line(run):
     """The message names file, line and source of the user's code."""
-    with pytest.raises(CannotPredict) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         trace(_workload(ConvNet(), run=run), describe(images()), 2)
     line = run.__code__.co_firstlineno
     assert f"{__file__}:{line}: `{linecache.getline(__file__, line).strip()}`" in str(caught.value)
@@ -271,7 +271,7 @@ def test_an_error_in_the_backward_pass_is_told_and_does_not_abort():
         logits.register_hook(lambda gradient: gradient.sum().item())
         return F.cross_entropy(logits, batch[1])
 
-    with pytest.raises(CannotPredict, match=re.escape("gradient.sum().item()")):
+    with pytest.raises(InvalidArgument, match=re.escape("gradient.sum().item()")):
         trace(_workload(ConvNet(), run=run), describe(images()), 2)
 
 
@@ -412,14 +412,14 @@ def test_gradients_that_meet_are_added_in_place():
 def test_a_parameter_outside_of_all_modules_is_refused():
     """Its gradient would go to the user's own tensor."""
     scale = nn.Parameter(torch.ones(10))
-    with pytest.raises(CannotPredict, match=r"parameter of shape \(10,\)"):
+    with pytest.raises(InvalidArgument, match=r"parameter of shape \(10,\)"):
         trace(Workload(ConvNet(), lambda m, b: F.cross_entropy(m(b[0]) * scale, b[1])), describe(images()), 2)
     assert scale.grad is None
 
 
 def test_wrappers_for_several_devices_are_refused():
     """The module inside is what one rank runs."""
-    with pytest.raises(CannotPredict, match="DataParallel"):
+    with pytest.raises(InvalidArgument, match="DataParallel"):
         trace(Workload(nn.DataParallel(ConvNet()), step), describe(images()), 2)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import autobatch
-from autobatch.errors import CannotRetry, InvalidStep
+from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.state.written_memory import WriteRecorder, WrittenMemory
 from autobatch.testing import oom_at
@@ -61,7 +61,7 @@ def test_a_step_that_clips_is_refused_in_any_step(write, first, enforce):
         runner.accumulate(batch)
         model.zero_grad()
         steps.append(True)
-    with pytest.raises(InvalidStep, match=r"step\(\) changed \.grad"):
+    with pytest.raises(InvalidArgument, match=r"step\(\) changed \.grad"):
         runner.accumulate(batch)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.step.default_step import call_model, default_step, explain_default, find_loss
 
 pytestmark = pytest.mark.quick
@@ -131,7 +131,7 @@ def test_loss(output: Any, value: float, explained: str) -> None:
 @pytest.mark.parametrize("output", [None, "text", torch.ones(3, dtype=torch.long), {"loss": None}, torch.empty(0)])
 def test_no_loss(output: Any) -> None:
     """An output without a float is refused, with what to do."""
-    with pytest.raises(InvalidStep, match=f"returned {type(output).__name__} without a float tensor: pass step="):
+    with pytest.raises(InvalidArgument, match=f"returned {type(output).__name__} without a float tensor: pass step="):
         find_loss(output)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.workload import Workload
 
@@ -273,7 +273,7 @@ def test_a_training_loop_is_refused_by_name_before_anything_has_moved(name, use)
     loop, message = LOOPS[name]
     training, batch = Training(), make_batch(8)
     before = training.bits()
-    with pytest.raises(InvalidStep) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         USES[use](training, lambda model, part: loop(training, model, part), batch)
     assert str(caught.value).startswith(message)
     assert differences(training.bits(), before) == []
@@ -286,7 +286,7 @@ def test_a_prediction_refuses_a_training_loop_by_name(name):
     loop, message = LOOPS[name]
     training, batch = Training(), make_batch(8)
     before = training.bits()
-    with pytest.raises(InvalidStep) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         run_in_predict(training, lambda model, part: loop(training, model, part), batch)
     assert str(caught.value).startswith(message)
     assert differences(training.bits(), before) == []
@@ -298,7 +298,7 @@ def test_an_optimizer_that_is_none_of_torchs_is_refused_as_well(loop, use):
     """Where there is no hook, its method is covered, and there again afterwards."""
     training, batch = Training(HandMade), make_batch(8)
     before = training.bits()
-    with pytest.raises(InvalidStep, match=r"step\(\) calls (backward|optimizer\.step\(\))"):
+    with pytest.raises(InvalidArgument, match=r"step\(\) calls (backward|optimizer\.step\(\))"):
         USES[use](training, lambda model, part: loop(training, model, part), batch)
     assert differences(training.bits(), before) == []
     assert "step" not in vars(training.optimizer)
@@ -330,7 +330,7 @@ def test_an_optimizer_is_found_wherever_the_step_holds_it(make):
     """A callable object, a method, a partial: the update is refused though nobody passed the optimizer."""
     training = Training()
     before = training.bits()
-    with pytest.raises(InvalidStep, match=r"optimizer\.step\(\)"):
+    with pytest.raises(InvalidArgument, match=r"optimizer\.step\(\)"):
         Workload(training.model, make(training)).run(make_batch(4))
     assert differences(training.bits(), before) == []
 
@@ -397,7 +397,7 @@ def test_the_guard_leaves_no_trace():
     )
     attributes = set(vars(training.optimizer))
     for _ in range(3):
-        with pytest.raises(InvalidStep):
+        with pytest.raises(InvalidArgument):
             workload.run(make_batch(4))
         training.model.zero_grad()
     assert not any(parameter._post_accumulate_grad_hooks is not None for parameter in training.model.parameters())
@@ -436,7 +436,7 @@ def test_hooks_of_the_users_are_still_there():
     """Only the guard's own are removed."""
     calls, training = [], Training()
     training.optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    with pytest.raises(InvalidStep):
+    with pytest.raises(InvalidArgument):
         Workload(training.model, partial(update_only, training)).run(make_batch(4))
     mean_step(training.model, make_batch(4)).backward()
     training.optimizer.step()
@@ -455,7 +455,7 @@ def test_an_optimizer_that_nobody_can_find_moves_nothing_either():
 
     workload = Workload(training.model, step, None, training.optimizer)
     before = [parameter.detach().clone() for parameter in training.model.parameters()]
-    with pytest.raises(InvalidStep, match=r"calls backward"):
+    with pytest.raises(InvalidArgument, match=r"calls backward"):
         workload.run(batch)
     assert all(map(torch.equal, before, training.model.parameters()))
 
@@ -526,7 +526,7 @@ def test_a_loop_that_begins_later_is_refused_by_the_same_name(loop, call):
     while len(calls) + 2 < call:
         runner.step(make_batch(8))
     before = training.bits()
-    with pytest.raises(InvalidStep, match=r"step\(\) calls backward; return the loss"):
+    with pytest.raises(InvalidArgument, match=r"step\(\) calls backward; return the loss"):
         runner.step(make_batch(8))
     assert differences(training.bits(), before) == []
     assert not any(parameter._post_accumulate_grad_hooks for parameter in training.model.parameters())
@@ -544,7 +544,7 @@ def test_two_guards_on_one_optimizer(make, first_leaves_first):
         for guard in guards:
             guard.__enter__()
         for guard in guards if first_leaves_first else guards[::-1]:
-            with pytest.raises(InvalidStep, match=r"calls optimizer\.step"):
+            with pytest.raises(InvalidArgument, match=r"calls optimizer\.step"):
                 training.optimizer.step()
             guard.__exit__()
         added = vars(training.optimizer).keys() - attributes.keys()
@@ -632,7 +632,7 @@ def test_an_update_that_begins_later_is_refused_too():
     workload = Workload(training.model, step, None, training.optimizer)
     for _ in range(3):
         workload.run(make_batch(4))
-    with pytest.raises(InvalidStep, match=r"calls optimizer\.step"):
+    with pytest.raises(InvalidArgument, match=r"calls optimizer\.step"):
         workload.run(make_batch(4))
 
 
@@ -668,7 +668,7 @@ def test_the_wrappers_of_frameworks_are_refused(wrap, is_passed):
         return mean_step(model, batch)
 
     workload = Workload(training.model, step, None, wrapper if is_passed else None)
-    with pytest.raises(InvalidStep, match=r"calls optimizer\.step\(\)"):
+    with pytest.raises(InvalidArgument, match=r"calls optimizer\.step\(\)"):
         workload.run(make_batch(4))
     assert differences(training.bits(), before) == []
 
@@ -700,7 +700,7 @@ def test_zero_grad_in_the_step_is_refused_by_all_alike(asked, way):
     }[asked]
     before = training.bits()
     attributes = {*vars(training.optimizer)}
-    with pytest.raises(InvalidStep, match=r"leave backward\(\) and zero_grad\(\) to the Runner"):
+    with pytest.raises(InvalidArgument, match=r"leave backward\(\) and zero_grad\(\) to the Runner"):
         ask()
     assert differences(training.bits(), before) == []
     assert {*vars(training.optimizer)} == attributes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import autobatch
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.step.losses import Mean, Part, PerStep, Sum, read_terms
 
 pytestmark = pytest.mark.quick
@@ -65,7 +65,7 @@ def test_what_counts_for_nothing_needs_no_graph():
 )
 def test_what_cannot_be_read_is_refused(returned, message):
     """The message names the term and what is wrong with it."""
-    with pytest.raises(InvalidStep, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         read_terms(returned)
 
 

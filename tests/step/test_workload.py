@@ -10,13 +10,16 @@ import torch
 from torch import nn
 from workloads import Everything, Plain, make_batch, mean_step
 
-from autobatch.errors import InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.step.workload import Workload
 
 
 def test_inference_mode_is_named_where_a_loss_has_no_graph():
     """The step is not at fault."""
-    with torch.inference_mode(), pytest.raises(InvalidStep, match=r"without a graph \(torch\.inference_mode\(\) is on"):
+    with (
+        torch.inference_mode(),
+        pytest.raises(InvalidArgument, match=r"without a graph \(torch\.inference_mode\(\) is on"),
+    ):
         run(lambda loss: loss)
 
 
@@ -76,7 +79,7 @@ def test_a_scalar_loss_is_taken_with_its_graph(returned):
 )
 def test_what_no_gradient_can_come_from_is_refused(returned, message):
     """The message says what came, of which shape, and what is wanted."""
-    with pytest.raises(InvalidStep, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         run(returned)
 
 
@@ -115,7 +118,7 @@ def test_a_weight_may_be_any_number(given, weight):
 @pytest.mark.parametrize("given", [True, np.bool_(True), torch.tensor(True), torch.ones(1, 1) > 0])
 def test_whether_anything_counts_is_no_weight(given):
     """Each micro-batch would count the same, whatever is in it: what was meant is a sum, not any()."""
-    with pytest.raises(InvalidBatch, match=r"weigh\(\) returned .*; it must return one number"):
+    with pytest.raises(InvalidArgument, match=r"weigh\(\) returned .*; it must return one number"):
         Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4)
 
 
@@ -127,7 +130,7 @@ def test_without_weigh_samples_count():
 @pytest.mark.parametrize("given", [-1, -1e-9, float("nan"), float("inf"), -float("inf"), torch.tensor(float("nan"))])
 def test_a_weight_that_counts_nothing_is_refused(given):
     """Negative or not finite: with the value and the number of samples."""
-    with pytest.raises(InvalidBatch, match=rf"weigh\(\) gave {float(given)} for a micro-batch of 4"):
+    with pytest.raises(InvalidArgument, match=rf"weigh\(\) gave {float(given)} for a micro-batch of 4"):
         Workload(nn.Linear(2, 2), mean_step, lambda batch: given).weights_of("batch", 4)
 
 

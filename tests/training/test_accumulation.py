@@ -27,7 +27,7 @@ from workloads import (
 )
 
 from autobatch.batch.layout import describe
-from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean
 from autobatch.step.workload import Workload
@@ -307,7 +307,7 @@ def test_nothing_to_take_a_mean_over_is_nothing_done():
 def test_a_weight_that_does_not_add_up_is_an_error():
     """``weigh`` must count: a mean of something changes when the batch is divided anew."""
     model, batch = Plain(), make_batch(8, torch.float64)
-    with oom_at(12), pytest.raises(InvalidBatch, match="not additive"):
+    with oom_at(12), pytest.raises(InvalidArgument, match="not additive"):
         Accumulation(Workload(model, mean_step, lambda b: 5.0), CpuDevice(), halve).run([describe(batch)], 8)
     assert model.head.weight.grad is None
 
@@ -341,7 +341,7 @@ def test_aux_comes_back_once_a_committed_micro_batch_detached():
 def test_a_step_without_a_gradient_is_refused(returned, message):
     """A loss that no gradient can come from is named, and nothing has changed."""
     model = Plain()
-    with pytest.raises(InvalidStep, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         Accumulation(Workload(model, lambda m, b: returned(mean_step(m, b))), CpuDevice(), halve).run(
             [describe(make_batch(4, torch.float64))], 2
         )
@@ -359,7 +359,7 @@ def test_a_step_that_writes_into_its_batch_is_refused(write):
         write(part[0])
         return mean_step(model, part)
 
-    with pytest.raises(InvalidStep, match="wrote into its batch"):
+    with pytest.raises(InvalidArgument, match="wrote into its batch"):
         Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(batch)], 4)
     assert model.head.weight.grad is None
 
@@ -392,7 +392,7 @@ def test_a_step_that_touches_gradients_is_refused(wrong):
         wrong(model, loss)
         return loss
 
-    with pytest.raises(InvalidStep, match=r"step\(\) (changed \.grad|calls backward)"):
+    with pytest.raises(InvalidArgument, match=r"step\(\) (changed \.grad|calls backward)"):
         Accumulation(Workload(model, step), CpuDevice(), halve).run([describe(make_batch(8, torch.float64))], 4)
     assert model.head.weight.grad is None
 
@@ -419,7 +419,7 @@ def test_a_batch_that_carries_a_graph_is_refused(cut):
     encoder, (inputs, labels) = nn.Linear(6, 6).double(), make_batch(8, torch.float64)
     batch = {"more": [{"inputs": cut(encoder(inputs))}], "labels": labels}
     model, before = Plain(), torch.get_rng_state()
-    with pytest.raises(InvalidBatch, match="carries a graph"):
+    with pytest.raises(InvalidArgument, match="carries a graph"):
         Accumulation(Workload(model, mean_step), CpuDevice(), halve).run([describe(batch)], 4)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -450,7 +450,7 @@ def test_a_parameter_outside_model_and_optimizer_is_refused(position):
         return F.cross_entropy(head(model(part[0])), part[1])
 
     accumulation = Accumulation(Workload(model, step), CpuDevice(), halve)
-    with oom_at(position), pytest.raises(InvalidStep, match="in neither the model nor the"):
+    with oom_at(position), pytest.raises(InvalidArgument, match="in neither the model nor the"):
         accumulation.run([describe(make_batch(8, torch.float64))], 4)
     assert head.weight.grad is None
     assert all(gradient is None for gradient in gradients_of(model).values())
@@ -508,7 +508,7 @@ def test_a_network_that_is_trained_from_some_step_on_is_refused(steps_before, po
         accumulation.run([describe(make_batch(8, torch.float64))], 4)
         model.zero_grad()
     trains.append(True)
-    with oom_at(position or 10**9), pytest.raises(InvalidStep, match="in neither the model nor the"):
+    with oom_at(position or 10**9), pytest.raises(InvalidArgument, match="in neither the model nor the"):
         accumulation.run([describe(make_batch(8, torch.float64))], 4)
     assert all(gradient is None for gradient in gradients_of(model).values())
     assert head.weight.grad is None or position is not None

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.exactness.verification import verify
 from autobatch.testing import oom_at
 from autobatch.training.batch_mutation import WROTE_INTO_BATCH, WatchedBatch
@@ -98,7 +98,7 @@ def test_a_write_into_the_batch_is_refused_by_all_alike(asked, write):
     """fit, verify, Runner and predict say the same, and the user's batch is as it was."""
     batch = make_batch(8)
     before = copy.deepcopy(batch)
-    with pytest.raises(InvalidStep) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         ASKED[asked](writing(write), batch)
     assert str(caught.value) == WROTE_INTO_BATCH
     assert all(torch.equal(*pair) for pair in zip(batch, before, strict=True))
@@ -110,7 +110,7 @@ def test_everything_is_as_before_a_refused_step(write):
     batch = make_batch(8)
     batch[0][3, 3] = torch.nan
     before = copy.deepcopy(batch)
-    with pytest.raises(InvalidStep, match="wrote into its batch"):
+    with pytest.raises(InvalidArgument, match="wrote into its batch"):
         train(writing(write), batch)
     assert torch.equal(batch[0].view(torch.int32), before[0].view(torch.int32))
     assert torch.equal(batch[1], before[1])
@@ -157,7 +157,7 @@ def test_a_write_in_a_later_step_is_refused_and_said_to_stay():
             part[0].mul_(2)
         return mean_step(model, part)
 
-    with pytest.raises(InvalidStep, match=r"wrote into its batch.*stay as step\(\) left them"):
+    with pytest.raises(InvalidArgument, match=r"wrote into its batch.*stay as step\(\) left them"):
         train(step, batch, run=3)
 
 
@@ -172,7 +172,7 @@ def test_memory_that_ends_after_a_write_that_stays_is_no_retry():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return mean_step(model, part)
 
-    with pytest.raises(InvalidStep, match="wrote into its batch"):
+    with pytest.raises(InvalidArgument, match="wrote into its batch"):
         train(step, batch, run=3)
     assert len(calls) == 5
 
@@ -209,7 +209,7 @@ def test_numpy_arrays_are_watched_the_same_way(asked, write):
         ARRAY_WRITES[write](part)
         return array_step(model, part)
 
-    with pytest.raises(InvalidStep, match="wrote into its batch"):
+    with pytest.raises(InvalidArgument, match="wrote into its batch"):
         ASKED[asked](step, batch)
     assert all(batch[name].tobytes() == before[name].tobytes() for name in batch)
 
@@ -252,7 +252,7 @@ def test_wherever_memory_ends_the_batch_is_as_it_was():
         batch = make_batch(8)
         before = copy.deepcopy(batch)
         runner = autobatch.Runner(plan, model, writing(write_by_method), optimizer)
-        with oom_at(position), pytest.raises(InvalidStep, match="wrote into its batch"):
+        with oom_at(position), pytest.raises(InvalidArgument, match="wrote into its batch"):
             runner.step(batch)
         assert torch.equal(batch[0], before[0])
 
@@ -314,7 +314,7 @@ def test_a_function_that_is_asked_about_a_batch_gets_containers_of_its_own(name)
 def test_a_function_that_is_asked_about_a_batch_may_not_write_into_it(name):
     """The step would see other samples than the user gave."""
     batch, runner = ask_about(name, double)
-    with pytest.raises(InvalidBatch, match=rf"{name}\(\) wrote into its batch in place"):
+    with pytest.raises(InvalidArgument, match=rf"{name}\(\) wrote into its batch in place"):
         runner.accumulate(batch)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from workloads import Plain, bits_of, differences, full_batch_gradient, gradients_of, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InvalidArgument, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.testing import oom_at
 from autobatch.training.given_backward import _Gradients
 
@@ -163,7 +163,7 @@ def test_one_that_makes_another_gradient_is_refused(backward, options, message):
     """Whatever it ran before, everything is as before the step, also in a later micro-batch."""
     model, runner = make_runner(backward, **options)
     before = bits_of(model)
-    with pytest.raises(InvalidStep, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         runner.step(make_batch(16, torch.float64))
     assert not differences(bits_of(model), before)
 
@@ -173,7 +173,7 @@ def test_it_may_not_skip_a_later_micro_batch():
     calls = []
     model, runner = make_runner(lambda loss: calls.append(1) or (loss.backward() if len(calls) < 3 else None))
     before = bits_of(model)
-    with pytest.raises(InvalidStep, match="ran no backward pass"):
+    with pytest.raises(InvalidArgument, match="ran no backward pass"):
         runner.step(make_batch(16, torch.float64))
     assert not differences(bits_of(model), before)
 
@@ -218,7 +218,7 @@ def test_one_that_leaves_no_gradients_is_refused(dtype):
         return torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
 
     runner = autobatch.Runner(plan, model, mean_step, None, backward=gradients)
-    with pytest.raises(InvalidStep, match=r"^backward= left no gradient in any parameter"):
+    with pytest.raises(InvalidArgument, match=r"^backward= left no gradient in any parameter"):
         runner.accumulate(make_batch(16, dtype))
     assert all(gradient is None for gradient in gradients_of(model).values())
     good = autobatch.Runner(plan, model, mean_step, None, backward=run_backward)
@@ -265,7 +265,7 @@ def test_one_that_adds_to_narrow_gradients_itself_is_refused():
     model = Plain(torch.bfloat16)
     runner = autobatch.Runner(make_plan(), model, mean_step, None, backward=add_by_hand(model, in_place=True))
     before = bits_of(model)
-    with pytest.raises(InvalidStep, match=r"adds to \.grad of a parameter in torch\.bfloat16 itself"):
+    with pytest.raises(InvalidArgument, match=r"adds to \.grad of a parameter in torch\.bfloat16 itself"):
         runner.accumulate(make_batch(16, torch.bfloat16))
     assert not differences(bits_of(model), before)
 

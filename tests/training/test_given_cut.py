@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler
 from workloads import Plain, full_batch_gradient, gradients_of, make_batch, mean_step, relative_error
 
 import autobatch
-from autobatch.errors import InvalidArgument, InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.testing import FakeDevice, oom_at
 
 PLAN = autobatch.fit(
@@ -170,7 +170,7 @@ def test_a_sample_that_is_lost_or_comes_twice_is_refused(groups):
     """Before anything is run: no gradient, no step counted, and a right one runs after it."""
     given = [groups]
     model, runner = make_runner(lambda batch, largest: given[0])
-    with pytest.raises(InvalidBatch, match=r"^cut\(\) "):
+    with pytest.raises(InvalidArgument, match=r"^cut\(\) "):
         runner.accumulate(make_batch(4, torch.float64))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert runner.steps == 0

@@ -10,7 +10,7 @@ from workloads import Plain, bits_of, differences, full_batch_gradient, gradient
 
 import autobatch
 from autobatch.batch.layout import describe
-from autobatch.errors import DoesNotFit, InvalidBatch, InvalidStep
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.step.losses import Mean, Part, PerStep, Sum
 from autobatch.step.workload import Workload
@@ -336,43 +336,43 @@ REFUSED = {
     "a part beside a stated mean": (
         lambda m, b: {"first": Mean(ce(m, b), count(b)), "second": Part(ce(m, b, task=2))},
         None,
-        InvalidStep,
+        InvalidArgument,
         r"returns a Part \('second'\) beside a Mean or Sum, whose total is known only after",
     ),
     "several counts, no weigh": (
         lambda m, b: {"first": Mean(ce(m, b), count(b)), "second": Mean(ce(m, b, task=2), count(b, 2))},
         None,
-        InvalidStep,
+        InvalidArgument,
         r"different counts for its terms \('first': .*, 'second': .*\).*weigh= that returns a dict",
     ),
     "a count that is not weigh's": (
         lambda m, b: Mean(ce(m, b), over=len(b[0])),
         count,
-        InvalidStep,
+        InvalidArgument,
         r"states a count of \d+ for a micro-batch for which weigh\(\) gives \d+",
     ),
     "names that are not weigh's": (
         lambda m, b: {"ce": ce(m, b)},
         lambda b: {"first": count(b)},
-        InvalidStep,
+        InvalidArgument,
         r"counts for the terms \['first'\], and step\(\) returned \['ce'\]",
     ),
     "one loss, counts by name": (
         ce,
         lambda b: {"first": count(b)},
-        InvalidStep,
+        InvalidArgument,
         r"counts for the terms \['first'\], and step\(\) returned \[''\]",
     ),
     "other names from weigh each time": (
         ce,
         lambda b: {str(len(b[0])): 1.0},
-        InvalidBatch,
+        InvalidArgument,
         "name the same terms each time",
     ),
     "stated now and then": (
         lambda m, b: Mean(ce(m, b), over=count(b)) if len(b[0]) == 7 else ce(m, b),
         None,
-        InvalidStep,
+        InvalidArgument,
         "for one micro-batch and none for another",
     ),
 }

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from workloads import Plain, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch, InvalidStep
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.testing import FakeDevice, oom_at
 
 
@@ -582,7 +582,7 @@ def test_errors_of_the_loader_and_of_its_batches_reach_the_user():
     def raise_(error):
         raise error
 
-    for last, expected in ((KeyError("disk"), KeyError), ((torch.zeros(2, 6), torch.zeros(3)), InvalidBatch)):
+    for last, expected in ((KeyError("disk"), KeyError), ((torch.zeros(2, 6), torch.zeros(3)), InvalidArgument)):
         steps = runner.run(broken(last))
         next(steps)
         with pytest.raises(expected):
@@ -630,7 +630,7 @@ def test_what_yields_no_batches_like_the_example_is_refused(make):
     """In one line; the rows of a sample, or the tensors of one batch, would be taken for samples."""
     runner, model, data = make_alike()
     before = model[0].weight.clone()
-    with pytest.raises((InvalidBatch, InvalidArgument)) as raised:
+    with pytest.raises(InvalidArgument) as raised:
         list(runner.run(make(data)))
     assert "\n" not in str(raised.value)
     assert torch.equal(model[0].weight, before)
@@ -645,7 +645,7 @@ def test_a_call_does_not_continue_after_another_has_begun():
     next(first)
     second = runner.run(loader)
     next(second)
-    with pytest.raises(InvalidStep, match="another call"):
+    with pytest.raises(InvalidArgument, match="another call"):
         next(first)
     assert runner.state_dict()["pass_samples"] == 32
     assert len(list(second)) == 2

@@ -27,7 +27,7 @@ from workloads import (
 )
 
 import autobatch
-from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.events import BatchDiffers, Retried, SizeChanged, StepFailed, StepFinished
 from autobatch.memory.cpu import CpuDevice
 from autobatch.testing import FakeDevice, oom_at, tenant
@@ -338,7 +338,7 @@ def test_step_over_takes_smaller_batches_as_one():
     for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
         if expected[name] is not None:
             torch.testing.assert_close(parameter, old - 0.1 * expected[name], rtol=1e-12, atol=1e-15)
-    with pytest.raises(InvalidBatch, match="no batches"):
+    with pytest.raises(InvalidArgument, match="no batches"):
         runner.step_over([])
 
 
@@ -880,7 +880,7 @@ def test_a_loader_in_the_place_of_a_batch_is_named(call, kind):
     _, _, runner = make_runner(16, 4)
     dataset = torch.utils.data.TensorDataset(*make_batch(16, torch.float64))
     given = torch.utils.data.DataLoader(dataset, batch_size=4) if kind == "DataLoader" else dataset
-    with pytest.raises(InvalidBatch, match=rf"{kind}.*runner\.run\(loader\)") as caught:
+    with pytest.raises(InvalidArgument, match=rf"{kind}.*runner\.run\(loader\)") as caught:
         getattr(runner, call)([given] if call == "step_over" else given)
     assert "register" not in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from workloads import bits_of, differences
 
 import autobatch
-from autobatch.errors import DoesNotFit, InvalidArgument, InvalidBatch
+from autobatch.errors import DoesNotFit, InvalidArgument
 from autobatch.records import Padding, SizeAtLength
 from autobatch.testing import FakeDevice, oom_at
 
@@ -329,7 +329,7 @@ def test_one_sample_that_does_not_fit_ends_the_step():
 def test_a_longer_sample_than_was_tried_is_refused():
     """Nothing untried runs."""
     runner, _ = make_runner()
-    with pytest.raises(InvalidBatch, match="a sample is 25 long, and the longest that fit\\(\\) tried is 24"):
+    with pytest.raises(InvalidArgument, match="a sample is 25 long, and the longest that fit\\(\\) tried is 24"):
         runner.step(make_texts([25, 3]))
 
 
@@ -369,7 +369,7 @@ def test_a_later_batch_padded_on_the_other_side_is_refused(name, weigh):
     for seed in range(3):
         runner.step(make_texts(left=side == "left", seed=seed))
     before, calls[:] = bits_of(model), []
-    with pytest.raises(InvalidBatch, match=CHANGED.format(side)):
+    with pytest.raises(InvalidArgument, match=CHANGED.format(side)):
         runner.step(later)
     assert not calls
     assert not differences(bits_of(model), before)
@@ -383,7 +383,7 @@ def test_what_counts_behind_what_does_not_is_not_trimmed_off():
     batch = make_texts([24, 24, 6])
     runner.step(batch)
     batch["tokens"][2, 1] = 0
-    with pytest.raises(InvalidBatch, match=CHANGED.format("right")):
+    with pytest.raises(InvalidArgument, match=CHANGED.format("right")):
         runner.step(batch)
 
 
@@ -405,7 +405,7 @@ def test_a_batch_of_which_nothing_is_trimmed_may_be_padded_on_either_side():
     model.zero_grad()
     before = bits_of(model)
     short.append("CUDA out of memory. Tried to allocate 20.00 MiB")
-    with pytest.raises(InvalidBatch, match=CHANGED.format("right")):
+    with pytest.raises(InvalidArgument, match=CHANGED.format("right")):
         runner.step(batch)
     assert not differences(bits_of(model), before)
 
@@ -448,7 +448,7 @@ def test_plan_and_runner_have_lengths_both_or_neither():
 def test_weights_that_count_padding_are_refused():
     """They are others once it is trimmed."""
     runner, _ = make_runner(weigh=lambda batch: batch["tokens"].numel())
-    with pytest.raises(InvalidBatch, match=r"weigh\(\) is not additive"):
+    with pytest.raises(InvalidArgument, match=r"weigh\(\) is not additive"):
         runner.step(make_texts())
 
 

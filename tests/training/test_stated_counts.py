@@ -14,7 +14,7 @@ from workloads import bits_of, differences, full_batch_gradient, gradients_of, r
 
 import autobatch
 from autobatch.batch.layout import describe
-from autobatch.errors import InvalidBatch, InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.training.stated_counts import StatedCounts, find_doubtful, read_stated
 
 EMPTY = [0, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0]
@@ -131,7 +131,7 @@ def test_a_count_that_is_kept_from_0_is_refused(name, largest):
     runner = make_runner(step, make(FULL), largest, check=None if is_shown else "raise")
     model = runner._workload.model
     before = bits_of(model)
-    with pytest.raises(InvalidStep, match="keep a count from 0") as caught:
+    with pytest.raises(InvalidArgument, match="keep a count from 0") as caught:
         runner.accumulate(make(EMPTY))
     assert "\n" not in str(caught.value)
     assert differences(bits_of(model), before) == []
@@ -144,7 +144,7 @@ def test_later_batches_are_asked_too(at):
     runner = make_runner(KEPT_FROM_0["Mean"][0], images(FULL), check="raise")
     for _ in range(at - 1):
         runner.step(images(FULL))
-    with pytest.raises(InvalidStep, match="keep a count from 0"):
+    with pytest.raises(InvalidArgument, match="keep a count from 0"):
         runner.step(images(EMPTY))
     assert runner.steps == at - 1
 
@@ -163,7 +163,7 @@ def test_a_weight_that_is_kept_from_0_is_refused_in_later_batches_too(at):
     runner = make_runner(step, images(FULL), weigh=weigh)
     for _ in range(at - 1):
         runner.step(images(FULL))
-    with pytest.raises(InvalidBatch, match="not additive"):
+    with pytest.raises(InvalidArgument, match="not additive"):
         runner.step(images(EMPTY))
 
 
@@ -253,7 +253,7 @@ def test_a_smaller_neighbour_is_counted_as_it_was_cut():
     """One sample, which has no halves, beside two."""
     step, make = KEPT_FROM_0["plus 1"]
     runner = make_runner(step, make(FULL), 2, check=None)
-    with pytest.raises(InvalidStep, match="add up"):
+    with pytest.raises(InvalidArgument, match="add up"):
         runner.accumulate(make([*FULL[:14], 0]))
 
 
@@ -263,7 +263,7 @@ def test_a_smaller_neighbour_is_counted_as_it_was_cut():
 def test_a_count_that_does_not_depend_on_the_part_is_named_so(form, number, largest):
     """Such as that of the whole batch, which the step has from outside."""
     runner = make_runner(stated(lambda _: number, form=form), images(FULL), largest, check=None)
-    with pytest.raises(InvalidStep, match="the same for every part") as caught:
+    with pytest.raises(InvalidArgument, match="the same for every part") as caught:
         runner.accumulate(images(FULL))
     assert "keep a count from 0" not in str(caught.value)
 
@@ -408,7 +408,7 @@ def test_a_sum_that_counts_nothing_beside_a_mean_over_samples_is_refused():
     for at in (slice(4), slice(12, 16)):
         runner, batch = make_runner(step, texts(FULL), 4), texts(FULL)
         batch["x"][at] = torch.nan
-        with pytest.raises(InvalidStep, match="always state it"):
+        with pytest.raises(InvalidArgument, match="always state it"):
             runner.step(batch)
         assert runner.steps == 0
 
@@ -418,7 +418,7 @@ def test_a_step_that_returns_none_is_told_how_to_skip():
     runner = make_runner(ADD_UP["tokens"][0], texts(FULL), 4)
     plan, model = runner.plan, runner._workload.model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with pytest.raises(InvalidStep, match=r"autobatch\.Sum\(torch\.zeros\(\(\)\), 0\)"):
+    with pytest.raises(InvalidArgument, match=r"autobatch\.Sum\(torch\.zeros\(\(\)\), 0\)"):
         autobatch.Runner(plan, model, lambda model, batch: None, optimizer).step(texts(FULL))
 
 

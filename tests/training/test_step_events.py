@@ -8,7 +8,7 @@ from plans import make_plan, make_rank_plans
 from torch import nn
 
 import autobatch
-from autobatch.errors import CannotRetry, DoesNotFit, InvalidStep
+from autobatch.errors import CannotRetry, DoesNotFit, InvalidArgument
 from autobatch.testing import FakeDevice
 from autobatch.training.step_events import StepEvents
 
@@ -26,7 +26,7 @@ def plan():
     [
         (DoesNotFit("no room\nfor one sample"), "DoesNotFit: no room", True),
         (CannotRetry("parameters moved"), "CannotRetry: parameters moved", True),
-        (InvalidStep(""), "InvalidStep: ", False),
+        (InvalidArgument(""), "InvalidArgument: ", False),
         (RuntimeError("a secret in the data"), "RuntimeError", False),
         (KeyError(), "KeyError", False),
     ],

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workloads import Plain, make_batch, mean_step
 
 import autobatch
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.testing import FakeDevice, oom_at
 
 
@@ -192,7 +192,7 @@ def test_a_write_into_joined_samples_reaches_no_batch():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = autobatch.fit(model, 8, batch=batches[0], step=mean_step, optimizer=optimizer, max_micro_batch=4)
     runner, before = autobatch.Runner(plan, model, write, optimizer), copy.deepcopy(batches)
-    with pytest.raises(InvalidStep, match="wrote into its batch"):
+    with pytest.raises(InvalidArgument, match="wrote into its batch"):
         runner.step(batches[0])
     for _ in range(4):
         assert runner.step_over(batches).micro_batch_sizes == (4, 4)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.integrations.lightning.logs import LogCall
 
 __all__ = ["StepMetrics", "UnknownMetric", "metrics_in", "states_of"]
@@ -40,7 +40,7 @@ class StepMetrics:
         """Note those in these calls; whether any was unknown.
 
         Raises:
-            InvalidStep: One has no value over several micro-batches.
+            InvalidArgument: One has no value over several micro-batches.
         """
         found = {call.name: call.value for call in calls if _has_step_value(call)}
         new = {name: one for name, one in found.items() if not any(one is other for other in self.known.values())}
@@ -108,7 +108,7 @@ def _refuse_inexact(name: str, metric: Any) -> None:
     kinds = {getattr(one, "__name__", type(one).__name__) for one in reductions}
     is_simple = metric.full_state_update is False and not metric.dist_sync_on_step and len([*metric.modules()]) == 1
     if not (is_simple and kinds <= _ADDED_UP):
-        raise InvalidStep(
+        raise InvalidArgument(
             f"self.log({name!r}) logs a {type(metric).__name__} at each step, which has no value over several "
             f"micro-batches: pass on_step=False, on_epoch=True"
         )

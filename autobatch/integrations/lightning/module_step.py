@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autobatch.batch.layout import describe
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.lightning.logs import LogCall, read_call
 from autobatch.integrations.lightning.metrics import metrics_in
@@ -72,7 +72,7 @@ class ModuleStep:
         """Return the loss of one micro-batch, with its graph.
 
         Raises:
-            InvalidStep: ``training_step`` returned none.
+            InvalidArgument: ``training_step`` returned none.
         """
         logged: list[LogCall] = []
         log, metrics = self.module.log, [*metrics_in(self.module).values()]
@@ -92,7 +92,7 @@ class ModuleStep:
                 f"{type(self.module).__name__}.training_step returned None for a part of a batch: a step is skipped as "
                 f"a whole or not at all; return a loss"
             )
-            raise InvalidStep(self.refusal)
+            raise InvalidArgument(self.refusal)
         size = describe(micro_batch).count
         weight = float(size) if self.weigh is None else _sum_of(self.weigh(micro_batch))
         self.outputs.append(MicroBatchOutput(result.loss, size, weight, tuple(logged), result.extra))
@@ -111,7 +111,7 @@ class ModuleStep:
         return run
 
     def _refuse_logging(self, name: str, *_: Any, **__: Any) -> None:
-        raise InvalidStep(
+        raise InvalidArgument(
             f"self.log({name!r}) in {self.module._current_fx_name}, which runs once a micro-batch: log it in "  # noqa: SLF001 - Lightning's own word for where it is
             f"on_before_optimizer_step, where the gradient is the whole batch's"
         )

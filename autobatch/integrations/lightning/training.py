@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch.batch.layout import describe
 from autobatch.distributed.ranks import all_or_none, find_ranks
-from autobatch.errors import AutobatchError, DoesNotFit, InexactSplit, InvalidStep
+from autobatch.errors import AutobatchError, DoesNotFit, InexactSplit, InvalidArgument
 from autobatch.exactness.verification import verify
 from autobatch.fitting.fit import fit
 from autobatch.fitting.options import Options
@@ -128,13 +128,13 @@ class Optimization:
         """Skip a batch as Lightning does where ``training_step`` returns ``None`` for the whole of it.
 
         Raises:
-            InvalidStep: It returns a loss for the whole, or the whole does not fit.
+            InvalidArgument: It returns a loss for the whole, or the whole does not fit.
         """
         refusal = self._step.refusal
         self._step.outputs.clear()
 
         def refuse(*_: Any) -> NoReturn:
-            raise InvalidStep(refusal)
+            raise InvalidArgument(refusal)
 
         try:
             with ExitStack() as stack:
@@ -146,7 +146,7 @@ class Optimization:
         except Exception as error:
             if not is_oom(error):
                 raise
-        raise InvalidStep(f"{refusal}; the whole batch, which decides it, does not fit in memory")
+        raise InvalidArgument(f"{refusal}; the whole batch, which decides it, does not fit in memory")
 
     def _run_step(self, runner: LightningRunner, batch: Any) -> StepResult:
         """One step; begun again where a metric or a name was unknown, and once where memory ended before the update."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autobatch.batch.layout import describe, map_tensors
-from autobatch.errors import InvalidBatch
+from autobatch.errors import InvalidArgument
 from autobatch.integrations.transformers.samples import Collated, copy_samples
 
 __all__ = ["IGNORED", "CollatedSamples", "Cut", "Rows", "TrimmedRows", "count_rows"]
@@ -139,7 +139,7 @@ def count_rows(inputs: Any) -> int | None:
     """Rows of all its tensors; ``None`` where they differ."""
     try:
         return describe(inputs).count
-    except InvalidBatch:
+    except InvalidArgument:
         return None
 
 

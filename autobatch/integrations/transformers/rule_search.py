@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from autobatch.errors import InexactSplit, InvalidBatch
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.exactness.verification import compare_with_parts, verify
 from autobatch.integrations.transformers.cuts import CollatedSamples, Cut, Rows, TrimmedRows
 from autobatch.integrations.transformers.loss_rule import (
@@ -92,7 +92,7 @@ def find_rule(
 
     Raises:
         InexactSplit: With the causes that ``verify`` names.
-        InvalidBatch: There is no way to divide the batch.
+        InvalidArgument: There is no way to divide the batch.
     """
     possible = _find_possible(step, cuts, inputs, samples)
     candidates, values = _order_candidates(step, possible, model, inputs, samples)
@@ -177,7 +177,7 @@ def _find_possible(
     # Where each row is a sample, samples that are collated anew are the same rows.
     possible = by_rows or [cut for cut in cuts if not isinstance(cut, Rows) and cut.can_divide(inputs, samples)]
     if not possible:
-        raise InvalidBatch(
+        raise InvalidArgument(
             f"{type(step.trainer).__name__}: the batch cannot be divided into samples: its tensors have different "
             f"numbers of rows, and its data_collator does not make the same batch again of the same samples"
         )

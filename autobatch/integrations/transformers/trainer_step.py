@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autobatch.batch.layout import describe
-from autobatch.errors import AutobatchError, InvalidStep
+from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.exactness.determinism import deterministic
 from autobatch.integrations.attributes import replaced
 from autobatch.integrations.transformers.cuts import Cut
@@ -66,13 +66,13 @@ class TrainerStep:
         """The loss that it would run its backward pass from.
 
         Raises:
-            InvalidStep: It ran none or several.
+            InvalidArgument: It ran none or several.
         """
         self.metrics.add(inputs)
         with self._hold_back() as losses, self.logs.catch(inputs):
             self.training_step(model, inputs, self.num_items)
         if len(losses) != 1:
-            raise InvalidStep(
+            raise InvalidArgument(
                 f"{type(self.trainer).__name__}.training_step called accelerator.backward() {len(losses)} times in a "
                 f"micro-batch; it has to be called once, with the loss"
             )
@@ -158,7 +158,7 @@ class TrainerStep:
             yield losses
 
     def _refuse_gathering(self, *_: Any, **__: Any) -> Any:
-        raise InvalidStep(
+        raise InvalidArgument(
             f"{type(self.trainer).__name__} gathers over the ranks inside its step, and each rank may run another "
             f"number of micro-batches: train on one rank, or use plan.settings('huggingface')"
         )

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing.fake_device import DEVICE
 
 __all__ = ["TooLong", "explain"]
@@ -46,7 +46,7 @@ _LIBRARY = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "
 _LONGEST = 120
 
 
-class TooLong(CannotPredict):
+class TooLong(InvalidArgument):
     """A trace has become longer than it may be."""
 
 

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autobatch._torch_versions import OLDEST_TO_PREDICT, format_release
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.tracing import attention, autocast, kernels, recurrent
 
 __all__ = ["DEVICE", "DEVICE_TYPE", "DeviceNames", "original_errors", "present", "register", "without_waiting"]
@@ -90,19 +90,19 @@ def register() -> None:
     """Register the device with torch, once in a process.
 
     Raises:
-        CannotPredict: Another package has taken torch's one slot for such devices.
+        InvalidArgument: Another package has taken torch's one slot for such devices.
     """
     name = torch._C._get_privateuse1_backend_name()
     if name == DEVICE_TYPE and _registered:
         return
     if name != "privateuseone":
-        raise CannotPredict(
+        raise InvalidArgument(
             f"another package has registered the device {name!r} in this process, and torch has one slot for such "
             f"devices (PrivateUse1): predict in a process that does not import it"
         )
     acc = getattr(torch._C, "_acc", None)
     if acc is None:
-        raise CannotPredict(
+        raise InvalidArgument(
             f"torch {torch.__version__} lets no device be registered from Python: predict with torch "
             f"{format_release(OLDEST_TO_PREDICT)} or newer, or run fit() on a GPU"
         )
@@ -142,7 +142,7 @@ def register() -> None:
 
 def _never_run(*_: Any) -> torch.Tensor:
     """It only has to exist: fake tensors stop on their way to a kernel."""
-    raise CannotPredict("a fake tensor reached a kernel that has nothing to compute with")
+    raise InvalidArgument("a fake tensor reached a kernel that has nothing to compute with")
 
 
 def _rescue_error(probe: Callable[[], None] = _PROBE, rescued: list[BaseException] = _rescued) -> None:

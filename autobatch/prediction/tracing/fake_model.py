@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autobatch._formatting import name_type
 from autobatch._wrappers import SeveralOptimizers, is_optimizer, own_table
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder, make_fake
@@ -64,7 +64,7 @@ class FakeModel:
         """The fake tensor for a real one, on the fake device.
 
         Raises:
-            CannotPredict: Its memory is not that of one dense block.
+            InvalidArgument: Its memory is not that of one dense block.
         """
         known = self._pairs.get(id(tensor))
         if known is None:
@@ -180,7 +180,7 @@ def _choose_foreach(optimizer: Any) -> None:
 
 def _imitate(tensor: torch.Tensor) -> torch.Tensor:
     if is_traceable_wrapper_subclass(tensor):
-        raise CannotPredict(f"{name_type(tensor)} of shape {tuple(tensor.shape)} cannot be traced: plain tensors can")
+        raise InvalidArgument(f"{name_type(tensor)} of shape {tuple(tensor.shape)} cannot be traced: plain tensors can")
     fake = make_fake(tensor)
     if isinstance(tensor, nn.Parameter):
         fake = nn.Parameter(fake, tensor.requires_grad)

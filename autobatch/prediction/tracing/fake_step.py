@@ -20,7 +20,7 @@ from torch import nn
 from autobatch._wrappers import state_of
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.tree import with_fresh_containers
-from autobatch.errors import InvalidStep
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.parallelism import Parallelism
 from autobatch.prediction.tracing.fake_device import DEVICE, DeviceNames, original_errors
 from autobatch.prediction.tracing.fake_model import FakeModel
@@ -85,7 +85,7 @@ class DryRun:
         ``is_placed`` says that the user's batch is where the model is, so that training would write into it, too.
 
         Raises:
-            InvalidStep: The step changes gradients, or writes into a batch that is placed.
+            InvalidArgument: The step changes gradients, or writes into a batch that is placed.
         """
         outputs: list[Any] = []
         self._accumulate(batch, outputs, is_placed=is_placed)
@@ -129,7 +129,7 @@ class DryRun:
                 versions = [tensor._version for tensor in tensors_of(placed)]
                 output = self._workload.run(with_fresh_containers(placed))
                 if is_placed and [tensor._version for tensor in tensors_of(placed)] != versions:
-                    raise InvalidStep(WROTE_INTO_BATCH)
+                    raise InvalidArgument(WROTE_INTO_BATCH)
                 stamps.refuse_change()
                 loss, factor = self._divide(output.terms)
                 check_leaves(loss, self._leaves)

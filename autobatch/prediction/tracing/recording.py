@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autobatch.errors import CannotPredict
+from autobatch.errors import InvalidArgument
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.block_log import BlockLog, StorageReference
 from autobatch.prediction.tracing.failures import TooLong
@@ -57,11 +57,11 @@ def make_fake(tensor: torch.Tensor, device: str = DEVICE) -> torch.Tensor:
     A dense tensor has the same strides there; an expanded or sliced one becomes dense.
 
     Raises:
-        CannotPredict: It is of a kind whose memory is not that of one dense block.
+        InvalidArgument: It is of a kind whose memory is not that of one dense block.
     """
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "nested" if tensor.is_nested else f"{tensor.layout}, {tensor.dtype}"
-        raise CannotPredict(f"a tensor that is not one block of numbers ({kind}) cannot be traced: dense ones can")
+        raise InvalidArgument(f"a tensor that is not one block of numbers ({kind}) cannot be traced: dense ones can")
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.detach().resolve_conj().resolve_neg()
     if not is_dense(tensor):
@@ -123,7 +123,7 @@ class Recorder(DispatchMode):
         """Record the storages of a result that are new."""
         for tensor in tensors_in((result,)):
             if tensor.layout is not torch.strided:
-                raise CannotPredict(_IS_SPARSE)
+                raise InvalidArgument(_IS_SPARSE)
             if is_on_device(tensor):
                 self._record_storage(tensor.untyped_storage(), kind)
 
@@ -217,7 +217,7 @@ class Recorder(DispatchMode):
     def _adopt(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
         """The fake tensor, made once, for a real one that the step closes over beside the model."""
         if tensor.requires_grad:
-            raise CannotPredict(
+            raise InvalidArgument(
                 f"the step uses a parameter of shape {tuple(tensor.shape)} that belongs to no module of the model: "
                 f"make it a parameter of the model"
             )

@@ -21,7 +21,7 @@ from torch import nn
 
 from autobatch.batch.layout import Layout, map_tensors, tensors_of
 from autobatch.batch.tree import holds_registered
-from autobatch.errors import AutobatchError, CannotPredict, InvalidArgument
+from autobatch.errors import AutobatchError, InvalidArgument
 from autobatch.memory.device import collecting_new_objects
 from autobatch.prediction.child_process import begin_apart
 from autobatch.prediction.parallelism import Parallelism
@@ -71,7 +71,7 @@ def trace_timeline(workload: Workload, layout: Layout, circumstances: Circumstan
         Lines where two sizes lie on lines, else interpolated between more sizes: as many as take a few seconds each.
 
     Raises:
-        CannotPredict: The step cannot run without values, or not on a fake device; it names the step's own line.
+        InvalidArgument: The step cannot run without values, or not on a fake device; it names the step's own line.
     """
 
     def run(size: int, now: Circumstances = circumstances) -> TracedStep:
@@ -187,7 +187,7 @@ def _on_fake_model(workload: Workload, circumstances: Circumstances, most_events
     except AutobatchError:
         raise
     except Exception as error:
-        raise CannotPredict(explain(error)) from error
+        raise InvalidArgument(explain(error)) from error
     finally:
         random_state.restore()
 
@@ -204,7 +204,7 @@ def _check(model: nn.Module) -> None:
             raise InvalidArgument(f"parameter {name} has no shape yet: run the model once on a sample first")
     for name, module in model.named_modules():
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise CannotPredict(
+            raise InvalidArgument(
                 f"{name or 'the model'} is wrapped in {type(module).__name__}: predict with the module inside it, as "
                 f"one rank runs it"
             )
