@@ -21,11 +21,11 @@ from autobatch.fitting.loader_sizes import ForRun
 from autobatch.memory.device import Device
 from autobatch.planning.planner import Objective
 from autobatch.planning.shares import Share
-from autobatch.state.rewind_point import StepState
-from autobatch.state.user_objects import check_objects
 from autobatch.step.workload import Step, Weigh
 from autobatch.training.given_backward import Backward
 from autobatch.training.runner import StepRunner
+from autobatch.undo.undo import StepState
+from autobatch.undo.user_objects import check_objects
 
 __all__ = ["Runner"]
 

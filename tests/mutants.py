@@ -33,9 +33,9 @@ DENOMINATORS = "autobatch/training/loss_denominators.py"
 GIVEN_BACKWARD = "autobatch/training/given_backward.py"
 RUNNER_STATE = "autobatch/training/runner_state.py"
 UPDATE = "autobatch/training/optimizer_step.py"
-GRADIENTS = "autobatch/state/gradients.py"
-REWIND_POINT = "autobatch/state/rewind_point.py"
-RANDOM = "autobatch/state/random_state.py"
+GRADIENTS = "autobatch/undo/gradients.py"
+REWIND_POINT = "autobatch/undo/undo.py"
+RANDOM = "autobatch/undo/random_state.py"
 STEP = "autobatch/step/workload.py"
 EXACTNESS = "autobatch/exactness/"
 LOOP_GUARD = "autobatch/step/loop_guard.py"
@@ -81,8 +81,8 @@ FULL_SIZE_TESTS = ("tests/exactness/test_full_size.py",)
 VERIFICATION_TESTS = ("tests/exactness/test_verification.py",)
 LOOP_GUARD_TESTS = ("tests/step/test_loop_guard.py",)
 BATCH_TESTS = ("tests/batch/test_layout_rules.py", "tests/batch/test_batch_types.py")
-MOVING_TESTS = ("tests/state/test_moving_state.py",)
-IN_PLACE_TESTS = ("tests/state/test_changed_in_place.py",)
+MOVING_TESTS = ("tests/undo/test_moving_state.py",)
+IN_PLACE_TESTS = ("tests/undo/test_changed_in_place.py",)
 LIFETIME_TESTS = ("tests/training/test_step_lifetimes.py",)
 
 
@@ -368,7 +368,7 @@ MUTANTS = (
     ),
     Mutant(
         "the state made for the first of several optimizers stays where that of the second cannot be made",
-        "autobatch/state/optimizer_state.py",
+        "autobatch/undo/optimizer_state.py",
         "    except BaseException:\n        forget_state(optimizer, made)\n        raise\n    return made\n",
         "    except BaseException:\n        raise\n    return made\n",
         SEVERAL_OPTIMIZERS_TESTS,
@@ -567,7 +567,7 @@ MUTANTS = (
         RANDOM,
         '            sys.modules["numpy.random"].set_state(self.numpy)\n',
         "            pass\n",
-        ("tests/state/test_random_state.py", *ACCUMULATION_TESTS),
+        ("tests/undo/test_random_state.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
         "weigh is ignored",
@@ -846,10 +846,10 @@ MUTANTS = (
     ),
     Mutant(
         "a buffer stays where it was put",
-        "autobatch/state/tensor_header.py",
+        "autobatch/undo/tensor_header.py",
         "    if not _refer_to_the_same(tensor, alias):\n        tensor.data = alias\n",
         "",
-        ("tests/state/test_rewind_point.py", *ACCUMULATION_TESTS),
+        ("tests/undo/test_rewind_point.py", *ACCUMULATION_TESTS),
     ),
     Mutant(
         "an update's gradients come back after it",
@@ -890,7 +890,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory that is known to move is copied once",
-        "autobatch/state/written_memory.py",
+        "autobatch/undo/written_memory.py",
         "            self._known.add([tensor])\n",
         "            pass\n",
         MOVING_TESTS,
@@ -904,21 +904,21 @@ MUTANTS = (
     ),
     Mutant(
         "attributes stay as a failed attempt left them",
-        "autobatch/state/module_state.py",
+        "autobatch/undo/module_state.py",
         "        put_entries_back(vars(self.module), self._held)\n",
         "",
         MOVING_TESTS,
     ),
     Mutant(
         "containers in attributes stay as a failed attempt left them",
-        "autobatch/state/containers.py",
+        "autobatch/undo/containers.py",
         "        for content in self.contents:\n            content.put_back()\n",
         "",
         MOVING_TESTS,
     ),
     Mutant(
         "what modules hold is never looked at again",
-        "autobatch/state/module_state.py",
+        "autobatch/undo/module_state.py",
         "            and self.watch.is_current()\n            and self.headers.renew()\n",
         "            and self.headers.renew()\n",
         MOVING_TESTS,
@@ -1061,24 +1061,24 @@ MUTANTS = (
     ),
     Mutant(
         "gradient hooks of a failed micro-batch stay",
-        "autobatch/state/tensor_header.py",
+        "autobatch/undo/tensor_header.py",
         "                if table is not None and table != hooks:\n",
         "                if False:\n",
-        ("tests/state/test_gradient_hooks.py",),
+        ("tests/undo/test_gradient_hooks.py",),
     ),
     Mutant(
         "attributes of parameters are held until the next step",
-        "autobatch/state/tensor_header.py",
+        "autobatch/undo/tensor_header.py",
         "        self._aliases, self._held, self._flags, self._hooks = [], [], [], []",
         "        self._aliases = []",
         LIFETIME_TESTS,
     ),
     Mutant(
         "an optimizer's state is counted instead of looked at",
-        "autobatch/state/optimizer_state.py",
+        "autobatch/undo/optimizer_state.py",
         "    if len(held) == len(state) and all(map(is_, held, state)):",
         "    if len(held) == len(state):",
-        ("tests/state/test_optimizer_state.py",),
+        ("tests/undo/test_optimizer_state.py",),
     ),
     Mutant(
         "a tensor without rows has as many as the others",
@@ -1089,14 +1089,14 @@ MUTANTS = (
     ),
     Mutant(
         "tensors that were swapped are taken for the ones before",
-        "autobatch/state/tensor_header.py",
+        "autobatch/undo/tensor_header.py",
         "        if [*map(type, tensors)] != self._classes or not all(map(is_, map(vars, tensors), self._attributes)):",
         "        if False:",
         IN_PLACE_TESTS,
     ),
     Mutant(
         "a buffer with memory of its own is taken for the one without",
-        "autobatch/state/module_state.py",
+        "autobatch/undo/module_state.py",
         "            and [*map(torch.Tensor.stride, self._strided)] == self._strides",
         "            and True",
         IN_PLACE_TESTS,
@@ -1131,7 +1131,7 @@ MUTANTS = (
     ),
     Mutant(
         "a lazy parameter stays what it became",
-        "autobatch/state/tensor_header.py",
+        "autobatch/undo/tensor_header.py",
         "                    tensor.__class__ = cls\n",
         "",
         MOVING_TESTS,
@@ -1162,14 +1162,14 @@ MUTANTS = (
         ACCUMULATION,
         "            coalesce_gradients(stamps.parameters)\n",
         "            pass\n",
-        ("tests/state/test_sparse_gradients.py",),
+        ("tests/undo/test_sparse_gradients.py",),
     ),
     Mutant(
         "a trial's sparse gradient has the rows of two micro-batches",
         ACCUMULATION,
         "            widen_gradients(stamps.parameters, self.stands_for)\n",
         "",
-        ("tests/state/test_sparse_gradients.py",),
+        ("tests/undo/test_sparse_gradients.py",),
     ),
     Mutant(
         "a remembered plan may need more than there is",
@@ -1678,10 +1678,10 @@ MUTANTS = (
     ),
     Mutant(
         "gradients from before the trials do not come back",
-        "autobatch/state/training_state.py",
+        "autobatch/undo/training_state.py",
         "            self.tensor.grad = self._gradient\n",
         "            pass\n",
-        ("tests/state/test_training_state.py",),
+        ("tests/undo/test_training_state.py",),
     ),
     Mutant(
         "an out-of-memory error after a fatal one is retried",
@@ -1723,14 +1723,14 @@ MUTANTS = (
         REWIND_POINT,
         "            written = self._written | self._recorder.written\n",
         "            written = self._recorder.written\n",
-        ("tests/state/test_state_corners.py",),
+        ("tests/undo/test_state_corners.py",),
     ),
     Mutant(
         "a put() that raises leaves the other named objects out",
-        "autobatch/state/user_objects.py",
+        "autobatch/undo/user_objects.py",
         "                parts.callback(item.put, taken)\n",
         "                item.put(taken)\n",
-        ("tests/state/test_state_corners.py",),
+        ("tests/undo/test_state_corners.py",),
     ),
     Mutant(
         "ranks: each divides by its own total",
@@ -2235,14 +2235,14 @@ MUTANTS = (
         ACCUMULATION,
         "                    self.workload.check_hooks(self._hooks)\n",
         "                    pass\n",
-        ("tests/state/test_gradient_hooks.py", "tests/step/test_workload.py"),
+        ("tests/undo/test_gradient_hooks.py", "tests/step/test_workload.py"),
     ),
     Mutant(
         "slots keep what the step wrote",
-        "autobatch/state/slots.py",
+        "autobatch/undo/slots.py",
         "                slot.__set__(self._object, earlier)\n",
         "                pass\n",
-        ("tests/state/test_state_corners.py",),
+        ("tests/undo/test_state_corners.py",),
     ),
     Mutant(
         "weigh gets the user's own containers",

@@ -31,7 +31,7 @@ from autobatch.distributed.sharding import group_of, is_sharded
 from autobatch.distributed.sharding_limits import refuse_unsupported_sharding
 from autobatch.distributed.step_agreement import name_error
 from autobatch.errors import AutobatchError, InvalidArgument, RankFailed, RankLost
-from autobatch.state.tensor_header import is_uninitialized
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = [
     "Ranks",

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch.distributed.channel import Channel
 from autobatch.memory.oom import is_oom
-from autobatch.state.gradients import NARROW, gradient_dtype
 from autobatch.torch_internals.storages import is_dense
+from autobatch.undo.gradients import NARROW, gradient_dtype
 
 __all__ = ["GradientSlot", "LossSlot", "Reduction", "Slot"]
 

@@ -17,7 +17,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.reduction import LossSlot
 from autobatch.distributed.sharding import has_shards
 from autobatch.distributed.shared_step import SharedStep, describe_slots, find_wanted, make_slots
-from autobatch.state.gradients import gradient_dtype
+from autobatch.undo.gradients import gradient_dtype
 
 __all__ = ["ShardedStep", "begin_step"]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from autobatch.distributed.sharding import has_shards
-from autobatch.state.tensor_header import is_uninitialized
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = ["digest_values"]
 

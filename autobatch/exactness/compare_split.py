@@ -35,9 +35,9 @@ from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
-from autobatch.state.module_state import ModuleState
-from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
+from autobatch.undo.module_state import ModuleState
+from autobatch.undo.undo import RewindPoint
 
 __all__ = ["SplitComparison"]
 

@@ -34,8 +34,8 @@ from autobatch.exactness.measurement import Measurement
 from autobatch.exactness.partitions import Sizes, ranges_of
 from autobatch.exactness.sample_numbers import Order
 from autobatch.records import Verdict
-from autobatch.state.random_state import HostRandomState
 from autobatch.step.batch_norm import batch_norms_in_train_mode, blame_batch_norms, show_names
+from autobatch.undo.random_state import HostRandomState
 
 __all__ = ["find_causes", "find_uncontrolled_generators", "judge_batch_norm"]
 

@@ -31,12 +31,12 @@ from autobatch.exactness.partitions import Sizes, ranges_of
 from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.records import ModuleError
-from autobatch.state.module_state import ModuleState
-from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.losses import Stated, find_stated, states_counts
 from autobatch.step.workload import Step, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
+from autobatch.undo.module_state import ModuleState
+from autobatch.undo.undo import RewindPoint, StepState
 
 __all__ = ["Measurement"]
 

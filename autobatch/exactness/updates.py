@@ -25,12 +25,12 @@ from autobatch.exactness.sample_numbers import SampleNumbers
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.records import Verdict
-from autobatch.state.rewind_point import StepState
-from autobatch.state.training_state import TrainingState
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.workload import Step, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import Shortage
+from autobatch.undo.training_state import TrainingState
+from autobatch.undo.undo import StepState
 
 __all__ = ["check_update"]
 

@@ -25,10 +25,10 @@ from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.records import Verdict
-from autobatch.state.process_lock import one_at_a_time
-from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import default_step
 from autobatch.step.workload import Step, Weigh, Workload
+from autobatch.undo.process_lock import one_at_a_time
+from autobatch.undo.training_state import TrainingState
 
 __all__ = ["check_split", "check_trimming", "compare_many", "compare_with_parts", "verify"]
 

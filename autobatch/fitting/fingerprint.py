@@ -21,8 +21,8 @@ from torch import nn
 from autobatch._wrappers import members_of
 from autobatch.batch.layout import Layout, tensors_of
 from autobatch.records import DeviceInfo, Padding
-from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.workload import Workload
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = ["fingerprint"]
 

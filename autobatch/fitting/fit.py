@@ -39,13 +39,13 @@ from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
 from autobatch.records import Padding
-from autobatch.state.process_lock import one_at_a_time
-from autobatch.state.training_state import TrainingState
 from autobatch.step.default_step import NO_LOSS, default_step
 from autobatch.step.gradient_hooks import refuse_sample_gradients
 from autobatch.step.model_info import identify_model
 from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
 from autobatch.torch_internals.storages import bytes_of
+from autobatch.undo.process_lock import one_at_a_time
+from autobatch.undo.training_state import TrainingState
 
 __all__ = ["fit"]
 

@@ -21,9 +21,9 @@ from autobatch._arguments import (
 from autobatch.distributed.ranks import read_timeout
 from autobatch.events import Hook
 from autobatch.memory.devices import parse_device, parse_headroom
-from autobatch.state.user_objects import check_objects
 from autobatch.step.workload import Weigh, check_weigh
 from autobatch.training.step_events import check_hooks
+from autobatch.undo.user_objects import check_objects
 
 __all__ = ["Options", "check_choices", "check_sizes"]
 

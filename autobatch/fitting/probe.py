@@ -29,15 +29,15 @@ from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.prediction.trial_replay import FIRST_SIZE
 from autobatch.records import MemoryUsage, Saving, Trial
-from autobatch.state.optimizer_state import count_state, is_making_state, make_state
-from autobatch.state.rewind_point import StepState
-from autobatch.state.training_state import TrainingState
 from autobatch.step.model_info import is_compiled
 from autobatch.step.savings import find_savings, watch_savings
 from autobatch.step.workload import Workload, read_output
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
+from autobatch.undo.optimizer_state import count_state, is_making_state, make_state
+from autobatch.undo.training_state import TrainingState
+from autobatch.undo.undo import StepState
 
 __all__ = ["Probe"]
 

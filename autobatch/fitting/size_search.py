@@ -34,7 +34,6 @@ from autobatch.planning.reuse import Wanted, choose_remembered, why_not_confirme
 from autobatch.prediction.prior import Expectation, FirstStep, expect_largest
 from autobatch.records import Saving, SizeAtLength, Trial
 from autobatch.report.advice import explain_refusal
-from autobatch.state.training_state import TrainingState
 from autobatch.step.batch_norm import (
     batch_norms_in_train_mode,
     explain_smallest,
@@ -43,6 +42,7 @@ from autobatch.step.batch_norm import (
 )
 from autobatch.step.default_step import default_step, explain_default
 from autobatch.step.workload import Workload
+from autobatch.undo.training_state import TrainingState
 
 __all__ = ["SizeSearch"]
 

@@ -31,7 +31,7 @@ from autobatch.memory.devices import Allowance
 from autobatch.memory.oom import describe_error, ends_context, is_oom
 from autobatch.planning.piece_size import Piece, PieceSizes
 from autobatch.records import MemoryUsage
-from autobatch.state.random_state import RandomState
+from autobatch.undo.random_state import RandomState
 
 __all__ = ["Done", "PieceRunner"]
 

@@ -27,7 +27,7 @@ import torch
 
 from autobatch.errors import InvalidArgument
 from autobatch.prediction.forking import fork
-from autobatch.state.process_lock import one_at_a_time
+from autobatch.undo.process_lock import one_at_a_time
 
 __all__ = ["MOST_SECONDS", "begin_apart", "run_apart"]
 

@@ -4,7 +4,7 @@ Covers calls from inside the user's step, in whatever form: each is refused by n
 or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
 for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched: in the first call of a step when it is
 made, at any parameter; in later ones when the step returns, at the first and the last trained parameter. One that then
-reaches only others is refused where it changes a gradient (``state.gradients``), and not where it leaves none. Does not
+reaches only others is refused where it changes a gradient (``undo.gradients``), and not where it leaves none. Does not
 cover optimizers that neither the workload nor anything in the step's reach holds; in the first call their updates
 come after a backward pass, which is refused.
 
@@ -24,9 +24,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autobatch._wrappers import is_optimizer, own_table
 from autobatch.errors import InvalidArgument
-from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.reachable import attributes_of, parts_of, walk
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = ["BACKWARD", "LoopGuard"]
 

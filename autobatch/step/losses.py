@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from autobatch.errors import InvalidArgument
-from autobatch.state.gradients import NARROW
+from autobatch.undo.gradients import NARROW
 
 __all__ = [
     "Mean",

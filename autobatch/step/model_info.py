@@ -16,7 +16,7 @@ from torch import nn
 
 from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_optimizer
 from autobatch.records import ModelIdentity
-from autobatch.state.tensor_header import is_uninitialized
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = ["identify_model", "is_compiled", "model_differences", "name_optimizer"]
 

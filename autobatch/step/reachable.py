@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.state.slots import own_attributes
+from autobatch.undo.slots import own_attributes
 
 __all__ = [
     "MOST_OBJECTS",

@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autobatch._user_errors import contextmanager
 from autobatch.records import Saving
-from autobatch.state.tensor_header import is_uninitialized
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = ["find_savings", "watch_savings"]
 

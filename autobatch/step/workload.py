@@ -21,7 +21,6 @@ from autobatch._wrappers import members_of, state_of
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.batch.read_only_call import call_read_only
 from autobatch.errors import InvalidArgument
-from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_hooks
 from autobatch.step.loop_guard import BACKWARD, LoopGuard
@@ -29,6 +28,7 @@ from autobatch.step.losses import Term, Weigh, read_terms, read_weights
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
 from autobatch.torch_internals.storages import bytes_of
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = [
     "Step",

@@ -25,10 +25,6 @@ from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.memory.device import Device
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
-from autobatch.state.module_state import ModuleState
-from autobatch.state.rewind_point import StepState
-from autobatch.state.sparse_gradients import coalesce_gradients, widen_gradients
 from autobatch.step.gradient_hooks import HOOKS_OF, find_hooks
 from autobatch.step.losses import add_counts, counts_of
 from autobatch.step.model_info import is_compiled
@@ -41,6 +37,10 @@ from autobatch.training.loss_denominators import Denominators, DividedLoss
 from autobatch.training.micro_batches import MicroBatch, check_additive, cut, find_least_size, join, refuse_graphs
 from autobatch.training.stated_counts import StatedCounts, check_counts, find_doubtful, read_stated
 from autobatch.training.transaction import Transaction
+from autobatch.undo.gradients import Float32Sums, GradientsAside, GradientStamps
+from autobatch.undo.module_state import ModuleState
+from autobatch.undo.sparse_gradients import coalesce_gradients, widen_gradients
+from autobatch.undo.undo import StepState
 
 __all__ = ["Accumulation", "UpdateFunction"]
 
@@ -72,7 +72,7 @@ class Accumulation:
         state: The same, learnt as steps run.
         stands_for: Micro-batches of the step of which a trial runs the first two: sparse gradients get the rows that
             all of them may have. 0: all are run.
-        keep: Objects of the user that the step changes; see ``state.user_objects``.
+        keep: Objects of the user that the step changes; see ``undo.user_objects``.
         had_gradients: Whether gradients from before the last batch have become part of its gradient.
         owns_batches: Whether the batches are copies that the user does not see.
         backward: Called with each micro-batch's loss, scaled, in place of ``loss.backward()``.

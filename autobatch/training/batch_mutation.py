@@ -1,6 +1,6 @@
 """Detects a step that writes into its batch, and restores the batch.
 
-Covers tensors by torch's count of writes and, in recorded steps (``state.written_memory``), by copies that are made
+Covers tensors by torch's count of writes and, in recorded steps (``undo.written_memory``), by copies that are made
 right before a write; and NumPy arrays by copies in those steps. So in a recorded step, the first one among them, the
 batch of a refused step is as it was. In other steps a counted write is refused and stays, and one into a NumPy array is
 not seen. Does not cover samples that were copied, to another device or to join those of several batches: the step may

@@ -15,9 +15,9 @@ import torch
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.state.gradients import NARROW
 from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.workload import leaves_of_graph
+from autobatch.undo.gradients import NARROW
 
 __all__ = ["Backward", "GivenBackward"]
 

@@ -19,7 +19,7 @@ from autobatch.distributed.ranks import Ranks
 from autobatch.distributed.share_sampler import ShareSampler
 from autobatch.distributed.step_agreement import StepAgreement
 from autobatch.errors import InvalidArgument
-from autobatch.state.random_state import RandomState
+from autobatch.undo.random_state import RandomState
 
 _COUNT = attrgetter("count")
 

@@ -25,7 +25,6 @@ from autobatch.distributed.sharding import gathered_tensors, unsharded_parameter
 from autobatch.distributed.shared_step import SharedStep
 from autobatch.errors import AutobatchError, DoesNotFit, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.state.gradients import GradientsAside, GradientStamps
 from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.losses import losses_of
 from autobatch.step.workload import Workload
@@ -36,6 +35,7 @@ from autobatch.training.loss_denominators import DividedLoss
 from autobatch.training.micro_batches import MicroBatch, join
 from autobatch.training.model_outputs import ModelOutput, collect_outputs, edges_of, find_reached, run_zero_backward
 from autobatch.training.transaction import Transaction
+from autobatch.undo.gradients import GradientsAside, GradientStamps
 
 __all__ = ["LockstepAccumulation"]
 

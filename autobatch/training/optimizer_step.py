@@ -23,7 +23,7 @@ from autobatch._user_errors import add_note, note_where
 from autobatch._wrappers import unwrap_optimizer
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.state.optimizer_state import forget_state, make_state
+from autobatch.undo.optimizer_state import forget_state, make_state
 
 __all__ = ["Update", "check_options"]
 

@@ -38,7 +38,6 @@ from autobatch.memory.devices import find_device
 from autobatch.plan import Plan
 from autobatch.planning.pacing import Pace
 from autobatch.result import StepResult
-from autobatch.state.user_objects import check_objects
 from autobatch.step.batch_norm import refuses_one_sample
 from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_sample_gradients
@@ -73,6 +72,7 @@ from autobatch.training.step_errors import (
     refuse_larger_micro_batches,
 )
 from autobatch.training.step_events import StepEvents, check_hooks
+from autobatch.undo.user_objects import check_objects
 
 __all__ = ["StepRunner"]
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from autobatch.errors import CannotRetry
-from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
-from autobatch.state.rewind_point import RewindPoint, StepState
 from autobatch.step.workload import Workload
 from autobatch.training.accumulation_state import AccumulationState
+from autobatch.undo.gradients import Float32Sums, GradientsAside, GradientStamps
+from autobatch.undo.undo import RewindPoint, StepState
 
 __all__ = ["Transaction"]
 

@@ -22,7 +22,7 @@ from autobatch.errors import InvalidArgument
 from autobatch.memory.cpu import CpuDevice
 from autobatch.prediction import forking
 from autobatch.prediction.child_process import run_apart
-from autobatch.state.process_lock import one_at_a_time
+from autobatch.undo.process_lock import one_at_a_time
 
 AT_MOST_S = 60
 """For what must happen. A thread that never comes is a failed test, not a hanging one."""

@@ -26,8 +26,8 @@ from autobatch.prediction.parallelism import Parallelism, find_units
 from autobatch.prediction.timeline import Timeline, align
 from autobatch.prediction.tracing.trace import Circumstances, trace
 from autobatch.records import DeviceInfo
-from autobatch.state.gradients import Float32Sums
 from autobatch.step.workload import Workload
+from autobatch.undo.gradients import Float32Sums
 
 __all__ = ["CASES", "Case", "predict_timeline", "train_replicated", "train_sharded"]
 

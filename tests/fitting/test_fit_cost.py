@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import autobatch
 from autobatch.memory.cpu import CpuDevice
-from autobatch.state.training_state import TrainingState
 from autobatch.step.loop_guard import LoopGuard
+from autobatch.undo.training_state import TrainingState
 
 TARGET = 64
 

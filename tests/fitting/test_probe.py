@@ -17,9 +17,9 @@ from autobatch.fitting.probe import Probe
 from autobatch.fitting.readings import Readings
 from autobatch.memory.cpu import CpuDevice
 from autobatch.records import MemoryUsage
-from autobatch.state.training_state import TrainingState
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
+from autobatch.undo.training_state import TrainingState
 
 ROOMY = 10**9
 

@@ -10,8 +10,8 @@ from workloads import make_batch
 
 import autobatch
 from autobatch.errors import DoesNotFit
-from autobatch.state.training_state import TrainingState
 from autobatch.testing import oom_at
+from autobatch.undo.training_state import TrainingState
 
 pytestmark = pytest.mark.usefixtures("quiet_log")
 
@@ -210,7 +210,7 @@ def test_what_is_not_written_is_not_copied():
     def state_copies():
         import gc
 
-        from autobatch.state.storage_copy import StorageCopies
+        from autobatch.undo.storage_copy import StorageCopies
 
         return [key for item in gc.get_objects() if isinstance(item, StorageCopies) for key in item._copies]
 

@@ -12,9 +12,9 @@ import autobatch
 from autobatch.batch.layout import describe
 from autobatch.errors import DoesNotFit
 from autobatch.fitting.probe import Probe
-from autobatch.state.training_state import TrainingState
 from autobatch.step.workload import Workload
 from autobatch.testing import FakeDevice, oom_at
+from autobatch.undo.training_state import TrainingState
 
 ROOMY = 10**9
 

@@ -441,7 +441,7 @@ class InterruptedLine(AtLine):
     MODULES = (
         *(f"autobatch.training.{name}" for name in ("accumulation", "batch_mutation", "loss_denominators")),
         *(f"autobatch.training.{name}" for name in ("micro_batches", "optimizer_step", "runner", "transaction")),
-        "autobatch.state.",
+        "autobatch.undo.",
     )
 
     def __init__(self, position):

@@ -23,12 +23,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from autobatch._wrappers import SeveralOptimizers
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
-from autobatch.state.containers import VALUES_OF, children_of, find_contents
-from autobatch.state.training_state import TrainingState
-from autobatch.state.user_objects import UserObjects
-from autobatch.state.value_copy import is_copied_by_value
 from autobatch.step.reachable import attributes_of, parts_of, walk
 from autobatch.torch_internals.storages import storages_of
+from autobatch.undo.containers import VALUES_OF, children_of, find_contents
+from autobatch.undo.training_state import TrainingState
+from autobatch.undo.user_objects import UserObjects
+from autobatch.undo.value_copy import is_copied_by_value
 
 __all__ = ["OutsideState"]
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from autobatch.integrations.accelerate.outside_state import OutsideState
 from autobatch.memory.device import Device
 from autobatch.records import MemoryUsage, Trial
-from autobatch.state.containers import VALUES_OF
+from autobatch.undo.containers import VALUES_OF
 
 __all__ = ["EnoughMeasured", "StepWatch"]
 

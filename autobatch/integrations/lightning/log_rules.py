@@ -40,7 +40,7 @@ from autobatch.integrations.lightning.metrics import metrics_in, states_of
 from autobatch.integrations.lightning.module_step import MicroBatchOutput, ModuleStep
 from autobatch.integrations.lightning.outputs import RETURNED, is_number
 from autobatch.memory.oom import describe_error, is_oom
-from autobatch.state.rewind_point import RewindPoint
+from autobatch.undo.undo import RewindPoint
 
 __all__ = ["LOSS", "KnownNames", "agreed_rules", "find_rules"]
 

@@ -35,8 +35,8 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.records import Verdict
 from autobatch.result import StepResult
-from autobatch.state.rewind_point import StepState
-from autobatch.state.user_objects import check_objects
+from autobatch.undo.undo import StepState
+from autobatch.undo.user_objects import check_objects
 
 __all__ = ["Optimization"]
 

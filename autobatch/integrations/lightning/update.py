@@ -16,8 +16,8 @@ import torch
 from autobatch.errors import CannotRetry
 from autobatch.memory.oom import describe_error, is_oom
 from autobatch.runner import Runner
-from autobatch.state.optimizer_state import forget_state, make_state
 from autobatch.training.optimizer_step import Update
+from autobatch.undo.optimizer_state import forget_state, make_state
 
 __all__ = ["Apply", "LightningRunner", "LightningUpdate"]
 

@@ -21,8 +21,8 @@ from transformers.trainer_callback import ExportableState
 
 from autobatch.integrations.transformers.metrics import MetricLengths
 from autobatch.memory.device import Device
-from autobatch.state.containers import Found, find_contents
-from autobatch.state.rewind_point import RewindPoint, StepState
+from autobatch.undo.containers import Found, find_contents
+from autobatch.undo.undo import RewindPoint, StepState
 
 __all__ = ["AutobatchState", "EvaluationState", "TrainerAttributes"]
 

@@ -27,8 +27,8 @@ from autobatch.integrations.transformers.metrics import StepMetrics
 from autobatch.integrations.transformers.trainer_logs import TrainerLogs
 from autobatch.integrations.transformers.trainer_state import TrainerAttributes
 from autobatch.memory.oom import describe_error
-from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.workload import Workload
+from autobatch.undo.undo import RewindPoint
 
 __all__ = ["TrainerStep", "modes_of_training"]
 

@@ -31,9 +31,9 @@ from autobatch.memory.oom import describe_error, is_oom
 from autobatch.plan import Plan
 from autobatch.result import StepResult
 from autobatch.runner import Runner
-from autobatch.state.random_state import RandomState
-from autobatch.state.rewind_point import StepState
-from autobatch.state.user_objects import check_objects
+from autobatch.undo.random_state import RandomState
+from autobatch.undo.undo import StepState
+from autobatch.undo.user_objects import check_objects
 
 __all__ = ["TrainingStep"]
 

@@ -31,8 +31,8 @@ from autobatch.errors import InvalidArgument
 from autobatch.prediction.timeline import Kind
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder, make_fake
-from autobatch.state.slots import own_attributes
 from autobatch.step.reachable import parts_of, walk
+from autobatch.undo.slots import own_attributes
 
 __all__ = ["FakeModel", "Location", "modules_of", "shard_shape"]
 

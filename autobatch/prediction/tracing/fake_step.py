@@ -27,15 +27,15 @@ from autobatch.prediction.tracing.fake_model import FakeModel
 from autobatch.prediction.tracing.recording import Recorder, make_fake
 from autobatch.prediction.tracing.replicated import OneRank, Replicated
 from autobatch.prediction.tracing.sharded import FullySharded
-from autobatch.state.gradients import Float32Sums, GradientStamps
-from autobatch.state.module_state import ModuleState
-from autobatch.state.optimizer_state import make_state
-from autobatch.state.rewind_point import RewindPoint
 from autobatch.step.default_step import explain_default
 from autobatch.step.losses import Mean, Sum, Term
 from autobatch.step.workload import Workload, check_leaves
 from autobatch.torch_internals.backward import IS_TRIED, TENSOR_BACKWARD
 from autobatch.training.batch_mutation import WROTE_INTO_BATCH
+from autobatch.undo.gradients import Float32Sums, GradientStamps
+from autobatch.undo.module_state import ModuleState
+from autobatch.undo.optimizer_state import make_state
+from autobatch.undo.undo import RewindPoint
 
 __all__ = ["Circumstances", "DryRun"]
 

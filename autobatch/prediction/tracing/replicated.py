@@ -18,7 +18,7 @@ from autobatch.distributed.data_parallel import SharedBuffers
 from autobatch.distributed.reduction import GradientSlot, LossSlot, Reduction
 from autobatch.prediction.tracing.fake_device import DEVICE
 from autobatch.prediction.tracing.recording import Recorder
-from autobatch.state.gradients import Float32Sums
+from autobatch.undo.gradients import Float32Sums
 
 __all__ = ["OneRank", "Replicated"]
 

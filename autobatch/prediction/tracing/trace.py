@@ -33,9 +33,9 @@ from autobatch.prediction.tracing.fake_model import FakeModel, Location, modules
 from autobatch.prediction.tracing.fake_step import Circumstances, DryRun
 from autobatch.prediction.tracing.gradient_sums import sole_holder
 from autobatch.prediction.tracing.recording import FakeMode, Recorder, make_fake
-from autobatch.state.random_state import RandomState
-from autobatch.state.tensor_header import is_uninitialized
 from autobatch.step.workload import Workload
+from autobatch.undo.random_state import RandomState
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = [
     "SIZES",

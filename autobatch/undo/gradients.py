@@ -13,8 +13,8 @@ from operator import attrgetter, is_, is_not
 import torch
 
 from autobatch.errors import InvalidArgument
-from autobatch.state.sparse_gradients import widen
-from autobatch.state.tensor_header import is_uninitialized
+from autobatch.undo.sparse_gradients import widen
+from autobatch.undo.tensor_header import is_uninitialized
 
 __all__ = ["NARROW", "Float32Sums", "GradientStamps", "GradientsAside", "gradient_dtype"]
 

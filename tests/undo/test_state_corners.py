@@ -13,10 +13,10 @@ from torch import nn
 from workloads import make_batch, mean_step
 
 import autobatch
-from autobatch.state.module_state import ModuleState
-from autobatch.state.rewind_point import RewindPoint
-from autobatch.state.written_memory import WriteRecorder, WrittenMemory
 from autobatch.testing import FakeDevice, oom_at
+from autobatch.undo.module_state import ModuleState
+from autobatch.undo.undo import RewindPoint
+from autobatch.undo.written_memory import WriteRecorder, WrittenMemory
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("quiet_log")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from autobatch.state.random_state import HostRandomState, RandomState
+from autobatch.undo.random_state import HostRandomState, RandomState
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from torch.nn.functional import mse_loss
 import autobatch
 from autobatch.errors import CannotRetry, InvalidArgument
 from autobatch.memory.cpu import CpuDevice
-from autobatch.state.written_memory import WriteRecorder, WrittenMemory
 from autobatch.testing import oom_at
+from autobatch.undo.written_memory import WriteRecorder, WrittenMemory
 
 MODES = {
     "counted": lambda: CpuDevice().limit(2**40),

@@ -15,9 +15,9 @@ from operator import is_
 import torch
 from torch import nn
 
-from autobatch.state.containers import VALUES_OF, Watch, find_contents, put_entries_back
-from autobatch.state.tensor_header import TensorHeaders, is_uninitialized
 from autobatch.torch_internals.storages import lacks_memory
+from autobatch.undo.containers import VALUES_OF, Watch, find_contents, put_entries_back
+from autobatch.undo.tensor_header import TensorHeaders, is_uninitialized
 
 __all__ = ["Location", "ModuleState", "tensors_at"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autobatch
-from autobatch.state.sparse_gradients import coalesce_gradients, widen
+from autobatch.undo.sparse_gradients import coalesce_gradients, widen
 
 # torch says so once a process, at the first sparse tensor that an optimizer makes.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autobatch.state.gradients import Float32Sums, GradientsAside, GradientStamps
+from autobatch.undo.gradients import Float32Sums, GradientsAside, GradientStamps
 
 
 def make_parameters():

@@ -21,13 +21,13 @@ from autobatch._formatting import name_type
 from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_optimizer, members_of, own_table
 from autobatch.errors import InvalidArgument
-from autobatch.state.containers import Contents, children_of, record_contents
-from autobatch.state.random_state import RandomState
-from autobatch.state.slots import Slots, own_attributes
-from autobatch.state.storage_copy import StorageCopies
-from autobatch.state.tensor_header import TensorHeaders
-from autobatch.state.written_memory import HostRecorder
 from autobatch.torch_internals.storages import lacks_memory, storages_of
+from autobatch.undo.containers import Contents, children_of, record_contents
+from autobatch.undo.random_state import RandomState
+from autobatch.undo.slots import Slots, own_attributes
+from autobatch.undo.storage_copy import StorageCopies
+from autobatch.undo.tensor_header import TensorHeaders
+from autobatch.undo.written_memory import HostRecorder
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from workloads import differences
 
 from autobatch.errors import DoesNotFit
-from autobatch.state.storage_copy import StorageCopies
 from autobatch.torch_internals.storages import storages_of
+from autobatch.undo.storage_copy import StorageCopies
 
 IN_MEMORY, IN_A_FILE = 2**40, 0
 

@@ -17,8 +17,8 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from autobatch.state.containers import are_same, put_entries_back
 from autobatch.torch_internals.storages import storage_key, storages_of
+from autobatch.undo.containers import are_same, put_entries_back
 
 __all__ = ["TensorHeaders", "is_uninitialized"]
 

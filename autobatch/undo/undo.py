@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autobatch.state.module_state import Location, ModuleState, tensors_at
-from autobatch.state.random_state import RandomState
-from autobatch.state.user_objects import UserObjects, expand_objects
-from autobatch.state.written_memory import Saved, WriteRecorder, WrittenMemory
 from autobatch.torch_internals.storages import storages_of
+from autobatch.undo.module_state import Location, ModuleState, tensors_at
+from autobatch.undo.random_state import RandomState
+from autobatch.undo.user_objects import UserObjects, expand_objects
+from autobatch.undo.written_memory import Saved, WriteRecorder, WrittenMemory
 
 __all__ = ["RewindPoint", "StepState"]
 

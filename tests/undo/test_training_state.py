@@ -16,7 +16,7 @@ from torch import nn
 from workloads import Everything, bits_of, differences, make_batch, mean_step
 
 import autobatch
-from autobatch.state.training_state import TrainingState
+from autobatch.undo.training_state import TrainingState
 
 CPU = torch.device("cpu")
 IN_MEMORY = 2**40

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from workloads import Everything, bits_of, differences, make_batch
 
-from autobatch.state.rewind_point import RewindPoint
+from autobatch.undo.undo import RewindPoint
 
 pytestmark = pytest.mark.quick
 

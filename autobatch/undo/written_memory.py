@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode
 
-from autobatch.state.storage_copy import StorageCopies
 from autobatch.torch_internals.dispatch_mode import DispatchMode, call_operator
 from autobatch.torch_internals.storages import storages_of
+from autobatch.undo.storage_copy import StorageCopies
 
 __all__ = ["HostRecorder", "Saved", "WriteRecorder", "WrittenMemory"]
 

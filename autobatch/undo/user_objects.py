@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InvalidArgument
-from autobatch.state.containers import Found, children_of, find_contents
+from autobatch.undo.containers import Found, children_of, find_contents
 
 __all__ = ["UserObjects", "check_objects", "expand_objects"]
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autobatch.state.slots import Slots, has_slots, own_attributes
-from autobatch.state.value_copy import ValueCopy, is_copied_by_value, is_fixed
+from autobatch.undo.slots import Slots, has_slots, own_attributes
+from autobatch.undo.value_copy import ValueCopy, is_copied_by_value, is_fixed
 
 __all__ = [
     "VALUES_OF",

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from workloads import differences
 
-from autobatch.state.optimizer_state import forget_state, make_state
 from autobatch.testing import oom_at
+from autobatch.undo.optimizer_state import forget_state, make_state
 
 pytestmark = pytest.mark.quick
 
