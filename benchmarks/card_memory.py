@@ -30,8 +30,8 @@ from autobatch.prediction.child_process import run_apart
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.local_card import read_card
 from autobatch.prediction.tracing.trace import trace_timeline
-from autobatch.state.gradients import Float32Sums
 from autobatch.step.workload import Workload
+from autobatch.undo.gradients import Float32Sums
 
 __all__ = ["Cell", "measure", "measure_cells"]
 
