@@ -23,8 +23,8 @@ class StepResult:
         loss: The batch's mean loss: a detached 0-dim tensor on the device. Reading it waits for the device.
         micro_batch_sizes: The committed micro-batches, in order; sums to the batch's samples.
         retries: How often memory ended and the step went on with less.
-        peak_bytes: Most bytes in tensors at once during the step; 0 where the device cannot measure. On a CPU, where
-            not every step is counted, that of the last counted one; ``Runner(enforce="always")`` counts each.
+        peak_bytes: Most bytes in tensors at once during the step; 0 where the device cannot measure. Without a budget
+            that you passed, a CPU counts two steps, and this is the last counted one's.
         seconds: Wall time. On an asynchronous device the time to enqueue the work: nothing is waited for.
         aux: What the user's step returned beside the loss, one entry a committed micro-batch, detached. ``None`` for
             a micro-batch that was not run because it counts for nothing.

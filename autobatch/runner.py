@@ -66,8 +66,6 @@ class Runner(StepRunner):
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
         backward: Backward | None = None,
-        enforce: Literal["auto", "always"] = "auto",
-        timeout: float | None = None,
     ) -> Runner:
         """Fit a plan and bind it in one call: ``autobatch.fit`` and then ``autobatch.Runner``.
 
@@ -104,8 +102,6 @@ class Runner(StepRunner):
             keep: Objects outside the model that the step changes. Trials run the step too, and after them these objects
                 are as before.
             backward: In place of ``loss.backward()``.
-            enforce: How a CPU's budget is enforced.
-            timeout: With several ranks, how many seconds one waits for the others.
 
         Returns:
             A Runner whose ``plan`` is new.
@@ -114,7 +110,7 @@ class Runner(StepRunner):
             NeedsBatch: As ``fit``, and so are ``DoesNotFit`` and ``InexactSplit``.
             InvalidArgument: An argument cannot mean anything.
         """
-        with several_blocks(find_ranks(model, timeout), "Runner.fit()"):
+        with several_blocks(find_ranks(model), "Runner.fit()"):
             objects = StepState(nn.Module(), torch.device("cpu"), check_objects(keep), records=False).begin()
             try:
                 plan = fit(
@@ -135,7 +131,6 @@ class Runner(StepRunner):
                     reuse=reuse,
                     progress=progress,
                     share=share,
-                    timeout=timeout,
                 )
             finally:
                 objects.restore()
@@ -154,6 +149,4 @@ class Runner(StepRunner):
             hooks=hooks,
             keep=keep,
             backward=backward,
-            enforce=enforce,
-            timeout=timeout,
         )

@@ -28,7 +28,7 @@ __all__ = ["OPTIONS", "Option", "measure"]
 _MICRO_BATCHES, _MILLISECONDS, _WANTED = 4, 5.0, 1.08
 _SECONDS = 6.0
 _WARM_PAIRS = 6
-_CASE = Case(256, 2, _MILLISECONDS, near=False)
+_CASE = Case(256, 2, _MILLISECONDS, passed=False)
 
 
 class Option(NamedTuple):
@@ -76,7 +76,7 @@ def _compare(option: Option, pairs: int) -> Comparison:
         batch = make_batch(_CASE, model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
         given = option.make(Path(folder))
-        plan = fit_plan(model, optimizer, batch, near=False, weigh=given.get("weigh"))
+        plan = fit_plan(model, optimizer, batch, passed=False, weigh=given.get("weigh"))
         runner = autobatch.Runner(plan, model, step=classify, optimizer=optimizer, **given)
         by_hand = write_loop(option, model, optimizer, batch)
         with undisturbed():

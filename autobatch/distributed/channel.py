@@ -54,7 +54,7 @@ class Channel:
         agreed: How many blocks all ranks have done together.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Make the group on the host. Collective: every rank of ``group`` makes its own at the same point.
 
         Raises:
@@ -62,7 +62,7 @@ class Channel:
         """
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
-        self.timeout = timeout or timeout_of(group)
+        self.timeout = _timeout_of(group)
         own: Any = group or dist.group.WORLD
         self._name, self._lost, self._exchanges = own.group_name, "", 0
         self.agreed, self._blocks = 0, 0
@@ -71,12 +71,6 @@ class Channel:
         self._group = self._open_group(own)
         _open.add(self)
         self._roll_call.processes = [Process(*said) for said in self.exchange(find_process())]
-
-    def wait_at_most(self, timeout: timedelta) -> None:
-        """Set how long an exchange waits for the others, on this rank alone."""
-        if timeout != self.timeout:
-            self.timeout = timeout
-            self._group._set_default_timeout(timeout)
 
     def exchange(self, message: Any) -> list[Any]:
         """Say something that JSON can hold; returns what each rank said, by rank.
@@ -196,15 +190,12 @@ class Channel:
         return self._buffers
 
 
-def open_channel(group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Channel:
-    """The channel of a process group; collective the first time.
-
-    One for each group, whatever the timeout: ranks that were given different ones must find each other to hear of it.
-    """
+def open_channel(group: dist.ProcessGroup | None) -> Channel:
+    """Return the one channel of a process group. Collective the first time."""
     own: Any = group or dist.group.WORLD
     if own not in _channels:
         with deferred_interrupts():  # the others have theirs when this rank has it
-            _channels[own] = Channel(group, timeout)
+            _channels[own] = Channel(group)
     return _channels[own]
 
 
@@ -219,8 +210,8 @@ def _close_all() -> None:
         channel.close()
 
 
-def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """The process group's own: ``new_group`` takes half an hour, whatever the group that trains has."""
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """Return the process group's own timeout: ``new_group`` would take half an hour, whatever that is."""
     try:
         own: Any = group or dist.group.WORLD
         found: timedelta = own._get_backend(own._device_types[0]).options._timeout

@@ -74,7 +74,6 @@ class Division:
             "target_batch=": self.target,
             "share=": self._share if isinstance(self._share, str) else [*map(int, self._share)],
             "objective=": objective,
-            "timeout=": self._ranks.channel.timeout.total_seconds(),
             "accumulate_in_float32=": float32,
             "weigh=": "None" if workload.weigh is None else "given",
             "lengths=": "given" if has_lengths else "None",

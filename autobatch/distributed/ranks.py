@@ -7,11 +7,8 @@ cover training steps (``shared_step``).
 from __future__ import annotations
 
 import hashlib
-import math
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from autobatch._formatting import show_value
 from autobatch._user_errors import contextmanager
-from autobatch.distributed.channel import Channel, open_channel, timeout_of
+from autobatch.distributed.channel import open_channel
 from autobatch.distributed.data_parallel import module_of, refuse_unsupported
 from autobatch.distributed.interrupts import deferred_interrupts
 from autobatch.distributed.lockstep import Lockstep
@@ -38,7 +34,6 @@ __all__ = [
     "all_or_none",
     "describe_parameters",
     "find_ranks",
-    "read_timeout",
     "refuse_differences",
     "several_blocks",
     "take_module",
@@ -47,9 +42,6 @@ __all__ = [
 
 _LOCAL_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 """In names of parameters: one rank may compile the model or checkpoint a part of it, where others do not."""
-
-_LONGEST_SECONDS = 1e9
-"""As good as for good; of ten times as many gloo cannot hold the nanoseconds, and waits for none."""
 
 
 def world_size() -> int:
@@ -63,27 +55,21 @@ class Ranks:
     Attributes:
         model: Wrapped, as the user gave it.
         reduction: Where their gradients are summed.
+        channel: Where they talk.
         lockstep: Of a model whose parameters are sharded: its passes, which all ranks end together. ``None`` of one in
             ``DistributedDataParallel``, whose passes talk to nobody.
         own_time: How long this one works in a step.
         number: Of the last block that all ranks have done; by it they know whether they run the same Runner.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, timeout: timedelta | None = None) -> None:
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
         """Collective the first time that a process group is used."""
         self.model = model
-        self._channel = open_channel(group, timeout)
-        self._timeout = timeout or timeout_of(group)
+        self.channel = open_channel(group)
         self.reduction = Reduction(group, self.channel)
         self.lockstep = Lockstep(model, self.channel) if is_sharded(model) else None
         self.own_time = OwnTime(next(model.parameters()).device)
         self.number, self._is_over = 0, False
-
-    @property
-    def channel(self) -> Channel:
-        """Where they talk; another Runner of the same group may wait for less long."""
-        self._channel.wait_at_most(self._timeout)
-        return self._channel
 
     @property
     def wrapper(self) -> DistributedDataParallel:
@@ -175,32 +161,21 @@ class Ranks:
         channel.note_reported(error)
 
 
-def find_ranks(model: nn.Module, timeout: Any = None) -> Ranks | None:
+def find_ranks(model: nn.Module) -> Ranks | None:
     """The ranks over which the model is parallel; ``None`` where it trains on one.
 
     Args:
         model: Wrapped, as the user gave it.
-        timeout: How many seconds one waits for the others, as the user gave it.
 
     Raises:
-        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients; or ``timeout`` is no
-            time, of which the others hear.
+        InvalidArgument: Several ranks are running, and nobody would sum this model's gradients.
     """
-    try:
-        limit = read_timeout(timeout)
-    except InvalidArgument:
-        with all_or_none(_find_ranks(model, None), "timeout="):
-            raise
-    return _find_ranks(model, limit)
-
-
-def _find_ranks(model: nn.Module, timeout: timedelta | None) -> Ranks | None:
     if isinstance(model, DistributedDataParallel):
         group = model.process_group
-        return Ranks(model, group, timeout) if dist.get_world_size(group) > 1 else None
+        return Ranks(model, group) if dist.get_world_size(group) > 1 else None
     if is_sharded(model):  # on one rank, too: a pass that broke off has to be cleared
         refuse_unsupported_sharding(model)
-        return Ranks(model, group_of(model), timeout)
+        return Ranks(model, group_of(model))
     size = world_size()
     if size > 1:
         refuse_unsupported(model)
@@ -265,17 +240,3 @@ def describe_parameters(model: nn.Module, parameters: Sequence[torch.Tensor]) ->
         names = [name.replace(f"{wrapper}.", "") for name in names]
     facts = [(str(p.dtype), () if is_uninitialized(p) else tuple(p.shape), p.requires_grad) for p in parameters]
     return f"{len(facts)} parameters {hashlib.sha256(repr((names, facts)).encode()).hexdigest()[:8]}"
-
-
-def read_timeout(timeout: Any) -> timedelta | None:
-    """Seconds as a time; ``None`` stays.
-
-    Raises:
-        InvalidArgument: It is no positive number.
-    """
-    if timeout is None:
-        return None
-    is_number = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
-    if not is_number or not 0 < float(timeout) < math.inf:
-        raise InvalidArgument(f"timeout={show_value(timeout)} must be a number of seconds greater than 0, or None")
-    return timedelta(seconds=min(float(timeout), _LONGEST_SECONDS))

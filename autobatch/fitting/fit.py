@@ -72,7 +72,6 @@ def fit(
     reuse: bool = True,
     progress: bool = True,
     share: Share = "equal",
-    timeout: float | None = None,
 ) -> Plan:
     """Find how to split a target batch so that one optimizer step fits the device.
 
@@ -104,7 +103,7 @@ def fit(
             the example does not show which dimensions are padded, pass ``autobatch.Lengths``.
         device: Where the model is; default: where its parameters are.
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
-            now.
+            now. On a CPU ``Runner`` enforces one that you pass in every step, and the default in its first two steps.
         headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
         max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
@@ -119,7 +118,6 @@ def fit(
         progress: One line a trial on stderr, when that is a terminal.
         share: How several ranks divide the target: ``"equal"``, to one sample; ``"speed"``, by the rates measured in
             the trials, so that all end at about the same time; or a number of samples for each rank.
-        timeout: With several ranks, how many seconds one waits for the others; default: the process group's own.
 
     Returns:
         The plan. Its size has run.
@@ -134,7 +132,7 @@ def fit(
         RankLost: Another rank is gone or did not answer.
     """
     started = time.perf_counter()
-    ranks = find_ranks(model, timeout)
+    ranks = find_ranks(model)
     with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = check_sizes(target_batch, max_micro_batch)
         check_choices(
@@ -198,6 +196,7 @@ def fit(
         checked,
         time.perf_counter() - started,
         dataset_samples=count_dataset(batch),
+        budget_passed=budget is not None,
     )
     ledger.remember(plan)
     no_loss = (NO_LOSS,) if optimizer is not None and NO_LOSS in plan.warnings else ()  # it would train on nothing
@@ -293,6 +292,7 @@ def _make_plan(
     seconds: float,
     *,
     dataset_samples: int,
+    budget_passed: bool,
 ) -> Plan:
     """The plan of this rank, which has what each runs; ``plans`` of one rank are its own alone."""
     wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
@@ -307,6 +307,7 @@ def _make_plan(
         micro_batch_sizes=sizes,
         accumulation_steps=len(sizes),
         budget_bytes=allowance.budget_bytes,
+        budget_passed=budget_passed,
         headroom_bytes=allowance.headroom_bytes,
         peak_bytes=found.peak_bytes,
         curve=found.curve if memory.measures else None,

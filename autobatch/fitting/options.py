@@ -18,7 +18,6 @@ from autobatch._arguments import (
     check_target,
     parse_bytes,
 )
-from autobatch.distributed.ranks import read_timeout
 from autobatch.events import Hook
 from autobatch.memory.devices import parse_device, parse_headroom
 from autobatch.step.workload import Weigh, check_weigh
@@ -38,7 +37,6 @@ class Options:
         device: The device's memory; ``None``: where the model is.
         hooks: Called with the Runner's events.
         keep: Objects of the user that the step changes.
-        timeout: How many seconds a rank waits for the others.
         weigh: What the loss is a mean over, where the user says that.
     """
 
@@ -47,7 +45,6 @@ class Options:
     device: Any
     hooks: Sequence[Hook]
     keep: Sequence[Any]
-    timeout: float | None
     weigh: Weigh | None = None
 
     @classmethod
@@ -59,7 +56,6 @@ class Options:
         device: Any | None,
         hooks: Any,
         keep: Any,
-        timeout: Any | None,
         weigh: Any | None = None,
     ) -> Options:
         """Check all of it; ``passed_on`` are the arguments of ``fit``.
@@ -67,14 +63,12 @@ class Options:
         Raises:
             InvalidArgument: One of them cannot mean anything.
         """
-        _check_passed_on(passed_on, target=target, device=device, timeout=timeout)
+        _check_passed_on(passed_on, target=target, device=device)
         check_weigh(weigh)
-        return cls(target, passed_on, device, check_hooks(hooks), check_objects(keep), timeout, weigh)
+        return cls(target, passed_on, device, check_hooks(hooks), check_objects(keep), weigh)
 
 
-def _check_passed_on(
-    options: Mapping[str, Any], *, target: int | None, device: Any | None, timeout: Any | None
-) -> None:
+def _check_passed_on(options: Mapping[str, Any], *, target: int | None, device: Any | None) -> None:
     """Check what an integration passes on to ``fit``; ``target`` is ``None`` where it is not known yet."""
     rest = dict(options)
     bound = rest.pop("max_micro_batch")
@@ -85,7 +79,6 @@ def _check_passed_on(
     check_choices(**rest)
     if device is not None:
         parse_device(device)
-    read_timeout(timeout)
 
 
 def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:

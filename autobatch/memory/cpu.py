@@ -36,7 +36,6 @@ from autobatch.torch_internals.storages import storages_of
 __all__ = ["CpuDevice", "LiveStorage", "StorageBudget"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_FAR = 4  # a step this many times smaller than what is available cannot run out of it, longer batches included
 _READ_AGAIN_SECONDS = 1.0
 
 
@@ -176,7 +175,6 @@ class CpuDevice(Device):
     """
 
     measures = True
-    counting_takes_time = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -209,27 +207,14 @@ class CpuDevice(Device):
         finally:
             _INNERMOST.budget.budget_bytes = outer
 
-    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
-        """Not where four times the step would still fit, both in the budget and in what the host has now.
-
-        Counting costs about 10 us an operator (torch 2.13, 2 cores), which more than doubles the time of a model of
-        small layers, and a job that needs 1 GiB of 24 gains nothing by it.
-        """
-        if time.monotonic() - self._read_at > _READ_AGAIN_SECONDS:  # here too: a call less in each step
-            self._read_host()
-        return _FAR * expected_bytes > min(budget_bytes, self._available) - _STORAGE.live_bytes
-
     def limit_bytes(self, budget_bytes: int) -> int:
         """The budget, or what the host had at most a second ago, as others may have taken from it since.
 
         A reading takes a dozen files, 0.3 to 1 ms. After ``reclaim`` the host is read again at once.
         """
         if time.monotonic() - self._read_at > _READ_AGAIN_SECONDS:
-            self._read_host()
+            self._read_at, self._available = time.monotonic(), self.available_bytes()
         return min(budget_bytes, self._available)
-
-    def _read_host(self) -> None:
-        self._read_at, self._available = time.monotonic(), self.available_bytes()
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that were made before, or outside, any ``limit`` block."""

@@ -27,13 +27,10 @@ class Device(Protocol):
     Attributes:
         torch_device: Where tensors live.
         measures: Whether ``usage`` reports bytes; if not, running out of memory is the only signal.
-        counting_takes_time: Whether ``limit`` runs Python at each operator. Where not, as on CUDA, each step is run
-            inside it.
     """
 
     torch_device: torch.device
     measures: bool
-    counting_takes_time: bool = False
 
     def describe(self) -> DeviceInfo:
         """Name, total and who else is on it, as of now."""
@@ -53,13 +50,6 @@ class Device(Protocol):
     def limit_bytes(self, budget_bytes: int) -> int:
         """What ``limit`` would enforce for a step that begins now: the budget, or less where less is available."""
         return min(budget_bytes, self.available_bytes())
-
-    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
-        """Whether a step that is expected to peak at so many bytes has to be run inside ``limit``.
-
-        False only where enforcing costs time and the step cannot come near the budget.
-        """
-        return True
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these tensors too, on a device that only sees what is made inside ``limit``."""
@@ -119,10 +109,6 @@ class UnmonitoredDevice(Device):
     def limit_bytes(self, budget_bytes: int) -> int:
         """Any budget: nothing is enforced."""
         return budget_bytes
-
-    def needs_limit(self, expected_bytes: int, budget_bytes: int) -> bool:
-        """Never: nothing is enforced."""
-        return False
 
     def usage(self) -> MemoryUsage:
         """All zero: not known."""

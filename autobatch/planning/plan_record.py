@@ -45,6 +45,7 @@ class PlanRecord(Record):
         smallest_micro_batch: The fewest samples that the model can run: 2 where one alone raises an error (BatchNorm).
         accumulation_steps: How many micro-batches that is.
         budget_bytes: What the process may hold on the device; 0 where that is not known.
+        budget_passed: Whether the user passed that budget; a CPU's is then enforced in every step.
         headroom_bytes: The part of the budget that is left free on purpose.
         peak_bytes: What meets the limit at ``micro_batch_size``: measured, or by the curve if ``predicted``.
         curve: Memory against micro-batch size; ``None`` where the device cannot measure.
@@ -97,6 +98,7 @@ class PlanRecord(Record):
     predicted: Flag = False
     state_bytes: Bytes = 0
     trained: Count = 0
+    budget_passed: Flag = False
     weighed: Flag = False
     accumulate_in_float32: Flag = True
     verdict: Verdict | None = None

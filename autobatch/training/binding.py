@@ -92,7 +92,7 @@ _DEVICE = "the device"
 
 
 def describe_binding(
-    ranks: Ranks, plan: Plan, workload: Workload, device: Device, max_grad_norm: float | None, **given: Any
+    plan: Plan, workload: Workload, device: Device, max_grad_norm: float | None, **given: Any
 ) -> dict[str, Any]:
     """What must be the same on each rank, and what each computes on."""
     schedulers, scaler = given.pop("schedulers"), given.pop("scaler")
@@ -101,7 +101,6 @@ def describe_binding(
         _DEVICE: f"{device.describe().name}, {torch.get_num_threads()} threads",
         "plan.target_batch": plan.target_batch,
         "plan.accumulate_in_float32": plan.accumulate_in_float32,
-        "timeout=": ranks.channel.timeout.total_seconds(),
         "max_grad_norm=": None if max_grad_norm is None else float(max_grad_norm),
         "the model": describe_parameters(workload.model, workload.parameters()),
         "what the parameters hold": digest_values(workload.parameters())[:8],

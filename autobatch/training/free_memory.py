@@ -63,7 +63,7 @@ class FreeMemory:
             return
         if planned and (trained := self.workload.count_trained()) > planned:
             self._check_grown(trained, planned)
-        if not self.is_counted or not self.device.needs_limit(need, self.plan.budget_bytes):
+        if not self.is_counted:
             return
         new, budget = self._new_bytes(2), self._budget()
         if need + new > budget:

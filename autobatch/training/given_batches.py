@@ -25,7 +25,6 @@ class GivenBatches:
     Attributes:
         cut: The user's division, if there is one.
         lengths: How long samples are, if the plan knows.
-        has_larger: Whether the last batches had larger samples than all before; whoever asks sets it back.
     """
 
     def __init__(
@@ -44,9 +43,8 @@ class GivenBatches:
             lengths: How long samples are.
             joins: Whether neighbouring batches may be joined.
         """
-        self.cut, self.lengths, self.has_larger = cut, lengths, False
+        self.cut, self.lengths = cut, lengths
         self._layout, self._joins = Layout(None, 0, lists), joins
-        self._largest_elements = 0.0
 
     @property
     def lists(self) -> dict[str, ListReading]:
@@ -65,9 +63,7 @@ class GivenBatches:
         """
         layout = describe(batch, like=self._layout)
         if layout.traits is None or layout.traits is not self._layout.traits:
-            self._layout, elements = layout.without_batch(), layout.elements / layout.count
-            self.has_larger |= elements > self._largest_elements
-            self._largest_elements = max(elements, self._largest_elements)
+            self._layout = layout.without_batch()
         return layout
 
     def read(self, batches: Sequence[Any], *, leaves_out_empty: bool) -> list[Layout]:

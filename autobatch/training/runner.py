@@ -11,12 +11,12 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
 
-from autobatch._arguments import as_sequence, check_choice, check_switch
+from autobatch._arguments import as_sequence, check_switch
 from autobatch._wrappers import is_accumulating, unwrap_members, unwrap_optimizer, unwrap_scheduler
 from autobatch.batch.chosen_groups import CutFunction
 from autobatch.batch.layout import Layout
@@ -33,6 +33,7 @@ from autobatch.events import Hook
 from autobatch.events.rank_step import RankStep
 from autobatch.ledger.ledger import Ledger
 from autobatch.ledger.run_recorder import RunRecorder
+from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_device
 from autobatch.plan import Plan
@@ -45,7 +46,6 @@ from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.training.accumulation import Accumulation
 from autobatch.training.accumulation_state import AccumulationState, Shortage
 from autobatch.training.binding import describe_binding, make_accumulation, make_pace, refuse_unlike_bindings
-from autobatch.training.counted_steps import CountedSteps
 from autobatch.training.free_memory import FreeMemory
 from autobatch.training.given_backward import Backward
 from autobatch.training.given_batches import GivenBatches, several
@@ -95,10 +95,10 @@ _NO_COPY = (
 _read_function_state = torch._C._get_torch_function_state  # type: ignore[attr-defined]  # noqa: SLF001
 _set_function_state = torch._C._set_torch_function_state  # type: ignore[attr-defined]  # noqa: SLF001
 
-_ALWAYS_COUNTED = 2
-"""Steps counted in any case, also after a state was loaded.
+_FIRST_STEPS = 2
+"""Number of steps, from the start or from a loaded state, in which a CPU's default budget is enforced.
 
-In the first the optimizer makes its state, from the second on it has one."""
+The optimizer makes its state in the first and has it in the second."""
 
 
 class StepRunner:
@@ -128,8 +128,6 @@ class StepRunner:
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
         backward: Backward | None = None,
-        enforce: Literal["auto", "always"] = "auto",
-        timeout: float | None = None,
     ) -> None:
         """Bind a plan to a model.
 
@@ -165,22 +163,13 @@ class StepRunner:
                 loss again; a framework's scaler in it is its own ``step()``'s to take out, and then ``scaler=`` stays
                 ``None``.
             device: The device's memory; default: where the model is.
-            enforce: On a CPU, where a budget is enforced by counting what each operator returns: ``"always"`` counts
-                every step. ``"auto"`` does not count steps that cannot come near the budget, nor, near it, steps like
-                those that were counted and took no more than is free; one in 31 of these is counted in any case. A step
-                that takes more than those of its sizes did may then pass the budget without an error; the next counted
-                one meets it and is retried with less. On CUDA torch's allocator enforces the budget in each step,
-                whatever this says.
-            timeout: With several ranks, how many seconds one waits for the others before it raises RankLost; default:
-                the process group's own timeout. A rank whose step takes longer than another's is waited for, so it has
-                to be longer than any step.
 
         Raises:
             InvalidArgument: An argument cannot mean anything.
             RankFailed: It did not do on another rank, or the ranks are at different calls.
             RankLost: Another rank is gone or did not answer.
         """
-        self._ranks = find_ranks(model, timeout)
+        self._ranks = find_ranks(model)
         with all_or_none(self._ranks, "Runner()") as said:
             check_plan(plan, weigh)
             check_rank(plan, *((0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)))
@@ -188,7 +177,6 @@ class StepRunner:
             inner, (optimizers, scaler) = unwrap_optimizer(optimizer), unwrap_members(optimizer, scaler)
             schedulers = [*map(unwrap_scheduler, as_sequence(scheduler))]
             check_options(scaler, max_grad_norm, schedulers, has_optimizer=inner is not None)
-            check_choice("enforce", enforce, ("auto", "always"))
             self.plan, self.steps, self._begun_at, self._max_grad_norm = plan, 0, 0, max_grad_norm
             self._workload = Workload(model, step or default_step, weigh, inner, "autobatch.Runner")
             refuse_sample_gradients(model.named_parameters())
@@ -205,12 +193,10 @@ class StepRunner:
             self._events.report_plan(model, inner, self._device.describe())
             self._progress, self._sizes = Progress(), StepSizes(sum(plan.micro_batch_sizes))
             self._stepped = SteppedObjects(optimizers, scaler, schedulers)
-            self._counted_steps, self._enforce = CountedSteps(self._workload, self._device, plan.budget_bytes), enforce
             self._peak_bytes, self._has_reported_gradients, self._is_running, self._samples = 0, False, False, 0
             if self._ranks is not None:
                 said.append(
                     describe_binding(
-                        self._ranks,
                         plan,
                         self._workload,
                         self._device,
@@ -451,8 +437,8 @@ class StepRunner:
             if shared is not None:
                 shared.begin()
             layouts = self._describe([*batches], update=update, is_cut=is_cut)
-            is_counted = self._free_memory.is_counted = self._is_counted(layouts, update=update)
-            accumulate = self._accumulate_counted if is_counted else self._accumulate
+            is_counted = self._free_memory.is_counted = self._is_counted()
+            accumulate = self._accumulate_counted if is_counted else self._accumulate_uncounted
             accumulated, thrashed = accumulate(layouts, shared, update=update)
             ranks = () if shared is None else self._end(shared, accumulated)
             # Counted before anything is reported: an interrupt there must not make it a failed step.
@@ -524,11 +510,18 @@ class StepRunner:
             self._device.watch(layout.tensors())
         with self._device.limit(self.plan.budget_bytes):
             self._change_pace(self._look_ahead(), self.steps)
-            before = self._counted_steps.begin(layouts, self._pace.size, update=update)
+            self._device.reset_peak()
+            before = self._device.usage()
             accumulated, _ = self._accumulate(layouts, shared, update=update)
-            usage = self._counted_steps.end(is_skipped=accumulated is None or accumulated.loss is None)
+            usage = self._device.usage()
         self._peak_bytes = usage.peak_allocated
         return accumulated, usage.alloc_retries > before.alloc_retries
+
+    def _accumulate_uncounted(
+        self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
+    ) -> tuple[AccumulationState | None, bool]:
+        self._change_pace(self._pace.before_step(None, None), self.steps)
+        return self._accumulate(layouts, shared, update=update)
 
     def _accumulate(
         self, layouts: Sequence[Layout], shared: SharedStep | None, *, update: bool
@@ -581,20 +574,10 @@ class StepRunner:
                 self._events.report_moves(self.steps, moved)
         return self._batches.divide(layouts, self.micro_batch_size, self._accumulation.try_twice)
 
-    def _is_counted(self, layouts: Sequence[Layout], *, update: bool) -> bool:
-        """Whether to count: the first two steps, larger samples than before, and near the budget unfamiliar steps."""
-        is_new = self.steps - self._begun_at < _ALWAYS_COUNTED or self._batches.has_larger
-        self._batches.has_larger = False
-        device = self._device
-        if (is_new or self._enforce == "always") and device.measures:
-            return True
-        if not device.needs_limit(self.plan.peak_bytes, self.plan.budget_bytes):
-            if self._pace.goal != self._pace.size:
-                self._change_pace(self._pace.before_step(None, None), self.steps)
-            return False
-        if not self._counted_steps.cover(layouts, self._pace.size, update=update):
-            return True
-        return self._pace.size < self._pace.goal and self._read_pace() is not self._pace
+    def _is_counted(self) -> bool:
+        """Whether the budget is enforced in the coming step. On a CPU that takes time at every operator."""
+        is_first = self.steps - self._begun_at < _FIRST_STEPS
+        return is_first or self.plan.budget_passed or not isinstance(self._device, CpuDevice)
 
     def _skip(self, layouts: Sequence[Layout], started: float) -> StepResult:
         """The result of a step whose weights are all 0: nothing has happened."""
@@ -610,7 +593,6 @@ class StepRunner:
         self._pace = pace
 
     def _shrink(self, shortage: Shortage) -> int:
-        self._counted_steps.add_shortage()
         least = max(shortage.least_size, self._pace.smallest)
         if shortage.failed_size <= least:
             used = self._device.usage().allocated

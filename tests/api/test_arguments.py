@@ -198,10 +198,6 @@ CALLS = {
     "fit(optimizer=WantsClosure)": lambda: (m := Plain(), fit(model=m, optimizer=WantsClosure(m.parameters()))),
     "fit(model=class)": lambda: fit(model=Plain),
     "Runner(hooks=[class])": lambda: make_runner(hooks=[Rows]),
-    **{
-        f"Runner(enforce={show_value(v)})": lambda v=v: make_runner(enforce=v)
-        for v in (True, None, "", "Always", [], str)
-    },
     "Runner(hooks=5)": lambda: make_runner(hooks=5),
     "Runner(keep=[class])": lambda: make_runner(keep=[nn.Linear]),
     "Runner(keep=5)": lambda: make_runner(keep=5),

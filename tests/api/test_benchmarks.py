@@ -39,7 +39,7 @@ from autobatch.prediction.text import FAMILIES_REASON
 
 def test_a_case_is_timed_pair_by_pair():
     """Every pair holds two times, and the median of the ratios lies between its quartiles."""
-    compared = runner.compare(runner.Case(width=8, depth=1, milliseconds=0.2, near=True), pairs=6)
+    compared = runner.compare(runner.Case(width=8, depth=1, milliseconds=0.2, passed=True), pairs=6)
     lower, median, upper = compared.quartiles()
     assert len(compared.pairs) == 6
     assert all(seconds > 0 for pair in compared.pairs for seconds in pair)

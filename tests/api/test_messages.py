@@ -852,11 +852,6 @@ TABLE = [
     ),
     (lambda: fit(reuse="no"), "InvalidArgument", "reuse='no' must be True or False"),
     (
-        lambda: make_runner(enforce="never"),
-        "InvalidArgument",
-        "enforce='never' is not known; one of 'auto', 'always'",
-    ),
-    (
         lambda: fit(target_batch=10**400),
         "InvalidArgument",
         (

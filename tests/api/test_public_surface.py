@@ -62,17 +62,17 @@ NAMES = [
 SIGNATURES = {
     "fit": "model target_batch * batch=None step=None optimizer=None weigh=None lengths=None device=None budget=None "
     "headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' reuse=True "
-    "progress=True share='equal' timeout=None",
+    "progress=True share='equal'",
     "predict": "model batch=None step=None optimizer=None * weigh=None target_batch=256 world_size=None "
     "data_parallel=None gpu=None margin=0.1 expandable_segments=False scaler=False what_if=False all_cards=False "
     "progress=True",
     "verify": "model batch step=None weigh=None * lengths=None device=None",
     "Runner": "plan model step optimizer * weigh=None lengths=None device=None cut=None scaler=None max_grad_norm=None "
-    "scheduler=None hooks=() keep=() backward=None enforce='auto' timeout=None",
+    "scheduler=None hooks=() keep=() backward=None",
     "Runner.fit": "model target_batch * batch=None step=None optimizer=None weigh=None lengths=None device=None "
     "budget=None headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' "
     "reuse=True progress=True share='equal' cut=None scaler=None max_grad_norm=None scheduler=None hooks=() keep=() "
-    "backward=None enforce='auto' timeout=None",
+    "backward=None",
     "Runner.run": "loader * epochs=None drop_last=False",
     "Runner.step": "batch",
     "Runner.accumulate": "batch",

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Answer", "make_context", "run_ranks", "values_of"]
+__all__ = ["Answer", "make_context", "run_ranks", "values_of", "wait_at_most"]
 
 _IMPORTED = ["pytest", "torch._dynamo", "torch.distributed.fsdp", "autobatch.fitting.fit", "autobatch.runner"]
 """By the process that forks the ranks, once: in each of them it would take two seconds."""
@@ -100,6 +100,15 @@ def values_of(answers: Sequence[Answer]) -> list[Any]:
     ]
     assert not reported, "\n".join(reported)
     return [answer.value for answer in answers]
+
+
+def wait_at_most(seconds: float) -> None:
+    """Let this rank's process group wait so long from now on: all ranks have started by then."""
+    import torch
+    import torch.distributed
+
+    backend: Any = torch.distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    backend.options._timeout = timedelta(seconds=seconds)
 
 
 def _has_come_to_an_end(process: Any) -> bool:

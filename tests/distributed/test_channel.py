@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from builders.ranks import run_ranks, values_of
+from builders.ranks import run_ranks, values_of, wait_at_most
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autobatch.distributed.channel import Channel, _channels, open_channel
@@ -48,7 +48,8 @@ def test_every_rank_hears_all(size):
 
 def end_one(which, how):
     """One rank ends; what the others say, and after how long."""
-    channel = Channel(None, timedelta(seconds=3))
+    wait_at_most(3)
+    channel = Channel(None)
     if dist.get_rank() == which:
         os.kill(os.getpid(), how)
     began = time.monotonic()
@@ -73,7 +74,7 @@ def test_a_rank_that_was_killed_is_named_at_once(which):
 
 def outlive_one(which):
     """After how long a rank hears that one was killed, where none that has heard of it ends before all have."""
-    channel = Channel(None, timedelta(seconds=60))
+    channel = Channel(None)
     if dist.get_rank() == which:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -126,7 +127,7 @@ def exchange_beside_leaders():
     """In a group of which one rank is in another group too, as the leaders of nodes are."""
     part, _ = dist.new_group([0, 1]), dist.new_group([0, 2])
     dist.barrier()  # rank 2 ends now: rank 0 has to be connected to it
-    return None if dist.get_rank() == 2 else Channel(part, timedelta(seconds=5)).exchange(dist.get_rank())
+    return None if dist.get_rank() == 2 else Channel(part).exchange(dist.get_rank())
 
 
 def test_ranks_of_a_group_may_be_in_unlike_numbers_of_groups():
@@ -139,8 +140,9 @@ def open_without_the_last():
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(8)  # it is alive as long as they wait
         return ""
+    wait_at_most(3)
     with pytest.raises(RankLost) as caught:
-        Channel(None, timedelta(seconds=3))
+        Channel(None)
     return str(caught.value)
 
 
@@ -153,10 +155,10 @@ def test_a_rank_that_does_not_come_is_named():
 
 def lose_one_of_a_part():
     """What the other member of a group of two of three ranks says."""
-    part = dist.new_group([1, 2])
+    part = dist.new_group([1, 2], timeout=timedelta(seconds=3))
     if dist.get_rank() == 0:
         return None
-    channel = Channel(part, timedelta(seconds=3))
+    channel = Channel(part)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RankLost) as caught:

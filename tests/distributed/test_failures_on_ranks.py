@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
-from builders.ranks import run_ranks, values_of
+from builders.ranks import run_ranks, values_of, wait_at_most
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import Plain, bits_of, differences, make_batch, mean_step
@@ -302,7 +302,8 @@ def test_a_rank_on_which_nothing_counts_takes_part():
 
 def end_at(place, how):
     """A rank's process ends, or stops, at a place of its second step."""
-    training = Training(timeout=4.0)
+    wait_at_most(4.0)
+    training = Training()
     training.runner.step(training.batch)
     before = training.bits()
     if dist.get_rank() == 1:
@@ -342,7 +343,8 @@ def test_a_rank_that_is_killed_ends_the_step_on_the_others(place):
 
 def stop_first():
     """The rank that has the store stops."""
-    training = Training(timeout=4.0)
+    wait_at_most(4.0)
+    training = Training()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     with pytest.raises(autobatch.errors.RankLost) as caught:

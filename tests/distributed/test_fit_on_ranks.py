@@ -186,8 +186,6 @@ def fit_all():
         "changed": differences(bits_of(model.module, optimizer), before),
         "other target": fail(model, target_batch=40 + rank),
         "other share": fail(model, share="speed" if rank else "equal"),
-        "other timeout": fail(model, timeout=60 + rank),
-        "other Runner": fail_to_bind(model, timeout=60 + rank),
         "other rate": fail_to_bind(model, torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))),
         "other momentum": fail_to_bind(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1 * rank)),
         "fewer parameters": fail_to_bind(model, torch.optim.SGD([*model.parameters()][2 * rank :], lr=0.1)),
@@ -201,7 +199,6 @@ def fit_all():
         "wrong share": fail(model, share=[20, 21]),
         "one error": fail_again(model, step=Broken()),
         "errors alike": fail_again(model, target_batch=0),
-        "no time": fail_again(model, timeout=-1),
         "nothing to keep": fail_again(model, fit_runner, keep=[3]),
         "no memory": fail(model, device=FakeDevice(lambda n: 10 + n, total_bytes=10 + (rank == 0))),
         "plain": fail(Plain()),
@@ -257,8 +254,6 @@ def test_shares_follow_the_speed():
     [
         ("other target", "target_batch= differs between the ranks (rank 0: 40; rank 1: 41): pass the same on each"),
         ("other share", "share= differs between the ranks (rank 0: equal; rank 1: speed): pass the same on each"),
-        ("other timeout", "timeout= differs between the ranks (rank 0: 60.0; rank 1: 61.0): pass the same on each"),
-        ("other Runner", "timeout= differs between the ranks (rank 0: 60.0; rank 1: 61.0): pass the same on each"),
         (
             "zero",
             (
@@ -372,7 +367,6 @@ def test_a_rank_on_which_nothing_fits_stops_the_others():
     [
         ("one error", "ValueError: the same again"),
         ("errors alike", "InvalidArgument: target_batch=0 must be an int of at least 1: it counts samples"),
-        ("no time", "InvalidArgument: timeout=-1 must be a number of seconds greater than 0, or None"),
         (
             "nothing to keep",
             (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from datetime import timedelta
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from workloads import Plain, make_batch, mean_step
 
 import autobatch
 from autobatch.batch.layout import describe
-from autobatch.distributed.ranks import find_ranks, read_timeout, refuse_differences, world_size
+from autobatch.distributed.ranks import find_ranks, refuse_differences, world_size
 from autobatch.errors import InvalidArgument
 from autobatch.training.step_errors import refuse_larger_micro_batches
 
@@ -97,21 +96,6 @@ def test_the_bound_of_a_share_is_no_bound_of_the_users():
     plan = make_rank_plans((2, 2), 2, max_micro_batch=2, **SMALL)[0]
 
     refuse_larger_micro_batches([describe(make_batch(3))], plan, 2, Plain())
-
-
-def test_a_timeout_is_a_number_of_seconds():
-    """Or the process group's own."""
-    assert read_timeout(None) is None
-    assert read_timeout(2.5) == timedelta(seconds=2.5)
-    longest = read_timeout(1e300)  # of which no int64 holds the nanoseconds, as gloo counts
-    assert timedelta(days=365) < longest < timedelta(microseconds=2**63 // 1000)
-
-
-@pytest.mark.parametrize("wrong", [0, -1, True, "5", float("inf"), float("nan"), [3]])
-def test_a_wrong_timeout_is_refused(wrong):
-    """With what was given."""
-    with pytest.raises(InvalidArgument, match=r"^timeout=.*must be a number of seconds greater than 0, or None$"):
-        read_timeout(wrong)
 
 
 def test_what_differs_between_the_ranks_is_named():

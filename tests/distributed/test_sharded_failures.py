@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
 from builders.rank_faults import needs_sharding, shard
-from builders.ranks import run_ranks, values_of
+from builders.ranks import run_ranks, values_of, wait_at_most
 from torch import nn
 from workloads import bits_of, differences, make_batch, mean_step
 
@@ -235,7 +235,8 @@ def test_a_rank_on_which_nothing_counts_runs_the_passes_of_the_others():
 
 def end_at(place, how):
     """A rank's process ends, or stops, at a place of its second step."""
-    training = Training(timeout=4.0, earlier_steps=1)
+    wait_at_most(4.0)
+    training = Training(earlier_steps=1)
     before = training.bits()
     if dist.get_rank() == 1:
         arrange(training, place, lambda: os.kill(os.getpid(), how))

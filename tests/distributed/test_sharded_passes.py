@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from builders.plans import SMALL, make_rank_plans
 from builders.rank_faults import needs_sharding, shard
-from builders.ranks import run_ranks, values_of
+from builders.ranks import run_ranks, values_of, wait_at_most
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -233,7 +233,8 @@ def run_one_sample():
 
 def run_out_twice():
     """Memory ends in a pass, and again where the rank takes part in the rest of it."""
-    training = Training(timeout=20.0)
+    wait_at_most(20.0)
+    training = Training()
     training.accumulate()
     patches = []
 

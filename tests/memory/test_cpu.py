@@ -20,7 +20,6 @@ from autobatch.memory import cpu
 from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
 from autobatch.memory.host_limit import read_host_memory
-from autobatch.testing import tenant
 
 ROOMY = 2**60
 
@@ -151,18 +150,6 @@ def test_a_limit_is_of_the_thread_that_entered_it():
         assert answers == {"without": False, "own": True}
         assert is_refused(5000)
         assert not is_refused(500)
-
-
-@pytest.mark.parametrize(
-    ("expected", "budget", "is_needed"), [(1000, 4000, False), (1001, 4000, True), (0, 0, False), (2**50, 2**60, True)]
-)
-def test_only_a_step_far_from_its_budget_needs_no_limit(expected, budget, is_needed):
-    """Four times the step has to fit beside what is held, in the budget and in what the host has."""
-    device = CpuDevice()
-    held = device.usage().allocated
-    assert device.needs_limit(expected, held + budget) is is_needed
-    with tenant(1000, device):
-        assert device.needs_limit(expected, held + budget) is (is_needed or budget < 4000 + 1000)
 
 
 def test_backward_is_inside_the_limit_too():

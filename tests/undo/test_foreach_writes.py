@@ -41,11 +41,11 @@ def clip_value(model):
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
 
 
-@pytest.mark.parametrize("enforce", ["auto", "always"])
+@pytest.mark.parametrize("budget", [None, "1GiB"])
 @pytest.mark.parametrize("first", [0, 1, 2, 4, 6])
 @pytest.mark.parametrize("write", [clip_norm, clip_value])
-def test_a_step_that_clips_is_refused_in_any_step(write, first, enforce):
-    """In those that are counted or recorded, too: the gradient would be wrong."""
+def test_a_step_that_clips_is_refused_in_any_step(write, first, budget):
+    """In those that are counted, too: the gradient would be wrong."""
     torch.manual_seed(0)
     batch, model = (torch.randn(12, 6), torch.randn(12, 1)), nn.Linear(6, 1)
     steps = []
@@ -55,8 +55,10 @@ def test_a_step_that_clips_is_refused_in_any_step(write, first, enforce):
             write(model)
         return mse_loss(model(part[0]), part[1])
 
-    plan = autobatch.fit(model, 12, batch=batch, step=lambda m, b: mse_loss(m(b[0]), b[1]), max_micro_batch=4)
-    runner = autobatch.Runner(plan, model, step, None, enforce=enforce)
+    plan = autobatch.fit(
+        model, 12, batch=batch, step=lambda m, b: mse_loss(m(b[0]), b[1]), max_micro_batch=4, budget=budget
+    )
+    runner = autobatch.Runner(plan, model, step, None)
     for _ in range(first):
         runner.accumulate(batch)
         model.zero_grad()
@@ -80,9 +82,9 @@ class Moving(nn.Module):
         return self.trained(inputs)
 
 
-@pytest.mark.parametrize("enforce", ["auto", "always"])
+@pytest.mark.parametrize("budget", [None, "1GiB"])
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 6])
-def test_a_write_that_begins_late_is_undone_or_refused(start, enforce):
+def test_a_write_that_begins_late_is_undone_or_refused(start, budget):
     """Each micro-batch that stays moves it once; where it was not copied before, the retry is refused."""
     batch, model, calls, fails = (torch.randn(12, 6), torch.randn(12, 1)), Moving(), [], []
 
@@ -93,8 +95,8 @@ def test_a_write_that_begins_late_is_undone_or_refused(start, enforce):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB (planned)")
         return loss
 
-    plan = autobatch.fit(model, 12, batch=batch, step=step, max_micro_batch=4, check=None)
-    runner = autobatch.Runner(plan, model, step, None, enforce=enforce)
+    plan = autobatch.fit(model, 12, batch=batch, step=step, max_micro_batch=4, check=None, budget=budget)
+    runner = autobatch.Runner(plan, model, step, None)
     for _ in range(start):
         runner.accumulate(batch)
     calls.clear()

@@ -25,6 +25,7 @@ from autobatch.integrations.accelerate.named_steps import trains
 from autobatch.integrations.accelerate.next_batch_size import next_batch_size
 from autobatch.integrations.accelerate.outside_state import OutsideState
 from autobatch.integrations.accelerate.step_watch import StepWatch
+from autobatch.memory.cpu import CpuDevice
 from autobatch.memory.device import Device
 from autobatch.memory.devices import find_allowance, open_device
 from autobatch.memory.oom import describe_error
@@ -127,7 +128,7 @@ class _BatchSizes:
                 lambda size: self._function(size, *args, **kwargs),
                 device,
                 find_allowance(device, self._budget, self._headroom),
-                self._budget is not None or not device.counting_takes_time,
+                self._budget is not None or not isinstance(device, CpuDevice),
                 outside,
             )
             can_measure = self._can_measure(device) and trains(self._function, [*args, *kwargs.values()])

@@ -48,7 +48,6 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
         progress: bool = True,
         hooks: Iterable[Hook] = (),
         keep: Sequence[Any] = (),
-        timeout: float | None = None,
     ) -> None:
         """Note the arguments.
 
@@ -70,7 +69,6 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
             hooks: Called with every event of the Runner.
             keep: Objects outside the module that the step changes, as in ``Runner``, such as a metric in a list.
                 Metrics that are attributes of the module need not be named.
-            timeout: As in ``fit``.
 
         Raises:
             InvalidArgument: An argument cannot mean anything.
@@ -90,9 +88,7 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
         }
         target = None if target_batch is None else check_target(target_batch)
         self._optimization: Optimization | None = None
-        self._options = Options.read(
-            passed_on, target=target, device=device, hooks=hooks, keep=keep, timeout=timeout, weigh=weigh
-        )
+        self._options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep, weigh=weigh)
 
     @property
     def plan(self) -> Plan | None:

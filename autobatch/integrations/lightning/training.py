@@ -288,8 +288,7 @@ class Optimization:
         """A block of all ranks, at whose end each knows what the others have said."""
         if self._trainer.world_size == 1:
             return nullcontext([])
-        ranks = find_ranks(self._trainer.strategy.model, self._options.timeout)
-        return all_or_none(ranks, "Autobatch(), what is logged")
+        return all_or_none(find_ranks(self._trainer.strategy.model), "Autobatch(), what is logged")
 
     def _fit(self, optimizer: Any, target: int, batch: Any) -> Plan:
         options = self._options
@@ -305,7 +304,6 @@ class Optimization:
                 optimizer=optimizer,
                 weigh=options.weigh,
                 device=options.device,
-                timeout=options.timeout,
                 **{**options.fit, **({"check": None} if is_open else {})},
             )
 
@@ -332,7 +330,6 @@ class Optimization:
             hooks=options.hooks,
             keep=self._kept(),
             backward=self._step.backward_with(optimizer),
-            timeout=options.timeout,
         )
         return self.runner
 

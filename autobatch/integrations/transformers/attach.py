@@ -46,7 +46,6 @@ def attach(
     progress: bool = True,
     hooks: Iterable[Hook] = (),
     keep: Sequence[Any] = (),
-    timeout: float | None = None,
     **unknown: NoReturn,
 ) -> TrainingStep:
     """Let a Trainer's optimizer steps see ``target_batch`` samples, in micro-batches that fit.
@@ -74,7 +73,6 @@ def attach(
         hooks: Called with every event of the Runner.
         keep: Objects that a step or an evaluation changes, as in ``Runner``; numbers and small containers in the
             Trainer's own attributes, such as TRL's metrics, are kept already.
-        timeout: As in ``fit``.
         unknown: Refused, with the names that there are.
 
     Returns:
@@ -109,7 +107,7 @@ def attach(
         "progress": progress,
     }
     target = find_target(trainer, target_batch)
-    options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep, timeout=timeout)
+    options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep)
     _check_loss(trainer, check)
     _warn_of_few_samples(trainer, target)
     merge_batch(trainer, target)

@@ -180,7 +180,6 @@ class TrainingStep:
             optimizer=self._trainer.optimizer,
             weigh=rule.weigh,
             device=self._options.device,
-            timeout=self._options.timeout,
             **{**self._options.fit, "check": None},  # the rule was compared
         )
 
@@ -197,7 +196,6 @@ class TrainingStep:
             scaler=trainer.accelerator.scaler,
             hooks=options.hooks,
             keep=[TrainerAttributes(trainer), self._step.metrics.tokens, self._step.logs, *options.keep],
-            timeout=options.timeout,
         )
         return self.runner
 
@@ -273,7 +271,7 @@ class TrainingStep:
         """A block of all ranks, at whose end each knows what the others have said; nothing is heard of one rank."""
         if self._trainer.args.world_size == 1:
             return nullcontext([])
-        return all_or_none(find_ranks(model, self._options.timeout), call)
+        return all_or_none(find_ranks(model), call)
 
     @contextmanager
     def _leaves_no_trace(self) -> Iterator[None]:
