@@ -1,41 +1,40 @@
-"""Defines ``Runner``, the public one: that of ``training``, and one call that fits and binds.
-
-It lies above ``fitting``, of which the steps themselves know nothing. Covers ``Runner.fit``; everything else is in
-``training.runner``.
-"""
+"""Defines the public ``Runner``, which adds to ``training.runner`` one call that fits and binds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from autobatch.batch.chosen_groups import CutFunction
-from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.ranks import find_ranks, several_blocks
-from autobatch.events import Hook
 from autobatch.fitting.fit import fit
 from autobatch.fitting.loader_sizes import ForRun
-from autobatch.memory.device import Device
-from autobatch.planning.planner import Objective
-from autobatch.planning.shares import Share
-from autobatch.step.workload import Step, Weigh
-from autobatch.training.given_backward import Backward
+from autobatch.fitting.options import (
+    FitAndRunOptions,
+    FitOptions,
+    RunnerOptions,
+    names_of,
+    refuse_unknown,
+    select,
+)
+from autobatch.step.workload import Step
 from autobatch.training.runner import StepRunner
 from autobatch.undo.undo import StepState
 from autobatch.undo.user_objects import check_objects
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Runner"]
 
 
 class Runner(StepRunner):
-    """Runs optimizer steps in the plan's micro-batches, exactly, and goes on with less when memory ends.
+    """Runs optimizer steps in the plan's micro-batches, exactly, and retries with less when memory runs out.
 
     Attributes:
-        plan: What it was given.
-        steps: How many steps (or accumulations) have been committed.
+        plan: Plan that the steps follow.
+        steps: Number of committed steps (or accumulations).
     """
 
     @classmethod
@@ -47,25 +46,7 @@ class Runner(StepRunner):
         batch: Any | None = None,
         step: Step | None = None,
         optimizer: Any | None = None,
-        weigh: Weigh | None = None,
-        lengths: Lengths | LengthOf | None = None,
-        device: torch.device | str | Device | None = None,
-        budget: int | str | None = None,
-        headroom: float | str | None = None,
-        max_micro_batch: int | None = None,
-        objective: Objective = "throughput",
-        accumulate_in_float32: bool = True,
-        check: Literal["warn", "raise"] | None = "warn",
-        reuse: bool = True,
-        progress: bool = True,
-        share: Share = "equal",
-        cut: CutFunction | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        max_grad_norm: float | None = None,
-        scheduler: Any | None = None,
-        hooks: Iterable[Hook] = (),
-        keep: Sequence[Any] = (),
-        backward: Backward | None = None,
+        **options: Unpack[FitAndRunOptions],
     ) -> Runner:
         """Fit a plan and bind it in one call: ``autobatch.fit`` and then ``autobatch.Runner``.
 
@@ -76,42 +57,28 @@ class Runner(StepRunner):
 
         Args:
             model: As in both.
-            target_batch: As in ``fit``, and so are ``batch``, ``budget``, ``headroom``, ``max_micro_batch``,
-                ``objective``, ``accumulate_in_float32``, ``check``, ``reuse``, ``progress`` and ``share``.
+            target_batch: As in ``fit``.
             batch: An example batch, or a Dataset or DataLoader. The loader may have any batch size: ``run`` joins and
                 cuts its batches.
             step: As in both.
             optimizer: As in both.
-            weigh: As in both.
-            lengths: As in both.
-            device: As in both.
-            budget: What this process may hold.
-            headroom: Left free of it.
-            max_micro_batch: Never more samples than this in a micro-batch.
-            objective: What is chosen.
-            accumulate_in_float32: Whether gradients narrower than float32 are added up in it.
-            check: What to do where splitting is not exact.
-            reuse: Whether a remembered plan may be confirmed by one trial.
-            progress: Whether each trial is a line on a terminal.
-            share: How several ranks divide the target.
-            cut: As in ``Runner``, and so are all that follow.
-            scaler: Scales each loss.
-            max_grad_norm: Clip the gradients' norm.
-            scheduler: Stepped after each step.
-            hooks: Called with every event.
-            keep: Objects outside the model that the step changes. Trials run the step too, and after them these objects
-                are as before.
-            backward: In place of ``loss.backward()``.
+            **options: Those of ``fit``: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``,
+                ``accumulate_in_float32``, ``check``, ``reuse``, ``progress``, ``share``. Those of ``Runner``: ``cut``,
+                ``scaler``, ``max_grad_norm``, ``scheduler``, ``hooks``, ``keep``, ``backward``. And those of both:
+                ``weigh``, ``lengths``, ``device``.
 
         Returns:
             A Runner whose ``plan`` is new.
 
         Raises:
             NeedsBatch: As ``fit``, and so are ``DoesNotFit`` and ``InexactSplit``.
-            InvalidArgument: An argument cannot mean anything.
+            InvalidArgument: An argument is unknown or cannot be used.
         """
+        refuse_unknown("Runner.fit()", options, ["batch", "step", "optimizer", *names_of(FitAndRunOptions)])
         with several_blocks(find_ranks(model), "Runner.fit()"):
-            objects = StepState(nn.Module(), torch.device("cpu"), check_objects(keep), records=False).begin()
+            # Trials run the step too, which changes these objects.
+            kept = check_objects(options.get("keep", ()))
+            objects = StepState(nn.Module(), torch.device("cpu"), kept, records=False).begin()
             try:
                 plan = fit(
                     model,
@@ -119,34 +86,8 @@ class Runner(StepRunner):
                     batch=ForRun(batch),
                     step=step,
                     optimizer=optimizer,
-                    weigh=weigh,
-                    lengths=lengths,
-                    device=device,
-                    budget=budget,
-                    headroom=headroom,
-                    max_micro_batch=max_micro_batch,
-                    objective=objective,
-                    accumulate_in_float32=accumulate_in_float32,
-                    check=check,
-                    reuse=reuse,
-                    progress=progress,
-                    share=share,
+                    **select(options, FitOptions),
                 )
             finally:
                 objects.restore()
-        return cls(
-            plan,
-            model,
-            step,
-            optimizer,
-            weigh=weigh,
-            lengths=lengths,
-            device=device,
-            cut=cut,
-            scaler=scaler,
-            max_grad_norm=max_grad_norm,
-            scheduler=scheduler,
-            hooks=hooks,
-            keep=keep,
-            backward=backward,
-        )
+        return cls(plan, model, step, optimizer, **select(options, RunnerOptions))

@@ -41,7 +41,7 @@ EXACTNESS = "autobatch/exactness/"
 LOOP_GUARD = "autobatch/step/loop_guard.py"
 
 REUSE = "autobatch/planning/reuse.py"
-SEARCH = "autobatch/fitting/size_search.py"
+SEARCH = "autobatch/fitting/search.py"
 PACING = "autobatch/planning/pacing.py"
 SETBACK = "autobatch/planning/setback.py"
 RUN_RECORDER = "autobatch/ledger/run_recorder.py"
@@ -1188,8 +1188,8 @@ MUTANTS = (
     Mutant(
         "a trial that differs confirms a plan",
         SEARCH,
-        "        elif plan is not None:\n",
-        "        if plan is not None:\n",
+        "        return None\n    return plan\n",
+        "    return plan\n",
         ("tests/fitting/test_reuse.py",),
     ),
     Mutant(
@@ -1419,16 +1419,16 @@ MUTANTS = (
     ),
     Mutant(
         "a check that could not be done is no warning",
-        "autobatch/fitting/split_check.py",
-        "return (*known, str(verdict)) if verdict.unchecked else known",
-        "return known",
+        "autobatch/fitting/fit.py",
+        "return verdict, (*known, str(verdict)) if verdict.unchecked else known",
+        "return verdict, known",
         ("tests/exactness/test_check_in_fit.py",),
     ),
     Mutant(
         "what could not be checked does not raise",
-        "autobatch/fitting/split_check.py",
-        "    if strict and splits:\n",
-        "    if strict and known:\n",
+        "autobatch/fitting/fit.py",
+        '    if splits and check == "raise":\n',
+        '    if known and check == "raise":\n',
         ("tests/exactness/test_check_in_fit.py",),
     ),
     Mutant(
@@ -1483,8 +1483,8 @@ MUTANTS = (
     Mutant(
         "fit does not ask whether one sample runs",
         SEARCH,
-        "self.smallest = self._probe.find_smallest() if is_doubtful else 1",
-        "self.smallest = 1",
+        "smallest = trials.probe.find_smallest() if is_doubtful else 1",
+        "smallest = 1",
         SMALLEST_TESTS,
     ),
     Mutant(
@@ -1630,8 +1630,8 @@ MUTANTS = (
     Mutant(
         "a trial steps a trainer's own optimizer",
         "autobatch/fitting/fit.py",
-        "weigh, unwrap_optimizer(optimizer), ",
-        "weigh, optimizer, ",
+        "take_module(model, ranks), unwrap_optimizer(optimizer)",
+        "take_module(model, ranks), optimizer",
         ("tests/api/test_wrappers.py",),
     ),
     Mutant(
@@ -1854,8 +1854,8 @@ MUTANTS = (
     Mutant(
         "ranks: a size that only others ran is promised",
         SEARCH,
-        "        if self.size not in {trial.micro_batch_size for trial in self.trials}:\n",
-        "        if False:\n",
+        "    if size in {trial.micro_batch_size for trial in found.trials}:\n",
+        "    if True:\n",
         RANK_FIT_TESTS,
     ),
     Mutant(

@@ -1,56 +1,53 @@
-"""Fits a plan to a model and a target batch, and leaves the model as it was.
-
-Covers the way from arguments to a plan. Does not cover the search (``size_search``), how a trial is run (``probe``),
-whether splitting is exact (``split_check``), nor how a plan is applied (``training.runner``).
-"""
+"""Fits a plan to a model and a target batch, and leaves the model unchanged."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from autobatch._arguments import check_micro_batches
-from autobatch._version import __version__
-from autobatch._wrappers import unwrap_model, unwrap_optimizer, warn_of_wrapper
-from autobatch.batch.largest import count_dataset
-from autobatch.batch.layout import dims_of
+from autobatch._wrappers import unwrap_optimizer
 from autobatch.batch.lengths import LengthOf, Lengths
 from autobatch.distributed.division import Division
 from autobatch.distributed.ranks import Ranks, all_or_none, find_ranks, several_blocks, take_module
-from autobatch.errors import InvalidArgument
+from autobatch.errors import InexactSplit, InvalidArgument
 from autobatch.events import PlanMade, emit
 from autobatch.events.progress import progress_hooks
+from autobatch.exactness.updates import check_update
+from autobatch.exactness.verification import check_split, check_trimming
+from autobatch.fitting.found import Checked, Found, Request, make_plan
 from autobatch.fitting.loader_sizes import source_of, warn_of_loader
-from autobatch.fitting.options import check_choices, check_sizes
-from autobatch.fitting.size_search import SizeSearch
-from autobatch.fitting.split_check import Checked, check_found
+from autobatch.fitting.options import check_choices, check_sizes, check_switches
+from autobatch.fitting.search import search, settle
 from autobatch.ledger.ledger import Ledger
 from autobatch.memory.device import Device, collecting_new_objects
 from autobatch.memory.devices import Allowance, find_allowance, find_device
 from autobatch.memory.host_limit import read_host_memory
 from autobatch.plan import Plan
-from autobatch.planning.planner import Objective, balance
+from autobatch.planning.planner import Objective
 from autobatch.planning.rank_plan import RankPlan
 from autobatch.planning.reuse import Wanted
 from autobatch.planning.shares import Share
-from autobatch.records import Padding
+from autobatch.records import Verdict
+from autobatch.step.batch_norm import warn_of_batch_norms
 from autobatch.step.default_step import NO_LOSS, default_step
 from autobatch.step.gradient_hooks import refuse_sample_gradients
-from autobatch.step.model_info import identify_model
-from autobatch.step.workload import Step, Weigh, Workload, warn_of_no_optimizer
+from autobatch.step.workload import Step, Weigh, Workload
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.undo.process_lock import one_at_a_time
 from autobatch.undo.training_state import TrainingState
 
-__all__ = ["fit"]
-
 _FEW_BYTES = 2**16
 """Tensors beside the model and the optimizer that are no reason to look for garbage."""
+
+_NOT_CHECKED = Verdict(
+    exact=False,
+    relative_error=0.0,
+    unchecked="parameters are sharded; run autobatch.verify() on the model in one process, before fully_shard()",
+)
 
 
 def fit(
@@ -103,7 +100,7 @@ def fit(
             the example does not show which dimensions are padded, pass ``autobatch.Lengths``.
         device: Where the model is; default: where its parameters are.
         budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
-            now. On a CPU ``Runner`` enforces one that you pass in every step, and the default in its first two steps.
+            now.
         headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
         max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
@@ -135,92 +132,49 @@ def fit(
     ranks = find_ranks(model)
     with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = check_sizes(target_batch, max_micro_batch)
-        check_choices(
-            objective,
-            check,
-            budget,
-            headroom,
-            accumulate_in_float32=accumulate_in_float32,
-            reuse=reuse,
-            progress=progress,
-        )
-        workload = _make_workload(take_module(model, ranks), step, weigh, optimizer)
+        check_choices(objective=objective, check=check, budget=budget, headroom=headroom)
+        check_switches(accumulate_in_float32=accumulate_in_float32, reuse=reuse, progress=progress)
+        module, own_optimizer = take_module(model, ranks), unwrap_optimizer(optimizer)
+        workload = Workload(module, step or default_step, weigh, own_optimizer, "autobatch.fit")
+        refuse_sample_gradients(module.named_parameters())
         division = Division(ranks, target_batch, share)
-        said.extend(
-            division.describe(
-                workload,
-                device,
-                objective=objective,
-                float32=accumulate_in_float32,
-                has_lengths=lengths is not None,
-            )
-        )
-    division.hear(said)
+        called = {"float32": accumulate_in_float32, "has_lengths": lengths is not None}
+        said.extend(division.describe(workload, device, objective=objective, **called))
+    division.hear(said)  # refuses ranks that made different calls
     ledger = Ledger(None) if isinstance(device, Device) else Ledger.open()  # plans of a substitute are not recorded
-    # Where all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
+    # If all ranks try the same sizes, a plan that only some of them remember could not be confirmed.
     remembered = ledger if reuse and division.is_known and not division.trials.are_shared else Ledger(None)
-    wanted = Wanted(
-        target_batch=division.samples,
-        max_micro_batch=min(bound, division.samples),
-        objective=objective,
-        accumulate_in_float32=accumulate_in_float32,
-        limit_bytes=0,
-    )
     with several_blocks(ranks, "fit()"), one_at_a_time():
         memory = _open_memory(workload, device, division, ranks)
         with collecting_new_objects():
-            with _record(workload, memory) as state:
-                with all_or_none(ranks, "fit(), the search") as said:
-                    # Only now: the copies of the state are in host memory, and on the CPU that is what is divided.
+            with _record(workload, memory) as state:  # puts everything back, whatever happens
+                with all_or_none(ranks, "fit(), the search") as rates:
+                    # Only now: the copies of the state are in host memory, which a CPU budget has to leave to them.
                     allowance = _find_allowance(memory, division, budget, headroom)
-                    found = SizeSearch(
-                        *(workload, memory, allowance, state),
-                        wanted=wanted.model_copy(update={"limit_bytes": allowance.limit_bytes}),
-                        hooks=progress_hooks(progress=progress),
-                        recall=lambda measured: remembered.recall(measured, division.rank),
-                        rank=division.rank,
-                        world_size=division.size,
-                        shared=division.trials,
-                        lengths=_read_lengths(lengths, division),
+                    wanted = Wanted(
+                        target_batch=division.samples,
+                        max_micro_batch=min(bound, division.samples),
+                        objective=objective,
+                        accumulate_in_float32=accumulate_in_float32,
+                        limit_bytes=allowance.limit_bytes,
                     )
-                    found.run(source_of(batch))
-                    said.append({"rate": found.rate})
+                    asked = wanted, source_of(batch), _read_lengths(lengths, division)
+                    hooks, is_passed = progress_hooks(progress=progress), budget is not None
+                    request = Request(
+                        workload, memory, allowance, state, division, *asked, hooks, remembered, is_passed
+                    )
+                    found = search(request)
+                    rates.append({"rate": found.rate})
                 with all_or_none(ranks, "fit(), the check", is_last=True) as plans:
-                    checked = _check(found, division, said, check, batch)
-                    plans.append(_describe_own(found, division).model_dump())
+                    found = settle(request, found, division.divide(rates))
+                    checked = _check(request, found, check, batch)
+                    plans.append(_describe_own(request, found).model_dump())
             memory.reclaim()
-    plan = _make_plan(
-        found,
-        division,
-        division.read_plans(plans),
-        checked,
-        time.perf_counter() - started,
-        dataset_samples=count_dataset(batch),
-        budget_passed=budget is not None,
-    )
+    seconds = time.perf_counter() - started
+    plan = make_plan(request, found, checked, division.read_plans(plans), seconds)
     ledger.remember(plan)
-    no_loss = (NO_LOSS,) if optimizer is not None and NO_LOSS in plan.warnings else ()  # it would train on nothing
-    emit(
-        PlanMade(
-            summary=str(plan).removeprefix("autobatch: "),
-            warnings=(*no_loss, *checked[1]),
-            rank=plan.rank,
-            world_size=plan.world_size,
-        )
-    )
+    _report(plan, checked[1], has_optimizer=optimizer is not None)
     return plan
-
-
-def _make_workload(model: nn.Module, step: Step | None, weigh: Weigh | None, optimizer: Any | None) -> Workload:
-    workload = Workload(model, step or default_step, weigh, unwrap_optimizer(optimizer), "autobatch.fit")
-    refuse_sample_gradients(model.named_parameters())
-    return workload
-
-
-def _check(found: SizeSearch, division: Division, said: Any, check: Any, batch: Any) -> Checked:
-    """What is known of the split, with a warning where the user's data will not make up the target."""
-    verdict, warnings = check_found(found, division.divide(said), check)
-    return verdict, (*warnings, *warn_of_loader(batch, division.target, division.samples, division.size))
 
 
 def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:
@@ -235,7 +189,7 @@ def _read_lengths(lengths: Any | None, division: Division) -> Lengths | None:
 
 
 def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ranks | None) -> Device:
-    """The memory of the trials, without what an earlier model that was deleted may still take of it."""
+    """Find the memory of the trials, and free what a deleted model may still hold of it."""
     with all_or_none(ranks, "fit(), the device"):
         memory = find_device(workload.parameters(), type(workload.model).__name__, device)
         resident = [*workload.resident_tensors(), *division.reserve(workload)]
@@ -248,7 +202,7 @@ def _open_memory(workload: Workload, device: Any, division: Division, ranks: Ran
 
 
 def _find_allowance(memory: Device, division: Division, budget: Any, headroom: Any) -> Allowance:
-    """What this process may hold; where all ranks try the same sizes, no more than the rank that may hold the least."""
+    """Find what this process may hold; if all ranks try the same sizes, the least that any of them may hold."""
     own = find_allowance(memory, division.budget(memory, budget), headroom)
     if not division.trials.are_shared:
         return own
@@ -263,79 +217,67 @@ def _record(workload: Workload, memory: Device) -> TrainingState:
     )
 
 
-def _balance(found: SizeSearch) -> tuple[int, ...]:
-    """The micro-batches of this rank's share."""
-    samples = found.wanted.target_batch
-    check_micro_batches(samples, found.size)
-    if found.sizes:  # of the worst step: only lengths say how many run together
-        rest = samples % found.size
-        return (found.size,) * (samples // found.size) + ((rest,) if rest else ())
-    return balance(samples, found.size, min(found.smallest, samples))
+def _check(request: Request, found: Found, check: str | None, batch: Any) -> Checked:
+    """Check the split, and that the user's data makes up the target."""
+    division = request.division
+    verdict, warnings = _check_split(request, found, check)
+    return verdict, (*warnings, *warn_of_loader(batch, division.target, division.samples, division.size))
 
 
-def _describe_own(found: SizeSearch, division: Division) -> RankPlan:
-    return division.describe_plan(
+def _check_split(request: Request, found: Found, check: str | None) -> Checked:
+    """Compare gradients of a few samples whole and in parts, unless ``check`` is ``None``.
+
+    Raises:
+        InexactSplit: ``check="raise"``, the plan splits, and that is not exact or could not be checked.
+    """
+    if check is None or found.samples == 1:
+        return None, ()
+    verdict = _NOT_CHECKED if request.division.trials.are_shared else _compare(request, found)
+    if verdict.exact:
+        return verdict, ()
+    splits = found.size < found.samples
+    known: tuple[str, ...] = ()
+    if splits and not verdict.unchecked:
+        known = (str(verdict),)
+    elif splits and found.batch.norms:  # these are known to be inexact without a comparison
+        known = (warn_of_batch_norms(found.batch.norms, found.size, found.samples),)
+    if splits and check == "raise":
+        raise InexactSplit(
+            known[0]
+            if known
+            else f"it could not be checked whether splitting is exact: {verdict.unchecked}; check='warn' plans without"
+        )
+    # A retry may split a step that the plan runs whole, so a missing check is a warning there too.
+    return verdict, (*known, str(verdict)) if verdict.unchecked else known
+
+
+def _compare(request: Request, found: Found) -> Verdict:
+    workload, memory, limit = request.workload, request.memory, request.wanted.limit_bytes
+    sizes = {"target": found.samples, "size": found.size, "smallest": found.smallest}
+    request.announce("comparing the gradients of the whole and of its parts")
+    with memory.limit(limit):
+        most = found.most_at_once(limit)
+        verdict = check_split(workload, found.batch.compared, memory, found.batch.by_length, most=most, **sizes)
+        if verdict.exact and found.batch.by_length is not None and request.lengths is not None:
+            verdict = check_trimming(verdict, workload, found.batch.by_length, request.lengths, memory)
+        if not verdict.exact:
+            return verdict
+        return check_update(verdict, workload, found.batch.compared, memory, request.state)
+
+
+def _describe_own(request: Request, found: Found) -> RankPlan:
+    return request.division.describe_plan(
         secrets.token_hex(6),
-        found.memory.describe().name,
-        _balance(found),
+        request.memory.describe().name,
+        found.micro_batches(),
         found.rate,
         peak_bytes=found.peak_bytes,
-        budget_bytes=found.allowance.budget_bytes,
+        budget_bytes=request.allowance.budget_bytes,
     )
 
 
-def _make_plan(
-    found: SizeSearch,
-    division: Division,
-    plans: Sequence[RankPlan],
-    checked: Checked,
-    seconds: float,
-    *,
-    dataset_samples: int,
-    budget_passed: bool,
-) -> Plan:
-    """The plan of this rank, which has what each runs; ``plans`` of one rank are its own alone."""
-    wanted, allowance, memory, workload = found.wanted, found.allowance, found.memory, found.workload
-    (verdict, warnings), sizes = checked, _balance(found)
-    return Plan(
-        target_batch=division.target,
-        world_size=division.size,
-        rank=division.rank,
-        shares=division.shares,
-        ranks=tuple(plans) if division.size > 1 else (),
-        micro_batch_size=max(sizes),
-        micro_batch_sizes=sizes,
-        accumulation_steps=len(sizes),
-        budget_bytes=allowance.budget_bytes,
-        budget_passed=budget_passed,
-        headroom_bytes=allowance.headroom_bytes,
-        peak_bytes=found.peak_bytes,
-        curve=found.curve if memory.measures else None,
-        trials=(*found.trials, *found.shorter_trials),
-        device=memory.describe(),
-        warnings=(*found.warnings, *warnings, *warn_of_no_optimizer(workload), *warn_of_wrapper(workload.optimizer)),
-        state_bytes=found.state_bytes,
-        trained=found.trained,
-        weighed=workload.weigh is not None,
-        accumulate_in_float32=wanted.accumulate_in_float32,
-        verdict=verdict,
-        batch_lists=dict(found.example.lists),
-        batch_dims=dims_of(found.example),
-        fingerprint=found.fingerprint,
-        seconds=seconds,
-        version=__version__,
-        id=plans[division.rank].plan_id,
-        made_at=time.time(),
-        model=type(unwrap_model(workload.model)).__name__,
-        objective=wanted.objective,
-        max_micro_batch=wanted.max_micro_batch,
-        failing_size=found.failing_size,
-        searched_bytes=found.confirmed.searched_bytes if found.confirmed else allowance.limit_bytes,
-        confirms=found.confirmed.id if found.confirmed else "",
-        identity=identify_model(workload.model, workload.optimizer),
-        smallest_micro_batch=found.smallest,
-        lengths=found.sizes,
-        padding=found.samples.padding if found.samples else Padding(),
-        savings=found.savings,
-        dataset_samples=dataset_samples,
-    )
+def _report(plan: Plan, warnings: tuple[str, ...], *, has_optimizer: bool) -> None:
+    # A step without a loss trains on nothing, which matters once there is an optimizer.
+    no_loss = (NO_LOSS,) if has_optimizer and NO_LOSS in plan.warnings else ()
+    summary = str(plan).removeprefix("autobatch: ")
+    emit(PlanMade(summary=summary, warnings=(*no_loss, *warnings), rank=plan.rank, world_size=plan.world_size))

@@ -1,14 +1,12 @@
-"""Refuses arguments that are wrong for any model: sizes, choices, a budget, a device.
-
-Covers ``fit`` and what integrations are given before there is a batch, so that they refuse it at once. Does not cover
-what only the device shows, such as a headroom that is more than its memory.
-"""
+"""Defines the options that several calls share, and refuses values that no model could use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypedDict
+
+import torch
 
 from autobatch._arguments import (
     check_choice,
@@ -18,26 +16,99 @@ from autobatch._arguments import (
     check_target,
     parse_bytes,
 )
+from autobatch.batch.chosen_groups import CutFunction
+from autobatch.batch.lengths import LengthOf, Lengths
+from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
+from autobatch.memory.device import Device
 from autobatch.memory.devices import parse_device, parse_headroom
+from autobatch.planning.planner import Objective
+from autobatch.planning.shares import Share
 from autobatch.step.workload import Weigh, check_weigh
+from autobatch.training.given_backward import Backward
 from autobatch.training.step_events import check_hooks
 from autobatch.undo.user_objects import check_objects
 
-__all__ = ["Options", "check_choices", "check_sizes"]
+
+class SearchOptions(TypedDict, total=False):
+    """Options of ``fit`` that every call takes which makes a plan; ``fit`` explains them."""
+
+    budget: int | str | None
+    headroom: float | str | None
+    max_micro_batch: int | None
+    objective: Objective
+    accumulate_in_float32: bool
+    check: Literal["warn", "raise"] | None
+    reuse: bool
+    progress: bool
+
+
+class IntegrationOptions(SearchOptions, total=False):
+    """Options of ``attach`` and of the Lightning callback; the last three are those of ``Runner``."""
+
+    device: Device | None
+    hooks: Iterable[Hook]
+    keep: Sequence[Any]
+
+
+class SharedOptions(TypedDict, total=False):
+    """Options that ``fit`` and ``Runner`` both take."""
+
+    weigh: Weigh | None
+    lengths: Lengths | LengthOf | None
+    device: torch.device | str | Device | None
+
+
+class FitOptions(SharedOptions, SearchOptions, total=False):
+    """Options of ``fit`` beside the batch, the step and the optimizer."""
+
+    share: Share
+
+
+class RunnerOptions(SharedOptions, total=False):
+    """Options of ``Runner`` beside the step and the optimizer."""
+
+    cut: CutFunction | None
+    scaler: torch.amp.GradScaler | None
+    max_grad_norm: float | None
+    scheduler: Any | None
+    hooks: Iterable[Hook]
+    keep: Sequence[Any]
+    backward: Backward | None
+
+
+class FitAndRunOptions(FitOptions, RunnerOptions, total=False):
+    """Options of ``Runner.fit``."""
+
+
+def names_of(*options: type) -> list[str]:
+    """Return the names of these options, in the order in which they are declared."""
+    return list(dict.fromkeys(name for one in options for name in one.__annotations__))
+
+
+def select(given: Mapping[str, Any], options: type) -> dict[str, Any]:
+    """Return those of the given arguments that are among these options."""
+    return {name: given[name] for name in names_of(options) if name in given}
+
+
+def refuse_unknown(call: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raise InvalidArgument for arguments that the call does not have; name those that it has."""
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise InvalidArgument(f"{call} has no argument {', '.join(unknown)}; it has {', '.join(known)}")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user gave to an integration, checked.
+    """Checked options of an integration.
 
     Attributes:
         target: Samples of an optimizer step over all ranks; ``None``: what the loader gives.
-        fit: Arguments of ``fit``, by name.
-        device: The device's memory; ``None``: where the model is.
-        hooks: Called with the Runner's events.
-        keep: Objects of the user that the step changes.
-        weigh: What the loss is a mean over, where the user says that.
+        fit: Options of ``fit`` by name, ``check`` always among them.
+        device: Memory of the device; ``None``: where the model is.
+        hooks: Callables that get the events of the Runner.
+        keep: The user's objects that a step changes.
+        weigh: What the loss is a mean over, if the user passed it.
     """
 
     target: int | None
@@ -48,51 +119,51 @@ class Options:
     weigh: Weigh | None = None
 
     @classmethod
-    def read(
-        cls,
-        passed_on: Mapping[str, Any],
-        *,
-        target: int | None,
-        device: Any | None,
-        hooks: Any,
-        keep: Any,
-        weigh: Any | None = None,
-    ) -> Options:
-        """Check all of it; ``passed_on`` are the arguments of ``fit``.
+    def read(cls, given: IntegrationOptions, *, target: int | None, weigh: Weigh | None = None) -> Options:
+        """Check the options of an integration, which by default raises if splitting is not exact.
+
+        Args:
+            given: The options that the user passed.
+            target: The target, if it is known.
+            weigh: The user's function.
 
         Raises:
-            InvalidArgument: One of them cannot mean anything.
+            InvalidArgument: A value cannot be used.
         """
-        _check_passed_on(passed_on, target=target, device=device)
+        fit = {"check": "raise", **select(given, SearchOptions)}
+        bound = fit.get("max_micro_batch")
+        if target is not None:
+            check_sizes(target, bound)
+        elif bound is not None:
+            check_count("max_micro_batch", bound)
+        check_choices(**{name: fit[name] for name in ("objective", "check", "budget", "headroom") if name in fit})
+        check_switches(**{name: fit[name] for name in ("accumulate_in_float32", "reuse", "progress") if name in fit})
+        device = given.get("device")
+        if device is not None:
+            parse_device(device)
         check_weigh(weigh)
-        return cls(target, passed_on, device, check_hooks(hooks), check_objects(keep), weigh)
-
-
-def _check_passed_on(options: Mapping[str, Any], *, target: int | None, device: Any | None) -> None:
-    """Check what an integration passes on to ``fit``; ``target`` is ``None`` where it is not known yet."""
-    rest = dict(options)
-    bound = rest.pop("max_micro_batch")
-    if target is not None:
-        check_sizes(target, bound)
-    elif bound is not None:
-        check_count("max_micro_batch", bound)
-    check_choices(**rest)
-    if device is not None:
-        parse_device(device)
+        hooks, keep = check_hooks(given.get("hooks", ())), check_objects(given.get("keep", ()))
+        return cls(target, fit, device, hooks, keep, weigh)
 
 
 def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:
-    """The target, and the most samples that a micro-batch may have."""
+    """Return the target, and the most samples that a micro-batch may have."""
     target = check_target(target_batch)
     bound = check_count("max_micro_batch", target if max_micro_batch is None else max_micro_batch)
     check_micro_batches(target, bound)
     return target, bound
 
 
-def check_choices(objective: Any, check: Any, budget: Any | None, headroom: Any | None, **switches: Any) -> None:
-    """Check that choices and switches have one of their values, and that budget and headroom are sizes."""
+def check_choices(
+    *, objective: Any = "throughput", check: Any = "warn", budget: Any = None, headroom: Any = None
+) -> None:
+    """Check that choices have one of their values, and that budget and headroom are sizes."""
     check_choice("objective", objective, ("throughput", "memory"))
     check_choice("check", check, ("warn", "raise", None))
     parse_headroom(headroom, 0 if budget is None else parse_bytes("budget", budget))
+
+
+def check_switches(**switches: Any) -> None:
+    """Check that switches are ``True`` or ``False``."""
     for name, switch in switches.items():
         check_switch(name, switch)

@@ -15,8 +15,10 @@ from pydantic import Field, model_validator
 from autobatch._bounds import Bytes
 from autobatch.records import Record
 
-__all__ = ["Expected", "Forecast"]
+__all__ = ["FIRST_SIZE", "Expected", "Forecast"]
 
+FIRST_SIZE = 2
+"""Samples in the one micro-batch of the first step, which makes the optimizer's state."""
 _RESERVE = 50
 """A trial may take 1/50 more than predicted: near the limit, those of benchmarks/card_models.py took 1.7 % at most."""
 _AGREES = 10

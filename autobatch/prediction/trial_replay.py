@@ -13,15 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from autobatch.planning.forecast import FIRST_SIZE
 from autobatch.prediction.allocator import simulate
 from autobatch.prediction.estimate import Estimate
 from autobatch.prediction.step_parts import StepParts, find_parts, without_second_micro_batch
 from autobatch.prediction.timeline import Block
 
-__all__ = ["FIRST_SIZE", "TrialReplay"]
-
-FIRST_SIZE = 2
-"""Samples in the one micro-batch of the first step, which makes the optimizer's state."""
+__all__ = ["TrialReplay"]
 
 
 class ForwardBytes(NamedTuple):

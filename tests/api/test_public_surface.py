@@ -17,8 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import autobatch
+from autobatch.fitting.options import FitAndRunOptions, FitOptions, RunnerOptions, names_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,10 +71,7 @@ SIGNATURES = {
     "verify": "model batch step=None weigh=None * lengths=None device=None",
     "Runner": "plan model step optimizer * weigh=None lengths=None device=None cut=None scaler=None max_grad_norm=None "
     "scheduler=None hooks=() keep=() backward=None",
-    "Runner.fit": "model target_batch * batch=None step=None optimizer=None weigh=None lengths=None device=None "
-    "budget=None headroom=None max_micro_batch=None objective='throughput' accumulate_in_float32=True check='warn' "
-    "reuse=True progress=True share='equal' cut=None scaler=None max_grad_norm=None scheduler=None hooks=() keep=() "
-    "backward=None",
+    "Runner.fit": "model target_batch * batch=None step=None optimizer=None options",
     "Runner.run": "loader * epochs=None drop_last=False",
     "Runner.step": "batch",
     "Runner.accumulate": "batch",
@@ -132,12 +131,20 @@ def test_a_signature_is_the_one_that_is_recorded(name: str) -> None:
 
 
 def test_one_call_takes_what_the_two_take() -> None:
-    """``Runner.fit`` has every argument of ``fit`` and of ``Runner``, with the same default, but for the plan."""
-    one = dict(inspect.signature(autobatch.Runner.fit).parameters)
-    two = {**inspect.signature(autobatch.Runner).parameters, **inspect.signature(autobatch.fit).parameters}
-    assert one.keys() == two.keys() - {"plan"}
-    assert all(one[each].default == two[each].default for each in one)
-    assert all(one[each].annotation == two[each].annotation for each in one)
+    """The options of ``Runner.fit`` are the arguments of ``fit`` and of ``Runner``, with the same types."""
+    explicit = {"model", "target_batch", "plan", "batch", "step", "optimizer"}
+    for options, call in ((FitOptions, autobatch.fit), (RunnerOptions, autobatch.Runner)):
+        parameters = inspect.signature(call).parameters
+        assert set(names_of(options)) == parameters.keys() - explicit
+        declared = {name: FitAndRunOptions.__annotations__[name].__forward_arg__ for name in names_of(options)}
+        assert declared == {name: parameters[name].annotation for name in declared}
+    assert set(names_of(FitAndRunOptions)) == {*names_of(FitOptions), *names_of(RunnerOptions)}
+
+
+def test_an_argument_that_is_not_there_is_named_with_those_that_are() -> None:
+    """Before anything is run; mypy refuses it too (``typed_usage.py``)."""
+    with pytest.raises(autobatch.InvalidArgument, match=r"Runner\.fit\(\) has no argument lenghts; it has .*lengths"):
+        autobatch.Runner.fit(nn.Linear(2, 1), 4, lenghts=len)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", BY_POSITION)

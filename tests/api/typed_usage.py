@@ -223,6 +223,8 @@ def main(folder: Path) -> None:
     bound: autobatch.Runner = autobatch.Runner.fit(
         model, 8, batch=batch, step=step, optimizer=optimizer, device=gpu, max_grad_norm=1.0, reuse=False
     )
+    refused = use_errors(lambda: autobatch.Runner.fit(model, 8, max_microbatch=4))  # type: ignore[call-arg]
+    assert isinstance(refused, autobatch.InvalidArgument)
     for result in bound.run([batch, batch], epochs=2, drop_last=True):
         use_result(result)
     assert bound.passes == 2

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autobatch
-from autobatch.fitting import size_search
+from autobatch.fitting import search
+from autobatch.prediction import prior
 
 pytestmark = pytest.mark.card
 
@@ -22,7 +23,7 @@ def refute_a_remembered_plan():
     model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 10)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.zeros(8, 512), torch.zeros(8, dtype=torch.long)
-    expected, expect = [], size_search.expect_largest
+    expected, expect = [], prior.expect_largest
 
     def observe(*arguments):
         expected.append(expect(*arguments))
@@ -39,9 +40,9 @@ def refute_a_remembered_plan():
         )
         return plan.micro_batch_size, [trial.micro_batch_size for trial in plan.trials]
 
-    size_search.expect_largest = observe
+    prior.expect_largest = observe
     first = fit()
-    size_search.why_not_confirmed = lambda *_: "it was said to be wrong"
+    search.why_not_confirmed = lambda *_: "it was said to be wrong"
     second = fit()
     return [expectation.largest for expectation in expected], first, second
 

@@ -13,8 +13,7 @@ from workloads import Everything, bits_of, differences, make_batch, mean_step
 
 import autobatch
 from autobatch.batch.layout import describe
-from autobatch.fitting.probe import Probe
-from autobatch.fitting.readings import Readings
+from autobatch.fitting.probe import Probe, Readings
 from autobatch.memory.cpu import CpuDevice
 from autobatch.records import MemoryUsage
 from autobatch.step.workload import Workload

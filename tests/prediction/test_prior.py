@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import subprocess
+import sys
 from bisect import bisect_right
 from functools import cache
 
@@ -208,10 +211,14 @@ def test_whatever_is_expected_the_answer_is_the_same(base, slope, limit, expecte
     assert choose_size(question, trials) == max(fitting, default=None)
 
 
-def test_on_a_cpu_nothing_is_traced(monkeypatch):
-    """There a trial is cheaper than a trace."""
-    monkeypatch.setattr("autobatch.fitting.size_search.expect_largest", lambda *_: pytest.fail("traced"))
-    autobatch.fit(nn.Linear(4, 4), 16, max_micro_batch=4)
+def test_on_a_cpu_nothing_is_predicted():
+    """There a trial is cheaper than a trace: nothing of the simulator is even imported."""
+    program = (
+        "import sys, torch, autobatch; autobatch.fit(torch.nn.Linear(4, 4), 16, max_micro_batch=4); "
+        "sys.exit(any(name.startswith('autobatch.prediction') for name in sys.modules))"
+    )
+    environment = {**os.environ, "AUTOBATCH_LEDGER": "off"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=200)
 
 
 @pytest.mark.predicts

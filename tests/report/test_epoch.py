@@ -44,6 +44,14 @@ def test_an_epoch_is_the_dataset_at_the_measured_rate(kind):
     assert "takes about 5.3 h at this size" in slow.explain()
 
 
+def test_the_one_call_knows_the_dataset_too():
+    """``Runner.fit`` plans on the same data as ``fit``."""
+    runner = autobatch.Runner.fit(
+        nn.Linear(8, 1), 32, batch=DataLoader(DATA, batch_size=32), step=lambda model, batch: model(first(batch)).mean()
+    )
+    assert runner.plan.dataset_samples == 750
+
+
 def first(batch):
     """A dataset of one column gives tuples."""
     return batch[0] if isinstance(batch, tuple | list) else batch

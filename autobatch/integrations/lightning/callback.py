@@ -5,21 +5,21 @@ Covers its arguments, when it comes into effect, and what is in checkpoints. Wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from autobatch._arguments import check_target
-from autobatch.events import Hook
-from autobatch.fitting.options import Options
+from autobatch.fitting.options import IntegrationOptions, Options, names_of, refuse_unknown
 from autobatch.integrations.lightning.framework import callback_bases
 from autobatch.integrations.lightning.refusals import refuse_optimizer, refuse_unsupported
 from autobatch.integrations.lightning.training import Optimization
-from autobatch.memory.device import Device
 from autobatch.plan import Plan
-from autobatch.planning.planner import Objective
 from autobatch.result import StepResult
 from autobatch.runner import Runner
 from autobatch.step.workload import Weigh
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["Autobatch"]
 
@@ -37,58 +37,34 @@ class Autobatch(*callback_bases()):  # type: ignore[misc] # which of two package
         target_batch: int | None = None,
         *,
         weigh: Weigh | None = None,
-        device: Device | None = None,
-        budget: int | str | None = None,
-        headroom: float | str | None = None,
-        max_micro_batch: int | None = None,
-        objective: Objective = "throughput",
-        accumulate_in_float32: bool = True,
-        check: Literal["warn", "raise"] | None = "raise",
-        reuse: bool = True,
-        progress: bool = True,
-        hooks: Iterable[Hook] = (),
-        keep: Sequence[Any] = (),
+        **options: Unpack[IntegrationOptions],
     ) -> None:
-        """Note the arguments.
+        """Check the arguments; the first batch uses them.
 
         Args:
             target_batch: Samples one optimizer step should see, over all ranks; default: what the loader gives, times
                 the ranks.
             weigh: What the loss of ``training_step`` is a mean over, and with it the values that it logs without a
                 ``batch_size=``: ``weigh(micro_batch) -> float``. Default: samples.
-            device: The device's memory; default: where the module is.
-            budget: As in ``fit``, like all that is not explained here.
-            headroom: As in ``fit``.
-            max_micro_batch: As in ``fit``.
-            objective: As in ``fit``.
-            accumulate_in_float32: As in ``fit``.
-            check: What to do where the loss cannot be split exactly: ``"raise"``, ``"warn"`` in the plan, or ``None``,
-                which compares no gradients. How the loss and logged values are put together is measured in any case.
-            reuse: As in ``fit``.
-            progress: As in ``fit``.
-            hooks: Called with every event of the Runner.
-            keep: Objects outside the module that the step changes, as in ``Runner``, such as a metric in a list.
-                Metrics that are attributes of the module need not be named.
+            **options: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``, ``accumulate_in_float32``,
+                ``reuse`` and ``progress`` as in ``fit``; ``hooks`` as in ``Runner``; and these:
+                ``check``: what to do if the loss cannot be split exactly. ``"raise"`` is the default, ``"warn"`` adds a
+                warning to the plan, ``None`` compares no gradients. How the loss and logged values are put together is
+                measured in any case.
+                ``device``: the device's memory; default: where the module is.
+                ``keep``: objects outside the module that the step changes, as in ``Runner``, such as a metric in a
+                list. Metrics that are attributes of the module need not be named.
 
         Raises:
-            InvalidArgument: An argument cannot mean anything.
+            InvalidArgument: An argument is unknown or cannot be used.
 
         ``Trainer.fit`` then raises what ``fit`` and ``Runner`` raise; ``InexactSplit`` for a loss that compares
         samples; ``InvalidArgument`` for a training that cannot be supported, and what to do instead.
         """
-        passed_on = {
-            "budget": budget,
-            "headroom": headroom,
-            "max_micro_batch": max_micro_batch,
-            "objective": objective,
-            "accumulate_in_float32": accumulate_in_float32,
-            "check": check,
-            "reuse": reuse,
-            "progress": progress,
-        }
+        refuse_unknown("Autobatch()", options, ["target_batch", "weigh", *names_of(IntegrationOptions)])
         target = None if target_batch is None else check_target(target_batch)
         self._optimization: Optimization | None = None
-        self._options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep, weigh=weigh)
+        self._options = Options.read(options, target=target, weigh=weigh)
 
     @property
     def plan(self) -> Plan | None:

@@ -6,10 +6,9 @@ done in it: ``training``, ``evaluation``, ``trainer_state``. Losses that compare
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
@@ -17,14 +16,14 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from autobatch._arguments import check_target
 from autobatch._formatting import name_type, show_value
 from autobatch.errors import InexactSplit, InvalidArgument
-from autobatch.events import Hook
-from autobatch.fitting.options import Options
+from autobatch.fitting.options import IntegrationOptions, Options, names_of, refuse_unknown
 from autobatch.integrations.transformers.evaluation import EvaluationStep
 from autobatch.integrations.transformers.samples import SampleKeeper
 from autobatch.integrations.transformers.trainer_state import AutobatchState
 from autobatch.integrations.transformers.training import TrainingStep
-from autobatch.memory.device import Device
-from autobatch.planning.planner import Objective
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["attach"]
 
@@ -34,19 +33,7 @@ _log = logging.getLogger("autobatch")
 def attach(
     trainer: Any,
     target_batch: int | None = None,
-    *,
-    device: Device | None = None,
-    budget: int | str | None = None,
-    headroom: float | str | None = None,
-    max_micro_batch: int | None = None,
-    objective: Objective = "throughput",
-    accumulate_in_float32: bool = True,
-    check: Literal["warn", "raise"] | None = "raise",
-    reuse: bool = True,
-    progress: bool = True,
-    hooks: Iterable[Hook] = (),
-    keep: Sequence[Any] = (),
-    **unknown: NoReturn,
+    **options: Unpack[IntegrationOptions],
 ) -> TrainingStep:
     """Let a Trainer's optimizer steps see ``target_batch`` samples, in micro-batches that fit.
 
@@ -60,20 +47,13 @@ def attach(
             a micro-batch.
         target_batch: Samples one optimizer step should see, over all ranks; default: what the Trainer's arguments make,
             size x accumulation x ranks.
-        device: The device's memory; default: where the model is.
-        budget: As in ``fit``, like all that is not explained here.
-        headroom: As in ``fit``.
-        max_micro_batch: As in ``fit``.
-        objective: As in ``fit``.
-        accumulate_in_float32: As in ``fit``.
-        check: What to do where the loss cannot be split exactly: ``"raise"``, ``"warn"`` in the log, or ``None``, which
-            compares no gradients: the values of a few losses then show what the loss is a mean over.
-        reuse: As in ``fit``.
-        progress: As in ``fit``.
-        hooks: Called with every event of the Runner.
-        keep: Objects that a step or an evaluation changes, as in ``Runner``; numbers and small containers in the
-            Trainer's own attributes, such as TRL's metrics, are kept already.
-        unknown: Refused, with the names that there are.
+        **options: ``budget``, ``headroom``, ``max_micro_batch``, ``objective``, ``accumulate_in_float32``, ``reuse``
+            and ``progress`` as in ``fit``; ``hooks`` as in ``Runner``; and these:
+            ``check``: what to do if the loss cannot be split exactly. ``"raise"`` is the default, ``"warn"`` logs a
+            warning. ``None`` compares no gradients: the values of a few losses show what the loss is a mean over.
+            ``device``: the device's memory; default: where the model is.
+            ``keep``: objects that a step or an evaluation changes, as in ``Runner``. Numbers and small containers in
+            the Trainer's own attributes, such as TRL's metrics, are kept already.
 
     Returns:
         What runs the steps: its ``plan``, ``runner``, ``rule`` and last ``result``, after the first batch.
@@ -85,9 +65,7 @@ def attach(
     ``train()`` then raises what ``fit``, ``verify`` and ``Runner`` raise; ``InexactSplit`` for a loss that compares
     samples, such as a contrastive one.
     """
-    if unknown:
-        known = [*inspect.signature(attach).parameters][1:-1]
-        raise InvalidArgument(f"attach() has no argument {', '.join(unknown)}; it has {', '.join(known)}")
+    refuse_unknown("attach()", options, ["target_batch", *names_of(IntegrationOptions)])
     if not isinstance(trainer, Trainer):
         raise InvalidArgument(f"trainer= is {name_type(trainer)}; pass a transformers.Trainer")
     if isinstance(vars(trainer).get("training_step"), TrainingStep):
@@ -96,24 +74,14 @@ def attach(
             f"after an error that names one, make a new Trainer"
         )
     _refuse_unsupported(trainer)
-    passed_on = {
-        "budget": budget,
-        "headroom": headroom,
-        "max_micro_batch": max_micro_batch,
-        "objective": objective,
-        "accumulate_in_float32": accumulate_in_float32,
-        "check": check,
-        "reuse": reuse,
-        "progress": progress,
-    }
     target = find_target(trainer, target_batch)
-    options = Options.read(passed_on, target=target, device=device, hooks=hooks, keep=keep)
-    _check_loss(trainer, check)
+    checked = Options.read(options, target=target)
+    _check_loss(trainer, checked.fit["check"])
     _warn_of_few_samples(trainer, target)
     merge_batch(trainer, target)
     collate = trainer.data_collator
-    step = TrainingStep(trainer, collate, options)
-    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, options.keep)
+    step = TrainingStep(trainer, collate, checked)
+    trainer.prediction_step = EvaluationStep(trainer, collate, step.device, step.budget, checked.keep)
     trainer.training_step = step
     trainer.data_collator = SampleKeeper(collate)
     trainer.add_callback(AutobatchState(step.state))

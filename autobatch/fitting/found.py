@@ -1,0 +1,231 @@
+"""Defines what a search asks and what it finds, and makes the plan of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autobatch._arguments import check_micro_batches
+from autobatch._formatting import format_bytes
+from autobatch._version import __version__
+from autobatch._wrappers import unwrap_model, warn_of_wrapper
+from autobatch.batch.largest import count_dataset
+from autobatch.batch.layout import Layout, dims_of
+from autobatch.batch.lengths import Lengths
+from autobatch.batch.samples_by_length import SamplesByLength
+from autobatch.distributed.division import Division
+from autobatch.events import Hook, StageBegan, emit
+from autobatch.ledger.ledger import Ledger
+from autobatch.memory.device import Device
+from autobatch.memory.devices import Allowance
+from autobatch.plan import Plan
+from autobatch.planning.curve import MemoryCurve, fit_curve
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.planner import balance
+from autobatch.planning.rank_plan import RankPlan
+from autobatch.planning.reuse import Wanted
+from autobatch.records import Padding, Saving, SizeAtLength, Trial, Verdict
+from autobatch.step.model_info import identify_model
+from autobatch.step.workload import Workload, warn_of_no_optimizer
+from autobatch.undo.training_state import TrainingState
+
+Checked = tuple[Verdict | None, tuple[str, ...]]
+"""Verdict on the split, ``None`` if nothing was compared; and warnings."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search is asked.
+
+    Attributes:
+        workload: Model, step and optimizer.
+        memory: Device of the trials.
+        allowance: Budget and headroom there.
+        state: Copy of the training state, to which each trial returns.
+        division: How the ranks divide the target, and what they share in trials.
+        wanted: Samples of this rank, and what else a remembered plan has to agree with.
+        batch: Argument ``batch=`` of the user.
+        lengths: How long samples are; ``None``: all alike.
+        hooks: Callables that get the events of the search.
+        ledger: Ledger of the plans that may be confirmed.
+        budget_passed: Whether the user passed the budget.
+    """
+
+    workload: Workload
+    memory: Device
+    allowance: Allowance
+    state: TrainingState
+    division: Division
+    wanted: Wanted
+    batch: Any
+    lengths: Lengths | None
+    hooks: tuple[Hook, ...]
+    ledger: Ledger
+    budget_passed: bool
+
+    @property
+    def whose(self) -> dict[str, int]:
+        """Rank and number of ranks, for events."""
+        return {"rank": self.division.rank, "world_size": self.division.size}
+
+    def announce(self, stage: str) -> None:
+        """Report that a stage begins, to whoever waits for it."""
+        emit(StageBegan(stage=stage, **self.whose), self.hooks)
+
+
+@dataclass(frozen=True)
+class ExampleBatch:
+    """Samples of a search.
+
+    Attributes:
+        example: Samples as they were given or found.
+        compared: Samples for the check of exactness: the same, and the smallest one of a dataset.
+        by_length: The samples by length, if lengths differ.
+        norms: Names of layers that normalise by their micro-batch, in the mode that the user left.
+        warnings: Sentences for the plan.
+    """
+
+    example: Layout
+    compared: Layout
+    by_length: SamplesByLength | None
+    norms: Sequence[str]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        samples: Samples of a step on this rank.
+        size: Most samples in a micro-batch; it has run.
+        smallest: Fewest samples that the model can run.
+        sizes: With lengths, how many samples of up to each length run together.
+        trials: Trials, of the longest samples if lengths differ.
+        shorter_trials: Trials of shorter samples.
+        confirmed: Plan that one trial has confirmed; ``None`` if sizes were searched.
+        batch: Samples of the trials.
+        fingerprint: What the measurements depend on.
+        state_bytes: Bytes of the optimizer's state.
+        trained: Number of values that the optimizer moved.
+        aux_bytes: Most bytes that a step returned beside the loss of one micro-batch.
+        savings: What the step does already to save memory.
+        warnings: Sentences for the plan.
+    """
+
+    samples: int
+    size: int
+    smallest: int
+    sizes: tuple[SizeAtLength, ...]
+    trials: tuple[Trial, ...]
+    shorter_trials: tuple[Trial, ...]
+    confirmed: PlanRecord | None
+    batch: ExampleBatch
+    fingerprint: str
+    state_bytes: int
+    trained: int
+    aux_bytes: int
+    savings: tuple[Saving, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes that a trial of the chosen size held."""
+        return max(trial.peak_reserved for trial in self.trials if trial.micro_batch_size == self.size)
+
+    @property
+    def rate(self) -> float:
+        """Samples a second at the chosen size; 0 if no trial of it was timed."""
+        return max(trial.samples_per_second for trial in self.trials if trial.micro_batch_size == self.size)
+
+    @property
+    def curve(self) -> MemoryCurve | None:
+        """Memory curve through the trials, or that of the confirmed plan."""
+        return self.confirmed.curve if self.confirmed else fit_curve(self.trials)
+
+    @property
+    def failing_size(self) -> int:
+        """Smallest size that did not fit in the search; 0 if every size fit."""
+        if self.confirmed:
+            return self.confirmed.failing_size
+        return min((trial.micro_batch_size for trial in self.trials if trial.outcome != "fits"), default=0)
+
+    def most_at_once(self, limit_bytes: int) -> int:
+        """Return how many samples of a step should fit in one micro-batch, tried or not; at least the chosen size."""
+        curve = self.curve if limit_bytes else None
+        if curve is None:
+            return self.size
+        failing = self.failing_size or self.samples + 1
+        return max(self.size, min(curve.largest(limit_bytes), failing - 1, self.samples))
+
+    def micro_batches(self) -> tuple[int, ...]:
+        """Return the micro-batches of this rank's share of the target."""
+        check_micro_batches(self.samples, self.size)
+        if self.sizes:  # of the worst step: only lengths say how many samples run together
+            rest = self.samples % self.size
+            return (self.size,) * (self.samples // self.size) + ((rest,) if rest else ())
+        return balance(self.samples, self.size, min(self.smallest, self.samples))
+
+
+def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[RankPlan], seconds: float) -> Plan:
+    """Make the plan of this rank; ``ranks`` says what each rank runs, ``seconds`` is the wall time of ``fit``."""
+    workload, wanted, division, sizes = request.workload, request.wanted, request.division, found.micro_batches()
+    (verdict, warnings), own = checked, ranks[division.rank]
+    return Plan(
+        target_batch=division.target,
+        world_size=division.size,
+        rank=division.rank,
+        shares=division.shares,
+        ranks=tuple(ranks) if division.size > 1 else (),
+        micro_batch_size=max(sizes),
+        micro_batch_sizes=sizes,
+        accumulation_steps=len(sizes),
+        budget_bytes=request.allowance.budget_bytes,
+        budget_passed=request.budget_passed,
+        headroom_bytes=request.allowance.headroom_bytes,
+        peak_bytes=found.peak_bytes,
+        curve=found.curve if request.memory.measures else None,
+        trials=(*found.trials, *found.shorter_trials),
+        device=request.memory.describe(),
+        warnings=(
+            *found.warnings,
+            *_warn_of_aux(found),
+            *warnings,
+            *warn_of_no_optimizer(workload),
+            *warn_of_wrapper(workload.optimizer),
+        ),
+        state_bytes=found.state_bytes,
+        trained=found.trained,
+        weighed=workload.weigh is not None,
+        accumulate_in_float32=wanted.accumulate_in_float32,
+        verdict=verdict,
+        batch_lists=dict(found.batch.example.lists),
+        batch_dims=dims_of(found.batch.example),
+        fingerprint=found.fingerprint,
+        seconds=seconds,
+        version=__version__,
+        id=own.plan_id,
+        made_at=time.time(),
+        model=type(unwrap_model(workload.model)).__name__,
+        objective=wanted.objective,
+        max_micro_batch=wanted.max_micro_batch,
+        failing_size=found.failing_size,
+        searched_bytes=found.confirmed.searched_bytes if found.confirmed else request.allowance.limit_bytes,
+        confirms=found.confirmed.id if found.confirmed else "",
+        identity=identify_model(workload.model, workload.optimizer),
+        smallest_micro_batch=found.smallest,
+        lengths=found.sizes,
+        padding=found.batch.by_length.padding if found.batch.by_length else Padding(),
+        savings=found.savings,
+        dataset_samples=count_dataset(request.batch),
+    )
+
+
+def _warn_of_aux(found: Found) -> tuple[str, ...]:
+    micro_batches = -(-found.samples // found.size)
+    if micro_batches <= 2 or not found.aux_bytes:
+        return ()
+    held = f"the step returns {format_bytes(found.aux_bytes)} beside each loss, which is held until the step ends"
+    return (f"{held}: {micro_batches} x that, of which the trials held two",)

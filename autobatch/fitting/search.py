@@ -1,0 +1,282 @@
+"""Searches the largest micro-batch that fits, by trials."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autobatch._formatting import format_bytes
+from autobatch.batch.example import check_values, find_example
+from autobatch.batch.layout import Layout, count_bytes, tensors_of
+from autobatch.batch.samples_by_length import SamplesByLength
+from autobatch.errors import DoesNotFit, InvalidArgument
+from autobatch.events import PlanRecalled, PlanRefused, TrialFinished, emit
+from autobatch.fitting.fingerprint import fingerprint
+from autobatch.fitting.found import ExampleBatch, Found, Request
+from autobatch.fitting.length_search import search_lengths
+from autobatch.fitting.probe import Probe
+from autobatch.planning.curve import fit_curve
+from autobatch.planning.evidence import Question
+from autobatch.planning.next_trial import choose_size, next_size, next_smaller_size
+from autobatch.planning.plan_record import PlanRecord
+from autobatch.planning.planner import balance, least_size, useful_sizes
+from autobatch.planning.reuse import choose_remembered, why_not_confirmed
+from autobatch.records import SizeAtLength, Trial
+from autobatch.report.advice import explain_refusal
+from autobatch.step.batch_norm import (
+    batch_norms_in_train_mode,
+    explain_smallest,
+    may_refuse_one_sample,
+    refuses_one_sample,
+)
+from autobatch.step.default_step import default_step, explain_default
+
+
+def search(request: Request) -> Found:
+    """Try sizes on real samples until the best one is known; the errors are those of ``fit``."""
+    workload, target = request.workload, request.wanted.target_batch
+    batch, whole = _find_batch(request)
+    workload.model.train()
+    workload.weights_of(batch.example.batch, batch.example.count)  # raises here if weigh() cannot count
+    trials = _Trials(request, batch, whole)
+    lengths = (request.lengths.of, batch.by_length.padding) if request.lengths and batch.by_length else None
+    known = fingerprint(workload, trials.samples, request.memory.describe(), request.division.size, lengths)
+    with torch.enable_grad():
+        is_doubtful = target > 1 and may_refuse_one_sample(workload.model)
+        smallest = trials.probe.find_smallest() if is_doubtful else 1
+        confirmed = _confirm(request, trials, known, smallest)
+        size = confirmed.micro_batch_size if confirmed else _search_size(request, trials, smallest)
+        # With a size of 2 an odd target has a micro-batch of one sample, which has not run.
+        if not is_doubtful and min(balance(target, size)) < size == 2:
+            smallest = trials.probe.find_smallest()
+            if smallest > 1:
+                size = _search_size(request, trials, smallest)
+                confirmed = confirmed if size == 2 else None
+        sizes: tuple[SizeAtLength, ...] = ()
+        if batch.by_length is not None:
+            by_length = batch.by_length
+            sizes = confirmed.lengths if confirmed else _search_lengths(request, trials, by_length, size, smallest)
+    explained = [explain_default(workload.model, trials.samples.grow(2))] if workload.step is default_step else []
+    return Found(
+        samples=target,
+        size=size,
+        smallest=smallest,
+        sizes=sizes,
+        trials=tuple(trials.done),
+        shorter_trials=tuple(trials.shorter),
+        confirmed=confirmed,
+        batch=batch,
+        fingerprint=known,
+        state_bytes=trials.probe.state_bytes,
+        trained=trials.probe.trained,
+        aux_bytes=trials.probe.aux_bytes,
+        savings=tuple(sorted(trials.probe.savings)),
+        warnings=(*request.allowance.warnings, *batch.warnings, *explained),
+    )
+
+
+def settle(request: Request, found: Found, samples: int) -> Found:
+    """Take so many samples a step; if sizes were searched for another number, try the size of their micro-batches.
+
+    Raises:
+        DoesNotFit: That size does not fit, though a larger one does.
+    """
+    if samples == found.samples:
+        return found
+    found = replace(found, samples=samples)
+    # With sharded parameters all ranks tried the largest share together. With lengths, batches are cut greedily.
+    if request.division.trials.are_shared or found.sizes:
+        return found
+    size = max(balance(samples, found.size, min(found.smallest, samples)))
+    if size in {trial.micro_batch_size for trial in found.trials}:
+        return replace(found, size=size)
+    request = replace(request, wanted=request.wanted.model_copy(update={"target_batch": samples}))
+    trials = _Trials(request, found.batch, _hold_whole_batch(request, found.batch.example)[0])
+    with torch.enable_grad():
+        trial = trials.run(size)
+    if trial.outcome != "fits":
+        raise DoesNotFit(trials.explain())
+    return replace(found, size=size, trials=(*found.trials, trial))
+
+
+def _find_batch(request: Request) -> tuple[ExampleBatch, Layout]:
+    """Find the example batch; return it and the batch that a step of the trials holds."""
+    model, lengths, target = request.workload.model, request.lengths, request.wanted.target_batch
+    has_own_step = request.workload.step is not default_step
+    found = find_example(model, request.batch, target, lengths, has_own_step=has_own_step)
+    check_values(found.layout.batch)
+    whole, warnings = _hold_whole_batch(request, found.layout)
+    if not model.training:
+        warnings = ("the model was in eval mode: sizes were tried in train mode, which needs more memory", *warnings)
+    batch = ExampleBatch(
+        example=found.layout,
+        compared=found.with_smallest or found.layout,
+        by_length=None if lengths is None else SamplesByLength.read(found.layout, lengths),
+        norms=batch_norms_in_train_mode(model),
+        warnings=(*found.warnings, *warnings),
+    )
+    return batch, whole
+
+
+def _hold_whole_batch(request: Request, example: Layout) -> tuple[Layout, tuple[str, ...]]:
+    """Return the batch that trials hold, the whole one if it comes on the model's device; and warnings."""
+    if all(tensor.device != request.memory.torch_device for tensor in tensors_of(example.batch)):
+        return example, ()
+    target, limit = request.wanted.target_batch, request.allowance.limit_bytes
+    whole = count_bytes(example.batch) * target // example.count
+    if limit and whole > limit // 2:
+        warning = (
+            f"the whole batch of {target} would take {format_bytes(whole)} of {request.memory.describe().name} "
+            f"by itself, and was left out of the trials: hand it over in parts with runner.step_over()"
+        )
+        return example, (warning,)
+    return example.grown(target), ()
+
+
+class _Trials:
+    """Runs the trials of one search.
+
+    Attributes:
+        batch: The example batch.
+        samples: Samples that a trial of any size repeats; with lengths the longest ones.
+        probe: Runs a trial.
+        done: Trials so far, of the longest samples if lengths differ.
+        shorter: Trials of shorter samples.
+    """
+
+    def __init__(self, request: Request, batch: ExampleBatch, whole: Layout) -> None:
+        self.done: list[Trial] = []
+        self.shorter: list[Trial] = []
+        self.batch, self.samples = batch, whole
+        if batch.by_length is not None:
+            self.samples, self._whole = batch.by_length.at(batch.by_length.longest)[0], whole  # a step holds both
+            request.memory.watch(tensors_of(whole.batch))
+        allowance, wanted = request.allowance, request.wanted
+        options = allowance.limit_bytes, request.state, wanted.accumulate_in_float32, wanted.target_batch
+        shared = request.division.trials
+        self.probe = Probe(request.workload, self.samples, request.memory, *options, shared=shared)
+        self._request = request
+
+    def run(self, size: int) -> Trial:
+        """Try a size; raise DoesNotFit instead of the error of a layer that needs more than one sample."""
+        try:
+            trial = self.probe.run(size)
+        except ValueError as error:
+            if size > 1 or self._request.wanted.target_batch == 1 or not refuses_one_sample(error):
+                raise
+            _find_candidates(self._request, smallest=2)  # if nothing is left, max_micro_batch= is to blame
+            raise DoesNotFit(self.explain(explain_smallest(self._request.workload.model))) from error
+        longest = None if self.batch.by_length is None else self.batch.by_length.longest
+        return self._note(trial, longest, self.done)
+
+    def run_shorter(self, samples: SamplesByLength, length: int, size: int) -> Trial:
+        """Try a number of samples of at most this length."""
+        self.probe.example, length = samples.at(length)
+        return self._note(self.probe.run(size), length, self.shorter)
+
+    def explain(self, why_no_smaller: str = "") -> str:
+        """Explain why even the smallest size that was tried does not fit."""
+        smallest = min(self.done, key=lambda trial: trial.micro_batch_size)
+        reason = self.probe.errors.get(smallest.micro_batch_size, f"it ended as {smallest.outcome!r}")
+        if why_no_smaller:
+            reason = f"{reason}; {why_no_smaller}"
+        allowance, device = self._request.allowance, self._request.memory.describe()
+        limits = allowance.limit_bytes, allowance.budget_bytes
+        return explain_refusal(smallest, reason, *limits, device, savings=self.probe.savings)
+
+    def _note(self, trial: Trial, length: int | None, trials: list[Trial]) -> Trial:
+        trial = trial.model_copy(update={"length": length})
+        trials.append(trial)
+        limit_bytes = self._request.allowance.limit_bytes
+        emit(TrialFinished(trial=trial, limit_bytes=limit_bytes, **self._request.whose), self._request.hooks)
+        return trial
+
+
+def _confirm(request: Request, trials: _Trials, known: str, smallest: int) -> PlanRecord | None:
+    """Return an earlier plan that one trial of its size confirms; ``None`` if there is none."""
+    least = least_size(request.wanted.target_batch, smallest)
+    plans = [plan for plan in request.ledger.recall(known, request.division.rank) if plan.micro_batch_size >= least]
+    plan, reason, refused = choose_remembered(plans, request.wanted)
+    if plan is not None:
+        emit(PlanRecalled(plan_id=plan.id, micro_batch_size=plan.micro_batch_size, **request.whose), request.hooks)
+        trial = trials.run(plan.micro_batch_size)
+        reason, refused = why_not_confirmed(plan, trial, request.allowance.limit_bytes), plan.id
+    if reason:
+        emit(PlanRefused(plan_id=refused, reason=reason, **request.whose), request.hooks)
+        return None
+    return plan
+
+
+def _search_size(request: Request, trials: _Trials, smallest: int) -> int:
+    """Return the size to use, after as many more trials as it takes."""
+    wanted, memory = request.wanted, request.memory
+    sizes = _find_candidates(request, smallest)
+    question = Question(
+        bound=wanted.max_micro_batch,
+        limit_bytes=request.allowance.limit_bytes,
+        measures=memory.measures,
+        smallest_probe=min(smallest, sizes[0]),
+        candidates=sizes,
+    )
+    # On CUDA a trial costs more than a prediction. A prediction cannot gather sharded parameters from other ranks.
+    if memory.measures and memory.describe().kind == "cuda" and not request.division.trials.are_shared:
+        question = _predict(request, trials, question)
+    for policy in (next_size, next_smaller_size) if wanted.objective == "memory" else (next_size,):
+        while (size := policy(question, trials.done)) is not None:
+            trials.run(size)
+    chosen = choose_size(question, trials.done, wanted.objective)
+    if chosen is None:
+        raise DoesNotFit(trials.explain(explain_smallest(request.workload.model) if smallest > 1 else ""))
+    return chosen
+
+
+def _predict(request: Request, trials: _Trials, question: Question) -> Question:
+    """Add a prediction to the question: where to begin, and what trials near there will hold."""
+    from autobatch.prediction.prior import FirstStep, expect_largest  # noqa: PLC0415 - a CPU needs none of it
+
+    request.announce("predicting which sizes fit")
+    sizes = question.candidates
+    first = FirstStep(request.memory.usage().allocated, trials.probe.measure_forward() if sizes[-1] > 1 else None)
+    expected = expect_largest(request.workload, trials.batch.example, question.limit_bytes, sizes, first)
+    return question.model_copy(
+        update={
+            "expected": expected.largest,
+            "expects_no_more": not expected.knows_no_larger,
+            "forecast": expected.forecast,
+        }
+    )
+
+
+def _find_candidates(request: Request, smallest: int) -> tuple[int, ...]:
+    """Return the useful sizes that leave no micro-batch which the model cannot run."""
+    target, bound = request.wanted.target_batch, request.wanted.max_micro_batch
+    least = least_size(target, smallest)
+    if bound < least:
+        raise DoesNotFit(
+            f"max_micro_batch={bound} leaves a micro-batch of one sample of target_batch={target}, and "
+            f"{explain_smallest(request.workload.model)}: pass max_micro_batch={least} or more"
+        )
+    # With lengths each micro-batch has as many samples as ran at their length: any number may be useful.
+    sizes = useful_sizes(target, bound) if request.lengths is None else range(1, bound + 1)
+    return tuple(size for size in sizes if size >= least)
+
+
+def _search_lengths(
+    request: Request, trials: _Trials, samples: SamplesByLength, size: int, smallest: int
+) -> tuple[SizeAtLength, ...]:
+    """Try shorter samples, one number of them at each length."""
+    if smallest > 1:
+        raise InvalidArgument(
+            f"lengths= divides a batch into parts of any size, and {explain_smallest(request.workload.model)}: plan "
+            f"without lengths="
+        )
+    peak_bytes = max(trial.peak_reserved for trial in trials.done if trial.micro_batch_size == size)
+    longest = SizeAtLength(length=samples.longest, micro_batch_size=size, peak_bytes=peak_bytes)
+    limit = request.allowance.limit_bytes if request.wanted.objective == "throughput" else peak_bytes
+    curve = fit_curve(trials.done) if request.memory.measures else None
+
+    def try_size(length: int, size: int) -> Trial:
+        return trials.run_shorter(samples, length, size)
+
+    return search_lengths(try_size, longest, curve, limit, request.wanted.max_micro_batch)
