@@ -1,8 +1,7 @@
-"""Identifies what a measurement depends on, by a short text that changes when any of it changes.
+"""Identifies the conditions of a measurement by a short text that changes when any of them changes.
 
-Does not cover values of parameters or data (no user data goes in), numbers that move during training (learning rates,
-counters), code that the step calls, and values that it closes over: a plan that no longer fits is found out by the
-trial that confirms it.
+Values of parameters and data are left out, as are numbers that move during training and code that the step calls. A
+plan that no longer fits fails the trial that confirms it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from autobatch.records import DeviceInfo, Padding
 from autobatch.step.workload import Workload
 from autobatch.undo.tensor_header import is_uninitialized
 
-__all__ = ["fingerprint"]
-
 
 def fingerprint(
     workload: Workload,
@@ -34,9 +31,9 @@ def fingerprint(
     world_size: int,
     lengths: tuple[Callable[..., Any], Padding] | None = None,
 ) -> str:
-    """A hexadecimal digest of 32 characters: equal where an earlier plan may be confirmed by one trial.
+    """Return a hexadecimal digest of 32 characters: if it is equal, one trial may confirm an earlier plan.
 
-    Of ``example`` one sample's shapes count, not how many there are; who else is on the device does not count.
+    The shapes of one sample of ``example`` count, but not their number or other processes on the device.
     """
     model = workload.model
     autocasts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -65,20 +62,20 @@ def fingerprint(
 def _spell(name: str, tensor: torch.Tensor) -> str:
     if is_uninitialized(tensor):
         return f"{name} {tensor.dtype} no shape yet"
-    # A nested tensor's ragged dimension is a symbol, another one in each process.
+    # A nested tensor's ragged dimension is a symbol that differs between processes.
     sizes = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
     return f"{name} {tensor.dtype} {sizes}"
 
 
 def _spell_module(name: str, module: nn.Module) -> str:
-    # Bools are switches (training, gradient_checkpointing, batch_first), and so may floats be: a dropout of 0 keeps no
-    # mask. An int may be a counter.
+    # Bools are switches (training, gradient_checkpointing, batch_first). Floats may be switches too: a dropout of 0
+    # keeps no mask. An int may be a counter.
     switches = sorted(key for key, value in vars(module).items() if isinstance(value, (bool, float)) and value)
     return f"{name} {type(module).__qualname__} {switches}"
 
 
 def _spell_code(function: Callable[..., Any] | None) -> str:
-    """A Python function's code and constants, of anything else its type: lines may move, the code may not change."""
+    """Return a Python function's code and constants, or the type of another object; line numbers do not count."""
     if function is None:
         return ""
     function = inspect.unwrap(function)
@@ -94,7 +91,7 @@ def _spell_code(function: Callable[..., Any] | None) -> str:
 
 
 def _spell_constant(value: Any) -> str:
-    """A constant of a function's code; functions inside it are such constants too."""
+    """Return a constant of a function's code; functions inside it are such constants too."""
     if isinstance(value, CodeType):
         constants = [_spell_constant(constant) for constant in value.co_consts]
         return f"{value.co_name} {hashlib.sha256(value.co_code).hexdigest()} {value.co_names} {constants}"
@@ -121,7 +118,7 @@ _DEEPEST = 10  # of lists in lists, of which one may hold itself
 
 
 def _spell_option(value: Any, depth: int = _DEEPEST) -> str:
-    """Switches and sizes as they are; of other numbers only whether they are 0: schedules move them, and no memory."""
+    """Return switches and sizes, but only "is it 0" for floats: schedules move them, and memory does not follow."""
     if value is None or isinstance(value, (bool, int, str)):
         return repr(value)
     if isinstance(value, (list, tuple)) and depth:

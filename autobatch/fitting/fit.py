@@ -69,67 +69,68 @@ def fit(
     reuse: bool = True,
     progress: bool = True,
     share: Share = "equal",
+    timeout: float | None = None,
 ) -> Plan:
     """Find how to split a target batch so that one optimizer step fits the device.
 
     A few sizes are run for real: two micro-batches with gradients and optimizer state resident, then the optimizer's
-    step, inside the budget. Sizes are tried in train mode; exactness is checked with each module in the mode, train or
-    eval, in which you left it, as ``verify`` does. Afterwards everything is bit for bit as before: parameters, buffers,
-    ``.grad``, optimizer state, random generators, train/eval flags, hooks, and the device's memory.
+    step, inside the budget. Sizes are tried in train mode. The check of exactness runs each module in the mode, train
+    or eval, in which you left it. Afterwards everything has its old value bit for bit: parameters, buffers, ``.grad``,
+    optimizer state, random generators, train/eval flags, hooks, and the device's memory.
 
-    With several ranks every one of them calls this with its own ``DistributedDataParallel`` model. Each finds its own
-    size on its own device, and gets its own plan.
+    With several ranks each rank calls this with its own ``DistributedDataParallel`` model. Each finds its own size on
+    its own device, and gets its own plan.
 
     Args:
-        model: The model, on its device.
-        target_batch: Samples one optimizer step should see, over all ranks.
-        batch: An example batch: tensors and arrays with one row a sample, in lists, dicts, dataclasses; or an object of
-            a type that ``autobatch.batches`` knows. Or a Dataset or DataLoader, whose largest samples are used; of a
-            stream one batch is read.
-            ``None``: inferred from the model where it describes its inputs.
+        model: Model on its device.
+        target_batch: Samples of one optimizer step, over all ranks.
+        batch: Example batch: tensors and arrays with one row a sample, in lists, dicts and dataclasses; or an object of
+            a type that was registered with ``autobatch.batches``. A Dataset or DataLoader gives its largest samples; a
+            stream gives one batch. ``None``: the batch is inferred from the model if it describes its inputs.
         step: ``step(model, micro_batch) -> loss``: the mean over ``weigh(micro_batch)`` units, or ``(loss, aux)``.
             ``None``: the output's ``.loss``, else the output itself if scalar, else the mean of its floats;
-            ``plan.warnings`` says which.
-        optimizer: Its state and its step's own peak are measured. It is stepped on your tensors only inside a trial,
-            and put back. Of the wrappers of Lightning and accelerate the torch optimizer inside is stepped, so that
+            ``plan.warnings`` names the one that is used.
+        optimizer: Optimizer, whose state and peak are measured. It is stepped on your tensors only inside a trial, and
+            its step is undone. Trials step the torch optimizer inside a wrapper of Lightning or accelerate, so that
             trainers count no step.
-        weigh: What the mean is over, ``weigh(micro_batch) -> float``; default: samples.
-        lengths: Where samples of different lengths are padded to one: ``lengths(batch)`` gives one whole number for
-            each sample, of the whole batch and of any part of it. Then the plan says how many samples of up to each of
-            a few lengths run together; ``Runner`` sorts, trims and divides by that, and gives the same gradient. Where
-            the example does not show which dimensions are padded, pass ``autobatch.Lengths``.
-        device: Where the model is; default: where its parameters are.
-        budget: What this process may hold, in bytes or as ``"8GiB"``; default: what is free to it plus what it holds
-            now.
-        headroom: Left free of the budget: bytes, a text, or a fraction; default 5 %.
-        max_micro_batch: Never more samples than this in a micro-batch, in a trial or in training.
+        weigh: Unit of the mean: ``weigh(micro_batch) -> float``. Default: number of samples.
+        lengths: Lengths of samples that are padded to one length: ``lengths(batch)`` returns one whole number for each
+            sample, of a whole batch and of any part of it. The plan then has a number of samples for each of a few
+            lengths. ``Runner`` sorts, trims and divides batches by it, with the same gradient. Pass
+            ``autobatch.Lengths`` if the example does not show which dimensions are padded.
+        device: Device of the model; default: that of its parameters.
+        budget: Bytes that this process may hold, as an int or as ``"8GiB"``. Default: the free memory and the memory
+            that this process holds now.
+        headroom: Part of the budget to leave free: bytes, a text, or a fraction; default 5 %.
+        max_micro_batch: Most samples in a micro-batch, in trials and in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
             the best rate.
-        accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32, where there is more than
-            one micro-batch: 4 bytes a parameter, which the trials measure. A sum of many small gradients in bfloat16
-            loses most of them.
-        check: What to do where splitting is not exact, or could not be checked: ``"warn"`` (in ``plan.warnings``),
+        accumulate_in_float32: Add up gradients of bfloat16 and float16 parameters in float32 if there are several
+            micro-batches. This takes 4 bytes a parameter, which the trials measure. A sum of many small gradients in
+            bfloat16 loses most of them.
+        check: Reaction to a split that is not exact or cannot be checked: ``"warn"`` (in ``plan.warnings``),
             ``"raise"``, or ``None``.
-        reuse: Whether a plan that an earlier run found for the same step may be confirmed by one trial at its size,
-            instead of a search. What was tried is logged, and so is why a plan did not serve.
-        progress: One line a trial on stderr, when that is a terminal.
-        share: How several ranks divide the target: ``"equal"``, to one sample; ``"speed"``, by the rates measured in
-            the trials, so that all end at about the same time; or a number of samples for each rank.
+        reuse: Confirm a plan that an earlier run found for the same step by one trial, instead of a search. The log
+            names the plan, and the reason if it is refused.
+        progress: Write one line a trial to stderr if that is a terminal.
+        share: Division of the target among ranks: ``"equal"``, to one sample; ``"speed"``, by the rates of the trials,
+            so that all ranks finish at about the same time; or a number of samples for each rank.
+        timeout: Seconds for which a rank waits for the others; default: the timeout of the process group.
 
     Returns:
         The plan. Its size has run.
 
     Raises:
         NeedsBatch: No batch was given and the model does not describe its inputs.
-        DoesNotFit: Not even one sample fits, or the fewest that the model can run; the message says what it needed,
-            what there was, and what would help.
-        InexactSplit: ``check="raise"`` and the split would change the gradient, or that could not be checked.
+        DoesNotFit: The fewest samples that the model can run do not fit. The message names the memory that they
+            needed, the memory there was, and what would help.
+        InexactSplit: ``check="raise"`` was passed, and the split would change the gradient or could not be checked.
         InvalidArgument: An argument cannot be used, or the batch cannot be counted.
         RankFailed: Another rank has raised one of these.
-        RankLost: Another rank is gone or did not answer.
+        RankLost: Another rank ended or did not answer.
     """
     started = time.perf_counter()
-    ranks = find_ranks(model)
+    ranks = find_ranks(model, timeout)
     with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = check_sizes(target_batch, max_micro_batch)
         check_choices(objective=objective, check=check, budget=budget, headroom=headroom)
@@ -159,10 +160,8 @@ def fit(
                         limit_bytes=allowance.limit_bytes,
                     )
                     asked = wanted, source_of(batch), _read_lengths(lengths, division)
-                    hooks, is_passed = progress_hooks(progress=progress), budget is not None
-                    request = Request(
-                        workload, memory, allowance, state, division, *asked, hooks, remembered, is_passed
-                    )
+                    hooks = progress_hooks(progress=progress)
+                    request = Request(workload, memory, allowance, state, division, *asked, hooks, remembered)
                     found = search(request)
                     rates.append({"rate": found.rate})
                 with all_or_none(ranks, "fit(), the check", is_last=True) as plans:

@@ -1,4 +1,4 @@
-"""Defines what a search asks and what it finds, and makes the plan of it."""
+"""Defines the request and the result of a search, and makes the plan."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Checked = tuple[Verdict | None, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Request:
-    """What a search is asked.
+    """Request for a search.
 
     Attributes:
         workload: Model, step and optimizer.
         memory: Device of the trials.
         allowance: Budget and headroom there.
         state: Copy of the training state, to which each trial returns.
-        division: How the ranks divide the target, and what they share in trials.
-        wanted: Samples of this rank, and what else a remembered plan has to agree with.
+        division: Division of the target among ranks, and their exchange in trials.
+        wanted: Samples of this rank, and the conditions that a remembered plan has to meet.
         batch: Argument ``batch=`` of the user.
-        lengths: How long samples are; ``None``: all alike.
-        hooks: Callables that get the events of the search.
+        lengths: Lengths of samples; ``None`` if they do not differ.
+        hooks: Callables for the events of the search.
         ledger: Ledger of the plans that may be confirmed.
         budget_passed: Whether the user passed the budget.
     """
@@ -71,7 +71,7 @@ class Request:
         return {"rank": self.division.rank, "world_size": self.division.size}
 
     def announce(self, stage: str) -> None:
-        """Report that a stage begins, to whoever waits for it."""
+        """Emit the event that a stage begins."""
         emit(StageBegan(stage=stage, **self.whose), self.hooks)
 
 
@@ -81,9 +81,9 @@ class ExampleBatch:
 
     Attributes:
         example: Samples as they were given or found.
-        compared: Samples for the check of exactness: the same, and the smallest one of a dataset.
+        compared: Samples for the check of exactness: these, and the smallest one of a dataset.
         by_length: The samples by length, if lengths differ.
-        norms: Names of layers that normalise by their micro-batch, in the mode that the user left.
+        norms: Names of BatchNorm layers that the user left in train mode.
         warnings: Sentences for the plan.
     """
 
@@ -96,22 +96,22 @@ class ExampleBatch:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
         samples: Samples of a step on this rank.
-        size: Most samples in a micro-batch; it has run.
+        size: Most samples in a micro-batch; this size has run.
         smallest: Fewest samples that the model can run.
-        sizes: With lengths, how many samples of up to each length run together.
+        sizes: With lengths, the number of samples that run together at each length.
         trials: Trials, of the longest samples if lengths differ.
         shorter_trials: Trials of shorter samples.
-        confirmed: Plan that one trial has confirmed; ``None`` if sizes were searched.
+        confirmed: Earlier plan that one trial has confirmed; ``None`` after a search.
         batch: Samples of the trials.
-        fingerprint: What the measurements depend on.
+        fingerprint: Text that identifies the conditions of the measurements.
         state_bytes: Bytes of the optimizer's state.
         trained: Number of values that the optimizer moved.
-        aux_bytes: Most bytes that a step returned beside the loss of one micro-batch.
-        savings: What the step does already to save memory.
+        aux_bytes: Most bytes that a step returned beside the loss of a micro-batch.
+        savings: Ways in which the step already saves memory.
         warnings: Sentences for the plan.
     """
 
@@ -153,7 +153,7 @@ class Found:
         return min((trial.micro_batch_size for trial in self.trials if trial.outcome != "fits"), default=0)
 
     def most_at_once(self, limit_bytes: int) -> int:
-        """Return how many samples of a step should fit in one micro-batch, tried or not; at least the chosen size."""
+        """Return the most samples that should fit in one micro-batch by the curve; at least the chosen size."""
         curve = self.curve if limit_bytes else None
         if curve is None:
             return self.size
@@ -170,7 +170,7 @@ class Found:
 
 
 def make_plan(request: Request, found: Found, checked: Checked, ranks: Sequence[RankPlan], seconds: float) -> Plan:
-    """Make the plan of this rank; ``ranks`` says what each rank runs, ``seconds`` is the wall time of ``fit``."""
+    """Make the plan of this rank from the result; ``ranks`` has a record of each rank, ``seconds`` is fit's time."""
     workload, wanted, division, sizes = request.workload, request.wanted, request.division, found.micro_batches()
     (verdict, warnings), own = checked, ranks[division.rank]
     return Plan(

@@ -1,4 +1,4 @@
-"""Warns where a loader's batches, or the samples of a dataset, do not make up the target batch."""
+"""Warns if a loader's batches, or the samples of a dataset, do not make up the target batch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from autobatch._formatting import plural
 from autobatch.batch.largest import is_source
 from autobatch.distributed.share_sampler import ShareSampler
 
-__all__ = ["ForRun", "source_of", "warn_of_loader"]
-
 
 @dataclass(frozen=True)
 class ForRun:
-    """An example whose batch size says nothing about training: ``Runner.run`` joins and cuts a loader's batches.
+    """An example that ``Runner.run`` joins and cuts in training, so that its batch size does not matter.
 
     Attributes:
         source: The argument ``batch=`` of the user.
@@ -32,7 +30,7 @@ def source_of(given: Any) -> Any:
 
 
 def warn_of_loader(given: Any, target: int, share: int, world_size: int) -> Iterator[str]:
-    """Yield a sentence for each way in which steps on this loader or dataset would not have the target.
+    """Yield a sentence for each reason why steps on this loader or dataset would miss the target.
 
     Args:
         given: The argument ``batch=`` of ``fit``.
@@ -66,7 +64,7 @@ def _is_whole(source: Any, world_size: int) -> bool:
 
 
 def _count_samples(source: Any) -> int | None:
-    """Count the samples of one pass; ``None`` if it is unknown, as with a stream or a batch sampler of the user's."""
+    """Count the samples of one pass; return ``None`` for a stream or a batch sampler of the user's."""
     counted = source
     if isinstance(source, DataLoader):
         sampler = source.batch_sampler

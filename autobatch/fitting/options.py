@@ -1,4 +1,4 @@
-"""Defines the options that several calls share, and refuses values that no model could use."""
+"""Defines the options that several calls share, and checks their values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autobatch._arguments import (
 )
 from autobatch.batch.chosen_groups import CutFunction
 from autobatch.batch.lengths import LengthOf, Lengths
+from autobatch.distributed.ranks import read_timeout
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
 from autobatch.memory.device import Device
@@ -31,7 +32,7 @@ from autobatch.undo.user_objects import check_objects
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options of ``fit`` that every call takes which makes a plan; ``fit`` explains them."""
+    """Options of every call that makes a plan; ``fit`` explains them."""
 
     budget: int | str | None
     headroom: float | str | None
@@ -49,6 +50,7 @@ class IntegrationOptions(SearchOptions, total=False):
     device: Device | None
     hooks: Iterable[Hook]
     keep: Sequence[Any]
+    timeout: float | None
 
 
 class SharedOptions(TypedDict, total=False):
@@ -57,6 +59,7 @@ class SharedOptions(TypedDict, total=False):
     weigh: Weigh | None
     lengths: Lengths | LengthOf | None
     device: torch.device | str | Device | None
+    timeout: float | None
 
 
 class FitOptions(SharedOptions, SearchOptions, total=False):
@@ -75,6 +78,7 @@ class RunnerOptions(SharedOptions, total=False):
     hooks: Iterable[Hook]
     keep: Sequence[Any]
     backward: Backward | None
+    enforce: Literal["auto", "always"]
 
 
 class FitAndRunOptions(FitOptions, RunnerOptions, total=False):
@@ -103,12 +107,13 @@ class Options:
     """Checked options of an integration.
 
     Attributes:
-        target: Samples of an optimizer step over all ranks; ``None``: what the loader gives.
+        target: Samples of an optimizer step over all ranks; ``None``: the batch of the loader.
         fit: Options of ``fit`` by name, ``check`` always among them.
         device: Memory of the device; ``None``: where the model is.
-        hooks: Callables that get the events of the Runner.
-        keep: The user's objects that a step changes.
-        weigh: What the loss is a mean over, if the user passed it.
+        hooks: Callables for the events of the Runner.
+        keep: Objects of the user that a step changes.
+        timeout: Seconds for which a rank waits for the others.
+        weigh: Unit of the mean, if the user passed it.
     """
 
     target: int | None
@@ -116,6 +121,7 @@ class Options:
     device: Any
     hooks: Sequence[Hook]
     keep: Sequence[Any]
+    timeout: float | None
     weigh: Weigh | None = None
 
     @classmethod
@@ -138,12 +144,13 @@ class Options:
             check_count("max_micro_batch", bound)
         check_choices(**{name: fit[name] for name in ("objective", "check", "budget", "headroom") if name in fit})
         check_switches(**{name: fit[name] for name in ("accumulate_in_float32", "reuse", "progress") if name in fit})
-        device = given.get("device")
+        device, timeout = given.get("device"), given.get("timeout")
         if device is not None:
             parse_device(device)
+        read_timeout(timeout)
         check_weigh(weigh)
         hooks, keep = check_hooks(given.get("hooks", ())), check_objects(given.get("keep", ()))
-        return cls(target, fit, device, hooks, keep, weigh)
+        return cls(target, fit, device, hooks, keep, timeout, weigh)
 
 
 def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:

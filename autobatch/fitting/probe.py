@@ -1,11 +1,8 @@
-"""Tries one micro-batch size: runs it for real and measures it, under the conditions of training.
+"""Runs and measures one micro-batch size under the conditions of training.
 
-That is with gradients and optimizer state resident: two micro-batches accumulated by the code that trains, then the
-optimizer's own step. What has to be restored after the last trial is ``fit``'s to restore.
-
-The optimizer's step is a real one on the user's own tensors, put back from a copy in host memory. A shadow of the
-parameters would need as many bytes again on the device, which moves the very limit that is measured; a fake trace does
-not know custom optimizers. The copy costs host memory only (a file where that is short), and the peak is the true one.
+A trial accumulates two micro-batches with the code that trains, with gradients and optimizer state resident, and then
+runs the optimizer's own step on the user's tensors. A copy in host memory (or in a file) undoes it. A shadow of the
+parameters on the device would move the limit that is measured, and a fake trace does not know custom optimizers.
 """
 
 from __future__ import annotations
@@ -45,7 +42,7 @@ _LITTLE = 0.001  # of a step's memory may outlive it, such as a loss in an attri
 
 @dataclass
 class Readings:
-    """What one trial has measured so far."""
+    """Memory and time of one trial so far."""
 
     resident: int = 0  # bytes, as in Trial
     held: int = 0  # bytes, as in Trial
@@ -58,7 +55,7 @@ class Readings:
 
     @contextmanager
     def read(self, device: Device, part: str) -> Iterator[None]:
-        """A block whose peak is that part's: ``"backward"`` or ``"optimizer"``."""
+        """Read the peak of a block as that of a part: ``"backward"`` or ``"optimizer"``."""
         device.reset_peak()
         try:
             yield
@@ -69,7 +66,7 @@ class Readings:
     def summarise(
         self, size: int, device: Device, limit_bytes: int, parameters: Sequence[torch.Tensor], *, has_ended: bool
     ) -> Trial:
-        """The trial; ``has_ended``: memory has."""
+        """Make the trial's record; ``has_ended`` is true if it ran out of memory."""
         has_spilled = bool(self.backward.spilled or self.optimizer.spilled)
         retries = max(device.usage().alloc_retries - self.retries_before, 0)  # the step may reset the statistics
         return Trial(
@@ -88,7 +85,7 @@ class Readings:
         )
 
     def _judge_phase(self, limit_bytes: int, parameters: Sequence[torch.Tensor]) -> Phase:
-        """The phase in which memory ended; of a backward pass that cannot hold all gradients, ``gradients``."""
+        """Return the phase that ran out of memory; ``gradients`` if the backward pass cannot hold all gradients."""
         gradients = sum(bytes_of(parameter) for parameter in parameters if parameter.requires_grad)
         is_hopeless = 0 < limit_bytes < self.resident + gradients
         is_hopeless = is_hopeless and self.resident < limit_bytes
@@ -97,7 +94,7 @@ class Readings:
 
 @dataclass
 class Probe:
-    """Runs trials of one workload on one device, and puts everything back after each."""
+    """Runs trials of one workload on one device, and undoes each."""
 
     workload: Workload
     example: Layout  # every size is made of it, by repeating its samples
@@ -119,7 +116,7 @@ class Probe:
     _holds_activations: bool = False
 
     def __post_init__(self) -> None:
-        """Rewind the state, so that the first attempt begins as the later ones do."""
+        """Rewind the state, so that the first attempt begins like the later ones."""
         # What is compiled is not recorded, since that would run it eagerly.
         self._is_compiled = is_compiled(self.workload.model, self.workload.step)
         self.savings = find_savings(self.workload.model)
@@ -127,7 +124,7 @@ class Probe:
         self.state.rewind()
 
     def run(self, size: int) -> Trial:
-        """Try one size; of errors only out of memory is an outcome, measured up to the point where memory ended."""
+        """Try one size. Running out of memory is an outcome with its measurements; other errors are raised."""
         self.device.watch(self.workload.resident_tensors())
         usage = self.device.usage()
         self._now, reason = Readings(resident=usage.allocated, retries_before=usage.alloc_retries), None
@@ -146,9 +143,9 @@ class Probe:
         return self.shared.agree(self._judge_speed(trial))
 
     def _judge_speed(self, trial: Trial) -> Trial:
-        """Take a trial that crawls for one that does not fit, where a full card's memory may be moved to the host.
+        """Change the outcome of a very slow trial to ``thrash`` on a card that may move memory to the host.
 
-        Under WSL the memory of the Windows host cannot be read: then only time shows it.
+        Under WSL the memory of the Windows host cannot be read, so only the time shows it.
         """
         if not getattr(self.device, "may_spill", False) or trial.outcome != "fits":
             return trial
@@ -157,7 +154,7 @@ class Probe:
         return trial.model_copy(update={"outcome": "thrash"}) if is_slow else trial
 
     def find_smallest(self) -> int:
-        """The fewest samples whose forward pass runs: 1, or 2 where one alone raises an error (trials run two)."""
+        """Return the fewest samples whose forward pass runs: 1, or 2 if one alone raises an error (trials run two)."""
         handled = sys.exc_info()[1]
         try:
             self._attempt(lambda size: self.workload.run(self._copy_batch(size).batch), 1, records=True)
@@ -172,7 +169,7 @@ class Probe:
         return 2
 
     def measure_forward(self) -> int | None:
-        """Run the first step now; returns the bytes that its forward pass leaves, ``None`` where memory ended."""
+        """Run the first step now; return the bytes that its forward pass leaves, ``None`` after an OOM."""
         self.device.watch(self.workload.resident_tensors())
         self._now = Readings(resident=self.device.usage().allocated)
         if self._is_warm or self._run_first_step(FIRST_SIZE) is not None:
@@ -180,7 +177,7 @@ class Probe:
         return self._now.after_forward - self._now.resident
 
     def _run_first_step(self, size: int) -> str | None:
-        """Run the step before the first trial, which records writes; returns why memory ended."""
+        """Run the step before the first trial, and record its writes; return the reason of an OOM."""
         before = self.device.usage()
         resumed = self._resumed_state_bytes(before)
         types = {parameter.device.type for parameter in self.workload.parameters()}
@@ -199,16 +196,17 @@ class Probe:
         return reason
 
     def _resumed_state_bytes(self, usage: MemoryUsage) -> int:
-        """Bytes of the device that the state of a resumed run takes; state on another device is not counted."""
+        """Return the device's bytes in the state of a resumed run; state on another device is not counted."""
         others = sum(bytes_of(tensor) for tensor in (*self.workload.parameters(), *self.workload.model.buffers()))
         return min(self.workload.state_bytes(), max(usage.allocated - others, 0))
 
     def _attempt(self, action: Callable[[int], object], size: int, *, records: bool = False) -> str | None:
-        """Run one part of a trial from the user's own state; returns why memory ended.
+        """Run one part of a trial from the user's own state; return the reason of an OOM.
 
-        With ``records`` copy what the step writes into outside the model, which takes time: not in measured steps.
+        ``records`` copies tensors outside the model before the step writes into them. That takes time, so measured
+        steps do not record.
         """
-        if not self.workload.model.training:  # restored so; of a model in train mode single layers may be in eval mode
+        if not self.workload.model.training:  # restored so; in a model in train mode single layers may be in eval mode
             self.workload.model.train()
         reason, handled = None, sys.exc_info()[1]
         try:
@@ -263,7 +261,7 @@ class Probe:
         self._holds_activations = self._holds_activations or left > _LITTLE * (grown - before.allocated)
 
     def _accumulate(self, batches: Sequence[Layout], size: int) -> AccumulationState:
-        """Accumulate the gradient of these micro-batches as training does; ``DoesNotFit`` where memory ends."""
+        """Accumulate the gradient of these micro-batches as training does; raise ``DoesNotFit`` after an OOM."""
         passes_left, ended_in_pass = len(batches), False
 
         def run(model: nn.Module, samples: Any) -> tuple[torch.Tensor, Any]:
@@ -325,7 +323,7 @@ class Probe:
             parameter.grad = None
 
     def _copy_batch(self, size: int) -> Layout:
-        """A copy, so that a step that writes into its batch does not change the user's."""
+        """Copy the batch, so that a step cannot write into the user's."""
         batch = self._make_batch(size)
         return replace(batch, batch=map_tensors(batch.batch, self._copy))
 

@@ -34,7 +34,7 @@ from autobatch.step.default_step import default_step, explain_default
 
 
 def search(request: Request) -> Found:
-    """Try sizes on real samples until the best one is known; the errors are those of ``fit``."""
+    """Try sizes on real samples until the best one is known; errors are those of ``fit``."""
     workload, target = request.workload, request.wanted.target_batch
     batch, whole = _find_batch(request)
     workload.model.train()
@@ -77,10 +77,10 @@ def search(request: Request) -> Found:
 
 
 def settle(request: Request, found: Found, samples: int) -> Found:
-    """Take so many samples a step; if sizes were searched for another number, try the size of their micro-batches.
+    """Take so many samples a step; try their micro-batches if the search was for another number.
 
     Raises:
-        DoesNotFit: That size does not fit, though a larger one does.
+        DoesNotFit: The size does not fit, though a larger one did.
     """
     if samples == found.samples:
         return found
@@ -101,7 +101,7 @@ def settle(request: Request, found: Found, samples: int) -> Found:
 
 
 def _find_batch(request: Request) -> tuple[ExampleBatch, Layout]:
-    """Find the example batch; return it and the batch that a step of the trials holds."""
+    """Find the example batch; return it and the batch that trials hold."""
     model, lengths, target = request.workload.model, request.lengths, request.wanted.target_batch
     has_own_step = request.workload.step is not default_step
     found = find_example(model, request.batch, target, lengths, has_own_step=has_own_step)
@@ -232,7 +232,7 @@ def _search_size(request: Request, trials: _Trials, smallest: int) -> int:
 
 
 def _predict(request: Request, trials: _Trials, question: Question) -> Question:
-    """Add a prediction to the question: where to begin, and what trials near there will hold."""
+    """Add a prediction to the question: the first size to try, and the bytes of trials near it."""
     from autobatch.prediction.prior import FirstStep, expect_largest  # noqa: PLC0415 - a CPU needs none of it
 
     request.announce("predicting which sizes fit")
