@@ -69,7 +69,6 @@ def fit(
     reuse: bool = True,
     progress: bool = True,
     share: Share = "equal",
-    timeout: float | None = None,
 ) -> Plan:
     """Find how to split a target batch so that one optimizer step fits the device.
 
@@ -100,7 +99,8 @@ def fit(
             ``autobatch.Lengths`` if the example does not show which dimensions are padded.
         device: Device of the model; default: that of its parameters.
         budget: Bytes that this process may hold, as an int or as ``"8GiB"``. Default: the free memory and the memory
-            that this process holds now.
+            that this process holds now. On a CPU ``Runner`` enforces a budget that you pass in every step, and the
+            default in its first two steps.
         headroom: Part of the budget to leave free: bytes, a text, or a fraction; default 5 %.
         max_micro_batch: Most samples in a micro-batch, in trials and in training.
         objective: ``"throughput"``: the fewest accumulation steps. ``"memory"``: the smallest micro-batch within 2 % of
@@ -115,7 +115,6 @@ def fit(
         progress: Write one line a trial to stderr if that is a terminal.
         share: Division of the target among ranks: ``"equal"``, to one sample; ``"speed"``, by the rates of the trials,
             so that all ranks finish at about the same time; or a number of samples for each rank.
-        timeout: Seconds for which a rank waits for the others; default: the timeout of the process group.
 
     Returns:
         The plan. Its size has run.
@@ -130,7 +129,7 @@ def fit(
         RankLost: Another rank ended or did not answer.
     """
     started = time.perf_counter()
-    ranks = find_ranks(model, timeout)
+    ranks = find_ranks(model)
     with several_blocks(ranks, "fit()"), all_or_none(ranks, "fit(), its arguments") as said:
         target_batch, bound = check_sizes(target_batch, max_micro_batch)
         check_choices(objective=objective, check=check, budget=budget, headroom=headroom)
@@ -160,8 +159,8 @@ def fit(
                         limit_bytes=allowance.limit_bytes,
                     )
                     asked = wanted, source_of(batch), _read_lengths(lengths, division)
-                    hooks = progress_hooks(progress=progress)
-                    request = Request(workload, memory, allowance, state, division, *asked, hooks, remembered)
+                    options = progress_hooks(progress=progress), remembered, budget is not None
+                    request = Request(workload, memory, allowance, state, division, *asked, *options)
                     found = search(request)
                     rates.append({"rate": found.rate})
                 with all_or_none(ranks, "fit(), the check", is_last=True) as plans:

@@ -18,7 +18,6 @@ from autobatch._arguments import (
 )
 from autobatch.batch.chosen_groups import CutFunction
 from autobatch.batch.lengths import LengthOf, Lengths
-from autobatch.distributed.ranks import read_timeout
 from autobatch.errors import InvalidArgument
 from autobatch.events import Hook
 from autobatch.memory.device import Device
@@ -50,7 +49,6 @@ class IntegrationOptions(SearchOptions, total=False):
     device: Device | None
     hooks: Iterable[Hook]
     keep: Sequence[Any]
-    timeout: float | None
 
 
 class SharedOptions(TypedDict, total=False):
@@ -59,7 +57,6 @@ class SharedOptions(TypedDict, total=False):
     weigh: Weigh | None
     lengths: Lengths | LengthOf | None
     device: torch.device | str | Device | None
-    timeout: float | None
 
 
 class FitOptions(SharedOptions, SearchOptions, total=False):
@@ -78,7 +75,6 @@ class RunnerOptions(SharedOptions, total=False):
     hooks: Iterable[Hook]
     keep: Sequence[Any]
     backward: Backward | None
-    enforce: Literal["auto", "always"]
 
 
 class FitAndRunOptions(FitOptions, RunnerOptions, total=False):
@@ -112,7 +108,6 @@ class Options:
         device: Memory of the device; ``None``: where the model is.
         hooks: Callables for the events of the Runner.
         keep: Objects of the user that a step changes.
-        timeout: Seconds for which a rank waits for the others.
         weigh: Unit of the mean, if the user passed it.
     """
 
@@ -121,7 +116,6 @@ class Options:
     device: Any
     hooks: Sequence[Hook]
     keep: Sequence[Any]
-    timeout: float | None
     weigh: Weigh | None = None
 
     @classmethod
@@ -144,13 +138,12 @@ class Options:
             check_count("max_micro_batch", bound)
         check_choices(**{name: fit[name] for name in ("objective", "check", "budget", "headroom") if name in fit})
         check_switches(**{name: fit[name] for name in ("accumulate_in_float32", "reuse", "progress") if name in fit})
-        device, timeout = given.get("device"), given.get("timeout")
+        device = given.get("device")
         if device is not None:
             parse_device(device)
-        read_timeout(timeout)
         check_weigh(weigh)
         hooks, keep = check_hooks(given.get("hooks", ())), check_objects(given.get("keep", ()))
-        return cls(target, fit, device, hooks, keep, timeout, weigh)
+        return cls(target, fit, device, hooks, keep, weigh)
 
 
 def check_sizes(target_batch: Any, max_micro_batch: Any | None) -> tuple[int, int]:
