@@ -786,8 +786,8 @@ MUTANTS = (
     Mutant(
         "zero_grad in the step is let through",
         LOOP_GUARD,
-        "        self.refused.append(self.message)\n",
-        "        pass\n",
+        "            refused.append(message)\n",
+        "            pass\n",
         LOOP_GUARD_TESTS,
     ),
     Mutant(
@@ -1104,21 +1104,21 @@ MUTANTS = (
     Mutant(
         "a guard removes another thread's",
         LOOP_GUARD,
-        "            if front is refusal:\n",
-        "            if True:\n",
+        "        if table.get(name) is call:",
+        "        if True:",
         LOOP_GUARD_TESTS,
     ),
     Mutant(
-        "a guard puts back another thread's that has gone",
+        "another thread's refusal refuses after its step has ended",
         LOOP_GUARD,
-        "                front.earlier = earlier if front.earlier is refusal else front.earlier\n",
-        "",
+        "return method(*arguments, **options) if is_closed else refuse()",
+        "return refuse()",
         LOOP_GUARD_TESTS,
     ),
     Mutant(
-        "a later backward pass is not noticed",
+        "after an error the next step is not watched",
         LOOP_GUARD,
-        "            hooks[self] = self.reached.append\n",
+        "            self._to_watch = max(self._to_watch, 1)\n",
         "            pass\n",
         LOOP_GUARD_TESTS,
     ),
@@ -1441,15 +1441,8 @@ MUTANTS = (
     Mutant(
         "a backward pass inside the step is not noticed",
         LOOP_GUARD,
-        "                hooks[-1][1][refuse] = refuse\n",
+        "                table[refuse_backward] = refuse_backward\n",
         "",
-        LOOP_GUARD_TESTS,
-    ),
-    Mutant(
-        "a guard that was not left stands in front of itself",
-        LOOP_GUARD,
-        "        if self.is_active:\n            self._leave()",
-        "        if False:\n            self._leave()",
         LOOP_GUARD_TESTS,
     ),
     Mutant(
@@ -1468,9 +1461,9 @@ MUTANTS = (
     ),
     Mutant(
         "a refusal that the step caught is forgotten",
-        STEP,
-        "        if guard.reached or guard.refused or guard.zeroed:\n",
-        "        if False:\n",
+        LOOP_GUARD,
+        "        if refused:  #",
+        "        if False:  #",
         LOOP_GUARD_TESTS,
     ),
     Mutant(

@@ -1,23 +1,16 @@
 """Refuses a step that does the training loop's work: ``backward``, ``zero_grad``, ``step`` of optimizer or scheduler.
 
-Covers calls from inside the user's step, in whatever form: each is refused by name when it is made, before a parameter
-or a learning rate has moved. A backward pass is noticed when it reaches a parameter, so gradients that the step takes
-for itself (``torch.autograd.grad``, ``backward(inputs=...)``) are not touched: in the first call of a step when it is
-made, at any parameter; in later ones when the step returns, at the first and the last trained parameter. One that then
-reaches only others is refused where it changes a gradient (``undo.gradients``), and not where it leaves none. Does not
-cover optimizers that neither the workload nor anything in the step's reach holds; in the first call their updates
-come after a backward pass, which is refused.
-
-Hooks are on the user's own parameters and optimizers, only while the step runs, and nothing of the process is changed.
+A guard watches the calls of the first two steps, and of one step after an error. Each misuse is refused by name when it
+happens, before a parameter or a learning rate has moved. ``torch.autograd.grad`` and ``backward(inputs=...)`` reach no
+parameter, so they pass.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
-from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,12 +21,9 @@ from autobatch.step.gradient_hooks import remove_hook, table_of
 from autobatch.step.reachable import attributes_of, parts_of, walk
 from autobatch.undo.tensor_header import is_uninitialized
 
-__all__ = ["BACKWARD", "LoopGuard"]
+_WATCHED_STEPS = 2
 
-_MISSING = object()
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
-BACKWARD = (
+_BACKWARD = (
     "step() calls backward; return the loss, the Runner does the rest (for a gradient inside the step use "
     "torch.autograd.grad)"
 )
@@ -42,159 +32,99 @@ _ZERO_GRAD = "step() changed .grad: leave backward() and zero_grad() to the Runn
 _SCHEDULER = "step() calls scheduler.step(); return the loss, and pass scheduler= to the Runner"
 
 
-_Hook = tuple[torch.Tensor, OrderedDict[Any, Any], Callable[[torch.Tensor], None]]
-"""A parameter, its table of hooks, and the hook in it."""
-
-
 class LoopGuard:
-    """A context in which the optimizers and schedulers of one step refuse to be stepped.
-
-    It is entered once for all micro-batches of a step, as that costs some microseconds.
+    """Counts steps, as a context around the calls of one step, and watches the calls of some.
 
     Attributes:
-        is_active: Whether it was entered.
-        refused: What the step was refused for since, also where it caught the error.
-        zeroed: The same for ``zero_grad``, which does nothing meanwhile.
-        refusals: What is put in front of which methods; ``None`` before the first ``find``.
-        reached: The parameters that a backward pass has reached since somebody cleared this.
-        parameters: The workload's; the first and the last that are trained are watched for it.
+        is_entered: Whether a step runs now.
+        parameters: Parameters that no backward pass of the user's step may reach.
     """
 
     def __init__(self) -> None:
-        """Nothing is known before the first ``find``."""
-        self.refusals: list[_Refusal] | None = None
-        self.is_active = False
-        self.refused: list[str] = []
-        self.zeroed: list[str] = []
-        self.reached: list[torch.Tensor] = []
+        """Watch the first steps."""
+        self.is_entered, self._to_watch, self._is_watching = False, _WATCHED_STEPS, False
         self.parameters: Sequence[torch.Tensor] = ()
-        self._watched: list[tuple[torch.Tensor, OrderedDict[Any, Any]]] = []
+        self._owners: list[tuple[Any, str]] | None = None
+
+    @property
+    def knows_owners(self) -> bool:
+        """Whether optimizers and schedulers were looked for."""
+        return self._owners is not None
 
     def find(self, step: Callable[..., Any], optimizer: Any | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Find the optimizers and schedulers that the step may not step.
-
-        Args:
-            step: The user's, in whose reach optimizers and schedulers are looked for.
-            optimizer: The workload's.
-            parameters: Of the workload.
-        """
+        """Find the optimizers and schedulers that the step may not step: this one, and those in the step's reach."""
         known = {id(parameter) for parameter in parameters if parameter.is_leaf and parameter.requires_grad}
-        owners = _find_owners(step, optimizer, known)
-        self.refusals = [_refuse_step(owner, message, self.refused) for owner, message in owners]
-        optimizers = [owner for owner, message in owners if message is _OPTIMIZER]
-        self.refusals += [_refuse_zero_grad(owner, self.zeroed) for owner in optimizers if _clears_gradients(owner)]
+        self._owners = _find_owners(step, optimizer, known)
 
     def __enter__(self) -> None:
-        """From here on refuse."""
-        if self.is_active:
-            self._leave()  # an interrupt came as the last block ended: a refusal must not stand in front of itself
+        """Begin a step."""
+        self.is_entered, self._is_watching = True, self._to_watch > 0
+        self._to_watch = max(self._to_watch - 1, 0)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the step; after an error watch the next one."""
+        self.is_entered = False
+        if kind is not None:
+            self._to_watch = max(self._to_watch, 1)
+
+    def call(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the step; raise InvalidArgument if it does the loop's work, even if it catches the refusal."""
+        if not self._is_watching:
+            return step(*arguments)
+        refused: list[str] = []
         try:
-            self.is_active = True
-            self.refused.clear()
-            self.zeroed.clear()
-            for refusal in self.refusals or ():
-                refusal.earlier = refusal.table.get(refusal.key, _MISSING)
-                refusal.table[refusal.key] = refusal
-            self._watch_parameters()
-        except BaseException:
-            self._leave()  # interrupted: nobody leaves what was not entered
+            with ExitStack() as stack:
+                self._refuse(refused, stack)
+                returned = step(*arguments)
+        except Exception as error:
+            calls = [message for message in refused if message is not _ZERO_GRAD]
+            if calls and str(error) != calls[0]:
+                raise InvalidArgument(calls[0]) from error
             raise
+        if refused:  # a call says more than a changed gradient
+            raise InvalidArgument(next((message for message in refused if message is not _ZERO_GRAD), _ZERO_GRAD))
+        return returned
 
-    def __exit__(self, *error: object) -> None:
-        """Let all be as it was, but for what another guard or the step itself has put there meanwhile."""
-        try:
-            self._leave()
-        except BaseException:
-            self._leave()  # interrupted
-            raise
+    def _refuse(self, refused: list[str], stack: ExitStack) -> None:
+        """Refuse the loop's calls until the stack is closed, and note the message of each."""
 
-    def _leave(self) -> None:
-        self.is_active = False
-        for refusal in self.refusals or ():
-            table, key, earlier = refusal.table, refusal.key, refusal.earlier
-            front = table.get(key)
-            if front is refusal:
-                if earlier is _MISSING:
-                    del table[key]
-                    continue
-                table[key] = earlier
-            while isinstance(front, _Refusal):  # another thread's guard may stand in front of this one
-                front.earlier = earlier if front.earlier is refusal else front.earlier
-                front = front.earlier
-        for parameter, hooks in self._watched:
-            remove_hook(parameter, hooks, self)
-        self._watched = []
+        def refuse(message: str, *_: object) -> NoReturn:
+            refused.append(message)
+            raise InvalidArgument(message)
 
-    def _watch_parameters(self) -> None:
-        """Note each backward pass that reaches the first or the last of the trained parameters.
-
-        Not all of them: torch calls a hook in every backward pass, the Runner's too, and one that reaches only others
-        shows in their gradients.
-        """
-        trained = partial(filter, _REQUIRES_GRAD)
-        ends = next(trained(self.parameters), None), next(trained(reversed(self.parameters)), None)
-        for parameter in ends:
-            if parameter is None or not parameter.is_leaf:
-                continue
-            hooks = table_of(parameter)
-            self._watched.append((parameter, hooks))  # first: an interrupt may come next
-            hooks[self] = self.reached.append
-
-    def refuse_backward(self, parameters: Sequence[torch.Tensor], hooks: list[_Hook]) -> None:
-        """Refuse a backward pass that reaches one of these parameters, by hooks that are added to the list."""
-
-        def refuse(_: torch.Tensor) -> None:
-            self.refused.append(BACKWARD)
-            raise InvalidArgument(BACKWARD)
-
-        for parameter in parameters:
+        refuse_backward = partial(refuse, _BACKWARD)
+        for parameter in self.parameters:
             if parameter.is_leaf and parameter.requires_grad and not is_uninitialized(parameter):
-                hooks.append((parameter, table_of(parameter), refuse))  # first: an interrupt may come next
-                hooks[-1][1][refuse] = refuse
-
-    @staticmethod
-    def allow_backward(hooks: Sequence[_Hook]) -> None:
-        """Remove these hooks of ``refuse_backward``; a second time does nothing."""
-        for parameter, table, refuse in hooks:
-            remove_hook(parameter, table, refuse)
-
-
-def _clears_gradients(owner: Any) -> bool:
-    return callable(getattr(type(owner), "zero_grad", None))
-
-
-class _Refusal:
-    """Refuses a call while it stands under a key of a table, in front of what stood there earlier."""
-
-    __slots__ = ("earlier", "key", "message", "raises", "refused", "table")
-
-    def __init__(self, table: dict[Any, Any], key: Any, message: str, refused: list[str], *, raises: bool) -> None:
-        self.table, self.key, self.message = table, self if key is None else key, message
-        self.refused, self.raises = refused, raises
-        self.earlier: Any = _MISSING
-
-    def __call__(self, *_args: Any, **_options: Any) -> None:
-        self.refused.append(self.message)
-        if self.raises:
-            raise InvalidArgument(self.message)
+                table = table_of(parameter)
+                table[refuse_backward] = refuse_backward
+                stack.callback(remove_hook, parameter, table, refuse_backward)
+        for owner, message in self._owners or ():
+            # Wrappers of accelerate and Lightning derive from Optimizer without its __init__, and call no hooks.
+            if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in own_table(owner):
+                stack.callback(owner.register_step_pre_hook(partial(refuse, message)).remove)
+            else:
+                _replace(owner, "step", partial(refuse, message), stack)
+            if message is _OPTIMIZER and callable(getattr(type(owner), "zero_grad", None)):
+                # Only noted: a backward pass that follows gives a better message.
+                _replace(owner, "zero_grad", partial(refused.append, _ZERO_GRAD), stack)
 
 
-def _refuse_step(owner: Any, message: str, refused: list[str]) -> _Refusal:
-    """Refuse ``owner.step()`` by torch's own hook where it has one, else by an attribute in front of the method."""
-    attributes = own_table(owner)
-    # Wrappers that derive from Optimizer without its __init__ (accelerate's, Lightning's) never call the hooks.
-    if isinstance(owner, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in attributes:
-        # Not by register_step_pre_hook(), which takes ten times as long, in every step.
-        return _Refusal(attributes["_optimizer_step_pre_hooks"], None, message, refused, raises=True)
-    return _Refusal(attributes, "step", message, refused, raises=True)
+def _replace(owner: Any, name: str, refuse: Callable[[], object], stack: ExitStack) -> None:
+    """Refuse calls of a method of one object until the stack is closed."""
+    table, method, is_closed = own_table(owner), getattr(owner, name), list[bool]()
+    earlier = {name: table[name]} if name in table else {}
 
+    def call(*arguments: Any, **options: Any) -> Any:
+        return method(*arguments, **options) if is_closed else refuse()
 
-def _refuse_zero_grad(owner: Any, zeroed: list[str]) -> _Refusal:
-    """Record the call and do nothing: a backward pass that follows gives a better message.
+    def close() -> None:
+        is_closed.append(True)
+        if table.get(name) is call:  # else another thread's guard is in front, and may leave this one there
+            del table[name]
+            table.update(earlier)
 
-    Where no gradient stands, or another tensor than the optimizer's is run on (in a trace), nothing else would show it.
-    """
-    return _Refusal(own_table(owner), "zero_grad", _ZERO_GRAD, zeroed, raises=False)
+    table[name] = call
+    stack.callback(close)
 
 
 def _find_owners(step: Callable[..., Any], optimizer: Any | None, known: set[int]) -> list[tuple[Any, str]]:

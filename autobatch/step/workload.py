@@ -23,7 +23,7 @@ from autobatch.batch.read_only_call import call_read_only
 from autobatch.errors import InvalidArgument
 from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_hooks
-from autobatch.step.loop_guard import BACKWARD, LoopGuard
+from autobatch.step.loop_guard import LoopGuard
 from autobatch.step.losses import Term, Weigh, read_terms, read_weights
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
@@ -76,7 +76,6 @@ class Workload:
     called_by: str = "autobatch"
     named: str = "your step(model, micro_batch)"
     _guard: LoopGuard = field(default_factory=LoopGuard, init=False, repr=False, compare=False)
-    _was_called: list[bool] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for what is of the wrong kind, or cannot be split exactly."""
@@ -166,34 +165,15 @@ class Workload:
     def call_step(self, micro_batch: Any) -> Any:
         """Return what the user's step returns; raise InvalidArgument if it does the training loop's work."""
         guard = self._guard
-        if not guard.is_active:
+        if not guard.is_entered:
             with self.guard(self.parameters()):
                 return self.call_step(micro_batch)
-        guard.reached.clear()
-        hooks: list[Any] = []  # of the first call: later ones are looked at when they have returned
-        try:
-            if not self._was_called:
-                guard.refuse_backward(self.parameters(), hooks)
-            returned = self.step(self.model, micro_batch)
-            if not self._was_called:
-                guard.allow_backward(hooks)
-                self._was_called.append(True)
-        except Exception as error:
-            named = BACKWARD if guard.reached else [*guard.refused, ""][0]
-            if named and (named != str(error) or not isinstance(error, InvalidArgument)):
-                raise InvalidArgument(named) from error
-            raise
-        finally:
-            if hooks:
-                guard.allow_backward(hooks)  # again: an interrupt may have come in between
-        if guard.reached or guard.refused or guard.zeroed:
-            raise InvalidArgument(BACKWARD if guard.reached else [*guard.refused, *guard.zeroed][0])
-        return returned
+        return guard.call(self.step, self.model, micro_batch)
 
     def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
         """A context around several calls of the step; no backward pass may reach these parameters in them."""
         guard = self._guard
-        if guard.refusals is None:
+        if not guard.knows_owners:
             guard.find(self.step, self.optimizer, parameters)
         guard.parameters = parameters
         return guard
