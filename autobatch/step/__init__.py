@@ -1,1 +1,1 @@
-"""Calls the user's step and reads what it returns; finds what it can reach, and what its losses are means over."""
+"""Calls the user's step, reads its losses and their counts, and finds the objects that it can reach."""

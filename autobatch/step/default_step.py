@@ -1,7 +1,6 @@
-"""Runs the model where no step is given: calls it on the batch and finds a loss in its output.
+"""Runs the model if no step is given: calls it on the batch and finds a loss in its output.
 
-Covers the three ways to call a model and the three kinds of loss that are found. Does not cover losses against targets:
-a model that computes none gives the mean of its output, which uses the memory but teaches nothing.
+A model that computes no loss gives the mean of its output, which uses the memory but trains nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from torch import nn
 from autobatch._wrappers import unwrap_model
 from autobatch.batch.layout import map_tensors, tensors_of
 from autobatch.errors import InvalidArgument
-
-__all__ = ["NO_LOSS", "call_model", "default_step", "explain_default", "find_loss"]
 
 _Origin = Literal["loss", "scalar", "mean"]
 
@@ -36,10 +33,10 @@ def default_step(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The model's output for a batch of any form.
+    """Call the model on a batch of any form.
 
-    A mapping gives keyword arguments. A list or tuple (also a namedtuple) gives positional arguments where ``forward``
-    takes that many, else its first entry is the input and the rest (targets) is left out. All else is the one argument.
+    A mapping gives keyword arguments. A list or tuple gives positional arguments if ``forward`` takes that many; else
+    its first entry is the input and the rest (targets) is left out. Any other object is the one argument.
     """
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -49,10 +46,10 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
-    """A scalar to start the backward pass from, and which; raises InvalidArgument where the output has none.
+    """Return a scalar to start the backward pass from, and its kind; raise InvalidArgument if the output has none.
 
-    The output's ``.loss`` (an attribute or a key) if it is a tensor, else the output itself if it is a scalar tensor,
-    else the mean over all elements of its floating-point tensors, accumulated in at least float32.
+    This is the output's ``.loss`` (an attribute or a key) if it is a tensor. Else it is the output itself if that is a
+    scalar tensor, or the mean over all elements of its floating-point tensors, accumulated in at least float32.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -71,10 +68,10 @@ def find_loss(output: Any) -> tuple[_Origin, torch.Tensor]:
 
 
 def explain_default(model: nn.Module, batch: Any) -> str:
-    """One sentence on which loss ``default_step`` takes, for a plan's warnings.
+    """Return one sentence that names the loss of ``default_step``, for a plan's warnings.
 
-    Calls the model once without gradients, in its present mode, on its device: the caller saves and restores its state.
-    Give it two samples, because BatchNorm refuses a single one.
+    It calls the model once without gradients, in its present mode, on its device; the caller restores its state. Pass
+    two samples, because BatchNorm refuses a single one.
     """
     device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     with torch.no_grad():

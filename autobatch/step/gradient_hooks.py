@@ -1,8 +1,7 @@
 """Refuses hooks on the gradients of parameters, which would run on the part of each micro-batch; registers our own.
 
-These are ``register_hook`` and ``register_post_accumulate_grad_hook``, and optimizers that step inside the backward
-pass. Other hooks on torch's own ``AccumulateGrad`` nodes cannot be listed. ``training.accumulation`` says when hooks
-are looked for.
+It finds hooks of ``register_hook`` and ``register_post_accumulate_grad_hook``, and optimizers that step inside the
+backward pass. Hooks on torch's own ``AccumulateGrad`` nodes cannot be listed.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import torch
 
 from autobatch.errors import InvalidArgument
 
-__all__ = ["HOOKS_OF", "find_hooks", "refuse_hooks", "refuse_sample_gradients", "remove_hook", "table_of"]
-
 HOOKS_OF = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """A tensor's two tables of hooks on its gradient, each of which may be ``None``."""
 
@@ -25,19 +22,16 @@ _LATE = "_post_accumulate_grad_hooks"
 
 
 def find_hooks(parameters: Sequence[torch.Tensor]) -> frozenset[int]:
-    """The keys of hooks on the parameters' gradients; torch gives each hook of a process its own key.
-
-    Without those of frozen parameters, which have not run: they are refused when these are trained.
-    """
+    """Return the keys of hooks on the gradients of trained parameters; each hook of a process has another key."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return frozenset(key for parameter in trained for table in HOOKS_OF(parameter) for key in _keys_of(table))
 
 
 def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> None:
-    """Raise InvalidArgument where the parameter has a hook whose key is not among ``known``, or its own optimizer.
+    """Raise InvalidArgument if the parameter has a hook whose key is not among ``known``, or its own optimizer.
 
-    ``torch.distributed.optim._apply_optimizer_in_backward`` hooks the parameter's ``AccumulateGrad`` node, which cannot
-    be looked up, and notes its optimizers on the parameter.
+    ``torch.distributed.optim._apply_optimizer_in_backward`` hooks the parameter's ``AccumulateGrad`` node, and stores
+    its optimizers on the parameter.
     """
     early, late = HOOKS_OF(parameter)
     if not known.issuperset(_keys_of(late)) or getattr(parameter, "_in_backward_optimizers", None):
@@ -54,9 +48,9 @@ def refuse_hooks(name: str, parameter: torch.Tensor, known: frozenset[int]) -> N
 
 
 def refuse_sample_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raise InvalidArgument where gradients of single samples are gathered, as opacus and other DP-SGD do.
+    """Raise InvalidArgument if gradients of single samples are gathered, as opacus and other DP-SGD do.
 
-    Each micro-batch's loss is multiplied by its share, and with it those gradients are, before they are clipped.
+    Each micro-batch's loss is multiplied by its share, which scales those gradients before they are clipped.
     """
     for name, parameter in parameters:
         if "grad_sample" in getattr(parameter, "__dict__", ()):
@@ -69,15 +63,14 @@ def refuse_sample_gradients(parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def _keys_of(table: Mapping[Any, Any] | None) -> Iterator[int]:
-    """Of hooks that were registered; a ``LoopGuard`` of another thread is its own key, and no number."""
+    """Return the keys of hooks that torch has registered; our own keys are not integers."""
     return (key for key in table or () if isinstance(key, int))
 
 
 def table_of(parameter: torch.Tensor) -> OrderedDict[Any, Any]:
-    """A parameter's table of hooks that run once its gradient is added, made where it has none.
+    """Return a parameter's table of hooks that run once its gradient is added; make it if there is none.
 
-    In place of ``register_post_accumulate_grad_hook``, which is slow, leaves an empty table, and gives its key only
-    after the hook is there, so that an interrupt between the two would leave the hook. Our keys are no numbers.
+    ``register_post_accumulate_grad_hook`` is slow, leaves an empty table, and cannot mark a hook as ours.
     """
     hooks: OrderedDict[Any, Any] | None = getattr(parameter, _LATE)
     if hooks is None:
@@ -87,11 +80,8 @@ def table_of(parameter: torch.Tensor) -> OrderedDict[Any, Any]:
 
 
 def remove_hook(parameter: torch.Tensor, hooks: OrderedDict[Any, Any], key: Any) -> None:
-    """Remove it from the parameter's table, and a table that is empty then; a second time nothing happens.
-
-    Also from a copy of the table that stands in its place.
-    """
-    # Emptied and taken away: torch goes on calling what is in the last table that was set, after None was set.
+    """Remove a hook from the parameter's table, or from a copy in its place; remove a table that is empty then."""
+    # Both, as torch calls the hooks of the last table that was set even after None was set.
     hooks.pop(key, None)
     present = getattr(parameter, _LATE)
     if present is not None:

@@ -1,8 +1,4 @@
-"""Defines what a step may return, a loss or several, and reads what each is a mean over.
-
-Covers ``Mean``, ``Sum``, ``PerStep`` and ``Part``, which state what a bare tensor leaves open, and what ``weigh``
-returned. Does not cover how terms of many micro-batches are divided (``training.loss_denominators``).
-"""
+"""Defines the losses that a step may return, and reads their counts and those of ``weigh``."""
 
 from __future__ import annotations
 
@@ -16,26 +12,9 @@ import torch
 from autobatch.errors import InvalidArgument
 from autobatch.undo.gradients import NARROW
 
-__all__ = [
-    "Mean",
-    "Part",
-    "PerStep",
-    "Stated",
-    "Sum",
-    "Term",
-    "Weigh",
-    "add_counts",
-    "counts_of",
-    "find_stated",
-    "losses_of",
-    "read_terms",
-    "read_weights",
-    "states_counts",
-]
-
 Weigh = Callable[[Any], "float | torch.Tensor | Mapping[str, float | torch.Tensor]"]
 _LARGEST_COUNT = 1e100
-"""Of a micro-batch: no sum of these is infinite."""
+"""Largest count of a micro-batch, so that no sum of counts is infinite."""
 
 _Kind = Literal["mean", "sum", "per step", "part"]
 
@@ -51,8 +30,8 @@ class Mean:
 
     Attributes:
         loss: A tensor of one element, any floating dtype.
-        over: A number, or a tensor of one element. It is read before the backward pass, so one that lies on a GPU makes
-            the host wait; a number, a CPU tensor, or counting by ``weigh=`` does not.
+        over: A number, or a tensor of one element. It is read before the backward pass, so a tensor on a GPU makes the
+            host wait. A number, a CPU tensor, or counting by ``weigh=`` does not.
     """
 
     loss: torch.Tensor
@@ -74,11 +53,10 @@ class Sum:
 
 @dataclass(frozen=True, eq=False)
 class PerStep:
-    """A term that counts once an optimizer step, in however many micro-batches: a regulariser of the parameters.
+    """A term that counts once an optimizer step, for any number of micro-batches: a regulariser of the parameters.
 
     Attributes:
-        loss: A tensor of one element. It must not depend on the samples: of those that do, the mean over the
-            micro-batches would be taken.
+        loss: A tensor of one element. It must not depend on the samples, or it becomes a mean over the micro-batches.
     """
 
     loss: torch.Tensor
@@ -88,11 +66,11 @@ class PerStep:
 class Part:
     """A loss that has been divided by the whole step's count: the parts of all micro-batches and ranks add up.
 
-    For code that knows the step's total before its first micro-batch, as Hugging Face's Trainer does
-    (``num_items_in_batch``). The step that is compared whole in ``verify`` and ``fit(check=)`` has fewer samples than a
-    training step, and so must its divisor be the same in all micro-batches of one step: a constant, or set before.
+    It is for code that knows the step's total before its first micro-batch, such as Hugging Face's Trainer
+    (``num_items_in_batch``). The divisor has to be the same in all micro-batches of one step: a constant, or set before
+    the step. ``verify`` and ``fit(check=)`` compare a step of fewer samples than a training step.
 
-    Where ``weigh=`` counts nothing in a micro-batch that one is not run, and its part is 0.
+    A micro-batch that counts nothing by ``weigh=`` is not run, and its part is 0.
 
     Attributes:
         loss: A tensor of one element, any floating dtype.
@@ -108,8 +86,8 @@ class Term:
     Attributes:
         name: Its key, or ``""`` for a step that returns one loss.
         loss: 0-dim, with a graph.
-        kind: What it is: the mean over its count, the sum, a term that counts once a step, or divided already.
-        count: What the step states; ``None`` where ``weigh`` or the number of samples says it.
+        kind: Mean over its count, sum, term that counts once a step, or part of a mean.
+        count: Count that the step states; ``None`` if ``weigh`` or the number of samples gives it.
         is_narrow: Whether the loss is bfloat16 or float16, so that its gradient rounds whatever it is multiplied by.
     """
 
@@ -120,25 +98,25 @@ class Term:
     is_narrow: bool = False
 
     def divide(self, count: float, total: float) -> torch.Tensor:
-        """This term's part of the mean over ``total``, of which it covers ``count``."""
+        """Return this term's part of the mean over ``total``, of which it covers ``count``."""
         factor = 1 / total if self.kind == "sum" else count / total
         return (self.loss.float() if self.is_narrow else self.loss) * factor
 
     @property
     def has_count(self) -> bool:
-        """Whether it is divided by a total, so that what it counts for matters."""
+        """Whether it is divided by a total, so that its count matters."""
         return self.kind in {"mean", "sum"}
 
     def multiply(self, factor: float) -> torch.Tensor:
-        """The loss times a factor; in float32 where it is narrower, since a third in bfloat16 is off by 0.1 %."""
+        """Multiply the loss, in float32 if it is narrower, since a third in bfloat16 is off by 0.1 %."""
         return (self.loss.float() if self.is_narrow else self.loss) * factor
 
 
 def read_terms(returned: Any) -> tuple[Term, ...]:
-    """The terms of a step's loss: one, or one an entry of a mapping.
+    """Read the terms of a step's loss: one, or one for each entry of a mapping.
 
     Raises:
-        InvalidArgument: A loss is no tensor, has more than one element or no graph, or its count is none.
+        InvalidArgument: A loss is not a tensor, has more than one element or no graph, or its count cannot be used.
     """
     if not isinstance(returned, Mapping):
         return (_read_term("", returned),)
@@ -177,7 +155,7 @@ def _read_term(name: str, returned: Any) -> Term:
     if loss.numel() != 1:
         raise InvalidArgument(
             f"{what} returned a loss of shape {tuple(loss.shape)}; take its mean first: a scalar is needed; "
-            f"what is no loss goes beside it, as (loss, aux)"
+            f"other values go beside it, as (loss, aux)"
         )
     if loss.is_complex():
         raise InvalidArgument(
@@ -188,13 +166,13 @@ def _read_term(name: str, returned: Any) -> Term:
         is_inference = torch.is_inference_mode_enabled() or loss.is_inference()
         raise InvalidArgument(
             f"{what} returned a loss without a graph ({_INFERENCE if is_inference else why})"
-            + ("; what is no loss goes beside it: return (losses, aux)" if name else "")
+            + ("; other values go beside it: return (losses, aux)" if name else "")
         )
     return Term(name, loss.reshape(()), kind, count, loss.dtype in NARROW)
 
 
 def losses_of(returned: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a step's loss by term, as far as they are some; reads no count, and refuses nothing."""
+    """Return the tensors of a step's loss by term; read no count, and refuse nothing."""
     terms = returned if isinstance(returned, Mapping) else {"": returned}
     losses = {
         str(name): term.loss if isinstance(term, Mean | Sum | PerStep | Part) else term for name, term in terms.items()
@@ -203,10 +181,7 @@ def losses_of(returned: Any) -> dict[str, torch.Tensor]:
 
 
 def counts_of(returned: Any) -> dict[str, float]:
-    """What a step states itself as the counts of its losses, by term; empty where it states none.
-
-    Raises InvalidArgument where a count is none.
-    """
+    """Return the counts that a step states for its losses, by term; raise InvalidArgument for an unusable count."""
     terms = returned if isinstance(returned, Mapping) else {"": returned}
     counts = dict[str, float]()
     for name, term in terms.items():
@@ -218,7 +193,7 @@ def counts_of(returned: Any) -> dict[str, float]:
 
 
 def add_counts(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sums of counts, by term."""
+    """Add up counts, by term."""
     totals = dict[str, float]()
     for one in counts:
         for name, count in one.items():
@@ -227,21 +202,21 @@ def add_counts(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def states_counts(returned: Any) -> bool:
-    """Whether a step says itself, in a loss that it returned, what that loss was divided by."""
+    """Return whether a loss that a step returned states its own divisor."""
     loss = returned[0] if isinstance(returned, tuple) and returned else returned
     terms = loss.values() if isinstance(loss, Mapping) else (loss,)
     return any(isinstance(term, Mean | Sum | Part) for term in terms)
 
 
 class Stated(NamedTuple):
-    """What one loss of a step counts for: a mean or a sum over ``over``, or a part that is added as it is."""
+    """Count of one loss of a step: a mean or a sum over ``over``, or a part that is only added."""
 
     kind: Literal["mean", "part", "several"]
     over: float
 
 
 def find_stated(returned: Any, counted: float | None) -> Stated:
-    """What a step that returned this counts for; ``counted`` where it does not say, ``None`` where terms differ."""
+    """Return the count that a step states, or ``counted``, which is ``None`` if terms differ."""
     loss = returned[0] if isinstance(returned, tuple) and returned else returned
     if isinstance(loss, Mapping):
         if len(loss) != 1:
@@ -256,9 +231,10 @@ def find_stated(returned: Any, counted: float | None) -> Stated:
 
 
 def read_weights(returned: Any, samples: int) -> dict[str, float]:
-    """What ``weigh`` of a micro-batch of so many samples returned, by term; ``""`` stands for every term.
+    """Read the result of ``weigh`` for a micro-batch, by term; the key ``""`` means every term.
 
-    Raises InvalidArgument where a weight is no number, negative, not finite or beyond what can be added up.
+    Raises:
+        InvalidArgument: A weight is not a number, negative, not finite or too large to be added up.
     """
     if not isinstance(returned, Mapping):
         return {"": _read_weight(returned, "", samples)}
@@ -296,11 +272,11 @@ def _describe(value: Any) -> str:
 
 
 def _read_number(value: Any) -> float | None:
-    """A number, or a tensor of one, as a Python number; ``None`` where it is neither. The device's errors come out."""
+    """Return a number, or a tensor of one, as a Python number; ``None`` for another value."""
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and not value.is_complex() and value.dtype is not torch.bool
         return float(value.detach()) if is_number else None
-    # float() reads these too: some texts, and whether anything counts where how much of it was meant.
+    # float() reads these too, but a text or a bool is a mistake here.
     if isinstance(value, str | bytes | bool) or getattr(value, "dtype", None) == "bool":
         return None
     try:

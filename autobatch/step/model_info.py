@@ -1,8 +1,4 @@
-"""Inspects a model without running it: is it compiled, by what does a plan recognise it, and what differs.
-
-Covers compiled modules, modules compiled in place, and compiled functions that are the step or a module's ``forward``.
-Does not cover a compiled function that a plain step calls.
-"""
+"""Inspects a model without running it: whether it is compiled, and whether it is the one that a plan was made for."""
 
 from __future__ import annotations
 
@@ -18,17 +14,14 @@ from autobatch._wrappers import members_of, own_table, unwrap_model, unwrap_opti
 from autobatch.records import ModelIdentity
 from autobatch.undo.tensor_header import is_uninitialized
 
-__all__ = ["identify_model", "is_compiled", "model_differences", "name_optimizer"]
-
 _MARK = "get_compiler_config"
 
 
 def is_compiled(model: nn.Module, step: Any = None) -> bool:
-    """Whether the model, any module in it, or the step function (also in a ``functools.partial``) was compiled.
+    """Return whether the model, any module in it, or the step function was compiled; not what a plain step calls.
 
-    What ``torch.compile`` returns, module or function, has ``get_compiler_config``, which ``torch.compiler.disable``
-    does not give (``torch/_dynamo/eval_frame.py``); ``nn.Module.compile`` puts it in ``_compiled_call_impl``. So
-    ``torch._dynamo``, which a program that compiles nothing has not loaded, need not be imported.
+    ``torch.compile`` returns a module or function with ``get_compiler_config``, and ``nn.Module.compile`` puts one in
+    ``_compiled_call_impl`` (``torch/_dynamo/eval_frame.py``). This check does not import ``torch._dynamo``.
     """
     while isinstance(step, partial):
         step = step.func
@@ -46,12 +39,12 @@ def _is_marked(compiled: Any) -> bool:
 
 
 def name_optimizer(optimizer: Any | None) -> str:
-    """Its class, or those of several: ``"AdamW + SGD"``."""
+    """Return the class of an optimizer, or of several: ``"AdamW + SGD"``."""
     return " + ".join(type(unwrap_optimizer(member)).__name__ for member in members_of(optimizer))
 
 
 def identify_model(model: nn.Module, optimizer: Any | None) -> ModelIdentity:
-    """What both are recognised by; 1000 parameters took 2 ms."""
+    """Return what identifies both; 1000 parameters took 2 ms."""
     parameters = list(unwrap_model(model).parameters())
     lazy = any(is_uninitialized(parameter) for parameter in parameters)  # of a lazy module: it gets its shape later
     sizes = [0 if is_uninitialized(parameter) else parameter.numel() for parameter in parameters]
@@ -68,7 +61,7 @@ def identify_model(model: nn.Module, optimizer: Any | None) -> ModelIdentity:
 def model_differences(
     planned_name: str, planned: ModelIdentity | None, name: str, identity: ModelIdentity
 ) -> Iterator[str]:
-    """What differs from the model and optimizer that a plan was made for; nothing where the plan has no identity."""
+    """Yield the differences from the model and optimizer of a plan; none if the plan has no identity."""
     if planned is None:
         return
     if not (planned.shapes and identity.shapes):

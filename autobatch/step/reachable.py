@@ -1,11 +1,9 @@
 """Finds the objects that a step can reach: bound arguments, its closure, globals that it names, attributes of those.
 
-Covers Python functions, methods, ``functools.partial``, callable objects, containers and instances, the nearest first;
-and among these, modules and tensors that belong to neither the model nor its optimizer: a teacher, a memory bank, a
-queue. Of classes and Python modules of the user's own (not of installed libraries) it covers what they hold: attributes
-of a class, and names of a module that the function's code names too. No object is called, no property is read, and a
-mock is not taken for the class that it imitates (``isinstance`` asks the object). Does not cover what C code holds, nor
-what is looked up by name at run time.
+Among them are modules and tensors of neither the model nor its optimizer: a teacher, a memory bank, a queue. Classes
+and Python modules of the user's own are searched too, but not installed libraries. No object is called, no property is
+read, and a mock does not pass as the class that it imitates. Objects held by C code, or looked up by name at run time,
+are not found.
 """
 
 from __future__ import annotations
@@ -25,22 +23,11 @@ from torch import nn
 
 from autobatch.undo.slots import own_attributes
 
-__all__ = [
-    "MOST_OBJECTS",
-    "attributes_of",
-    "find_modules",
-    "find_outside",
-    "is_installed",
-    "names_in",
-    "parts_of",
-    "walk",
-]
-
 _MOST_REACHED = 2_000
-"""Objects that are looked at from one step; a dataset in a list may be among them."""
+"""Most objects to look at from one step; a dataset in a list may be among them."""
 
 MOST_OBJECTS = 10_000
-"""Objects that are looked at for modules alone, which copies none: some 20 ms."""
+"""Most objects to look at for modules alone, which copies none: some 20 ms."""
 
 _AT_ONCE = 100  # entries of one object; further ones come after all others, since a dataset is longer than all else
 
@@ -57,16 +44,16 @@ def walk(
     most: int = _MOST_REACHED,
     when_cut: Callable[[], object] | None = None,
 ) -> Iterator[Any]:
-    """Every object that can be reached, once each, the nearest first, ``root`` included.
+    """Yield every object that can be reached, once each, the nearest first, ``root`` included.
 
-    Plain values (texts, numbers) and containers of nothing else are left out, and count for nothing. Of an object with
-    many parts, such as a long list, the first come in their turn and the others after all else.
+    Plain values (texts, numbers) and containers of them are left out. If an object has many parts, such as a long list,
+    the first parts come in their turn and the others after all other objects.
 
     Args:
-        root: Where to begin.
-        parts: Gives what an object leads to.
-        most: So many objects are looked at.
-        when_cut: Called once where there are more.
+        root: Object to begin with.
+        parts: Returns the parts of an object.
+        most: Most objects to look at.
+        when_cut: Called once if there are more.
     """
     waiting, seen = deque([root]), {id(root): root}
     rest: deque[Iterator[Any]] = deque()
@@ -101,7 +88,7 @@ def _leads_on(part: Any) -> bool:
 
 
 def parts_of(value: Any, attributes: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    """What one object leads to directly; ``attributes`` chooses among those of an instance."""
+    """Yield the direct parts of one object; ``attributes`` chooses among those of an instance."""
     if isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
@@ -119,7 +106,7 @@ def parts_of(value: Any, attributes: Callable[[Any], Iterator[Any]]) -> Iterator
 
 
 def attributes_of(value: Any) -> Iterator[Any]:
-    """Values of an instance's attributes, the method of a callable one, which has globals, and the user's own class."""
+    """Yield the values of an instance's attributes, its ``__call__``, and its class if that is the user's own."""
     yield from own_attributes(value)
     call = vars(type(value)).get("__call__")
     if isinstance(call, types.FunctionType):
@@ -129,7 +116,7 @@ def attributes_of(value: Any) -> Iterator[Any]:
 
 
 def _held_by_class(kind: type) -> Iterator[Any]:
-    """Values of its attributes, but methods and what else is no value."""
+    """Yield the values of a class's attributes, without methods, classes and descriptors."""
     for base in kind.__mro__:
         if not _is_library(base.__module__):
             for name, value in [*vars(base).items()]:
@@ -139,7 +126,7 @@ def _held_by_class(kind: type) -> Iterator[Any]:
 
 
 def _is_library(name: object) -> bool:
-    """Whether a Python module by this name is not the user's own; a class may have anything as ``__module__``."""
+    """Return whether a Python module of this name is not the user's own; ``__module__`` may be any object."""
     return isinstance(name, str) and _is_known(name)
 
 
@@ -153,7 +140,7 @@ def _is_known(name: str) -> bool:
 
 
 def is_installed(file: str) -> bool:
-    """Whether this code is Python's own or that of an installed library."""
+    """Return whether this code belongs to Python or an installed library."""
     return any(folder in Path(file).parents for folder in _INSTALLED)
 
 
@@ -175,7 +162,7 @@ def _closure_of(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _look_up(names: Iterable[str], tables: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """What these names are among globals, and in the user's own Python modules that are found there."""
+    """Yield the values of these names in the tables, and in the user's own Python modules found there."""
     waiting, seen = deque(tables), set[int]()
     while waiting:
         table = waiting.popleft()
@@ -194,7 +181,7 @@ def _is_users_module(value: Any) -> bool:
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
-    """Names that a function's code uses, with those of functions defined in it."""
+    """Yield the names that a function's code uses, with those of functions defined in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -202,18 +189,18 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def find_outside(step: Callable[..., Any], model: nn.Module) -> list[nn.Module | torch.Tensor]:
-    """Modules (the outermost) and tensors that a step reaches and that are no part of the model; the nearest first."""
+    """Return modules (the outermost) and tensors in the step's reach, outside the model; the nearest first."""
     owned = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     reached = (value for value in walk(step, _lead_outside) if id(value) not in owned)
     return [value for value in reached if issubclass(type(value), nn.Module | torch.Tensor)]
 
 
 def find_modules(function: Callable[..., Any], when_cut: Callable[[], object] | None = None) -> list[nn.Module]:
-    """Modules (the outermost) that a function is, or reaches; the nearest first.
+    """Return the outermost modules that a function is or reaches; the nearest first.
 
     Args:
-        function: Where to begin.
-        when_cut: Called where it reaches more than ``MOST_OBJECTS``, so that modules may be missing.
+        function: Function to begin with.
+        when_cut: Called if it reaches more than ``MOST_OBJECTS``, so that modules may be missing.
     """
     reached = walk(function, _lead_to_modules, MOST_OBJECTS, when_cut)
     return [value for value in reached if issubclass(type(value), nn.Module)]
@@ -224,6 +211,6 @@ def _lead_to_modules(value: Any) -> Iterator[Any]:
 
 
 def _lead_outside(value: Any) -> Iterator[Any]:
-    # Optimizers hold thousands of tensors, and belong to somebody who steps them.
+    # Optimizers hold thousands of tensors, and other code steps them.
     is_end = issubclass(type(value), nn.Module | torch.Tensor | torch.optim.Optimizer)
     return iter(()) if is_end else parts_of(value, attributes_of)

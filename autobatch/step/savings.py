@@ -1,4 +1,4 @@
-"""Finds what a step does already to save memory, so that nobody is advised to do it."""
+"""Finds the ways in which a step already saves memory, so that no advice repeats them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from autobatch._user_errors import contextmanager
 from autobatch.records import Saving
 from autobatch.undo.tensor_header import is_uninitialized
 
-__all__ = ["find_savings", "watch_savings"]
-
 _CHECKPOINTS = "torch.utils.checkpoint"
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def find_savings(model: nn.Module) -> set[Saving]:
-    """What can be seen without a step: the dtype of parameters, and the flags of Transformers models."""
+    """Return what shows without a step: the dtype of parameters, and the flags of Transformers models."""
     found: set[Saving] = set()
     made = [parameter for parameter in model.parameters() if not is_uninitialized(parameter)]
     bits = [(parameter.numel(), parameter.dtype in _SIXTEEN_BITS) for parameter in made]
@@ -34,9 +32,9 @@ def find_savings(model: nn.Module) -> set[Saving]:
 
 @contextmanager
 def watch_savings(found: set[Saving], *device_types: str) -> Iterator[None]:
-    """Add to ``found`` what the forward passes in this block do, by a look at each module that is called.
+    """Add to ``found`` what the forward passes in this block do, by a hook on every module.
 
-    It is for steps that nobody times, and not for compiled ones, which would be compiled again because of the hook.
+    The hook takes time, and a compiled step would be compiled again because of it.
     """
 
     def look(*_: Any) -> None:
@@ -53,7 +51,7 @@ def watch_savings(found: set[Saving], *device_types: str) -> Iterator[None]:
 
 
 def _is_checkpointed() -> bool:
-    """Whether this is called below a checkpoint of torch, or in a backward pass, where another library recomputes."""
+    """Return whether this runs inside a checkpoint of torch, or in a backward pass that recomputes."""
     if torch._C._current_graph_task_id() != -1:  # as torch's own checkpoint asks it  # noqa: SLF001
         return True
     frame = sys._getframe()  # noqa: SLF001

@@ -1,8 +1,4 @@
-"""Calls the user's step, and checks what goes into it: the model, the optimizer, and what a micro-batch counts for.
-
-Covers ``(loss, aux)``, weights by ``weigh``, and what cannot be run exactly. Does not cover what a loss may be
-(``losses``) nor how the parts of a batch are added up (``training.transaction``).
-"""
+"""Calls the user's step and ``weigh``, and checks the model, the optimizer and the step's result."""
 
 from __future__ import annotations
 
@@ -30,27 +26,13 @@ from autobatch.step.reachable import find_outside
 from autobatch.torch_internals.storages import bytes_of
 from autobatch.undo.tensor_header import is_uninitialized
 
-__all__ = [
-    "Step",
-    "StepOutput",
-    "Weigh",
-    "Workload",
-    "check_leaves",
-    "check_model",
-    "check_weigh",
-    "leaves_of_graph",
-    "read_output",
-    "split_output",
-    "warn_of_no_optimizer",
-]
-
 Step = Callable[[nn.Module, Any], Any]
 
 _PARAMS, _IS_TRAINED = itemgetter("params"), attrgetter("requires_grad")
 
 
 class StepOutput(NamedTuple):
-    """What one call of the step returned: the losses of its micro-batch, and whatever the user put beside them."""
+    """Result of one call of the step: the losses of its micro-batch, and the user's values beside them."""
 
     terms: tuple[Term, ...]
     aux: Any = None
@@ -58,7 +40,7 @@ class StepOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What is run: a model, the user's step on it, what a mean is over, and the optimizer beside it.
+    """A model, the user's step on it, the unit of its mean, and the optimizer.
 
     Attributes:
         model: The model.
@@ -78,7 +60,7 @@ class Workload:
     _guard: LoopGuard = field(default_factory=LoopGuard, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for what is of the wrong kind, or cannot be split exactly."""
+        """Raise InvalidArgument for a part of the wrong kind, or one that cannot be split exactly."""
         if self.step is default_step:
             vars(self)["named"] = "your model"
         _check_kinds(self.model, self.step, self.weigh)
@@ -90,10 +72,10 @@ class Workload:
         """Refuse hooks on gradients of parameters, which would run on the part of each micro-batch.
 
         Args:
-            known: Keys of hooks that may be there, from ``find_hooks``.
+            known: Keys of hooks that are allowed, from ``find_hooks``.
 
         Raises:
-            InvalidArgument: Another one is there.
+            InvalidArgument: There is another hook.
         """
         names = {id(parameter): f"parameter {name}" for name, parameter in self.model.named_parameters()}
         for parameter in self.parameters():
@@ -104,14 +86,13 @@ class Workload:
                 refuse_hooks(names.get(id(parameter), of_optimizer), parameter, known)
 
     def around(self, step: Step, *, weigh: Weigh | None) -> Workload:
-        """The same with another step, which calls this one's: what that can reach is searched for optimizers once."""
+        """Return this workload with another step, which calls this one's; both share the search for optimizers."""
         outer = replace(self, step=step, weigh=weigh)
         vars(outer)["_guard"] = self.guard(self.parameters())
         return outer
 
     def parameters(self) -> list[nn.Parameter]:
-        """The model's and the optimizer's parameters, each once, in the order of ``model.parameters()``."""
-        # That call makes up each one's name as well, and this is asked in every step.
+        """Return the parameters of model and optimizer, each once, in the order of ``model.parameters()``."""
         tables = (module._parameters for module in self.model.modules())  # noqa: SLF001 - not public, and the public method makes names
         found = {id(p): p for table in tables for p in table.values() if p is not None}
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
@@ -119,7 +100,7 @@ class Workload:
         return list(found.values())
 
     def count_trained(self) -> int:
-        """Numbers in the parameters that the optimizer moves; 200 parameters take 30 us."""
+        """Count the values of the parameters that the optimizer moves."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         held = [*chain.from_iterable(map(_PARAMS, groups))]
         trained = [*compress(held, map(_IS_TRAINED, held))]
@@ -129,7 +110,7 @@ class Workload:
             return sum(parameter.numel() for parameter in trained if not is_uninitialized(parameter))
 
     def resident_tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that lives on the device between two steps, except batches."""
+        """Yield everything that lives on the device between two steps, except batches."""
         for parameter in self.parameters():
             yield parameter
             if parameter.grad is not None:
@@ -138,28 +119,29 @@ class Workload:
         yield from self._state_tensors()
 
     def outside(self) -> list[nn.Module | torch.Tensor]:
-        """Modules and tensors that the step can reach, and that belong to neither the model nor the optimizer."""
+        """Return modules and tensors in the step's reach that belong to neither the model nor the optimizer."""
         return find_outside(self.step, self.model)
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state as it is now: none before its first step."""
+        """Return the bytes of the optimizer's present state; 0 before its first step."""
         return sum(bytes_of(tensor) for tensor in self._state_tensors())
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
-        # Nested in some, which keep lists of directions.
+        # Nested, as some optimizers keep lists of directions.
         return tensors_of([*state_of(self.optimizer).values()])
 
     def weights_of(self, micro_batch: Any, samples: int) -> dict[str, float]:
-        """What the micro-batch counts for, by term: ``weigh`` of it, or its samples; ``""`` stands for every term.
+        """Return the count of the micro-batch by term: ``weigh`` of it, or its samples; ``""`` means every term.
 
-        Raises InvalidArgument if a weight is no number, negative or not finite, or ``weigh`` writes into the samples.
+        Raises:
+            InvalidArgument: A weight is not a number, negative or not finite, or ``weigh`` writes into the samples.
         """
         if self.weigh is None:
             return {"": float(samples)}
         return read_weights(call_read_only("weigh", self.weigh, micro_batch, called_by=self.called_by), samples)
 
     def run(self, micro_batch: Any) -> StepOutput:
-        """Call the user's step; raises InvalidArgument where no gradient can come from what it returned."""
+        """Call the user's step and read its losses; raise InvalidArgument if they have no gradient."""
         return read_output(self.call_step(micro_batch))
 
     def call_step(self, micro_batch: Any) -> Any:
@@ -171,7 +153,7 @@ class Workload:
         return guard.call(self.step, self.model, micro_batch)
 
     def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
-        """A context around several calls of the step; no backward pass may reach these parameters in them."""
+        """Return the context of one step; no backward pass of the user's may reach these parameters in it."""
         guard = self._guard
         if not guard.knows_owners:
             guard.find(self.step, self.optimizer, parameters)
@@ -179,21 +161,21 @@ class Workload:
         return guard
 
     def check_leaves(self, loss: torch.Tensor, stand_ins: Iterable[torch.Tensor] = ()) -> None:
-        """``check_leaves`` with the parameters of the model and the optimizer, and what stands for them in a graph."""
+        """Check the leaves of a loss; ``stand_ins`` are tensors that count as parameters, such as gathered ones."""
         check_leaves(loss, [*self.parameters(), *stand_ins])
 
 
 def read_output(returned: Any) -> StepOutput:
-    """The losses that a step returned, and the rest; raises InvalidArgument where no gradient can come from them."""
+    """Read the losses of a step and the values beside them; raise InvalidArgument if they have no gradient."""
     loss, aux = split_output(returned)
     return StepOutput(read_terms(loss), aux)
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:
-    """The losses that a step returned, and the rest, detached; raises InvalidArgument for a second loss beside them."""
+    """Return the losses of a step, and the values beside them, detached; raise InvalidArgument for a second loss."""
     loss, aux = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if isinstance(aux, torch.Tensor) and aux.ndim == 0 and aux.requires_grad:
-        read_terms(loss)  # what is wrong with it is said first
+        read_terms(loss)  # raises its own error first
         raise InvalidArgument(
             "step() returned a second loss, of which no gradient would be taken: return both by name, as "
             '{"left": loss, "right": other}, or (loss, other.detach())'
@@ -202,10 +184,9 @@ def split_output(returned: Any) -> tuple[Any, Any]:
 
 
 def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse a loss that trains a parameter of neither the model nor the optimizer: a retry could not undo that.
+    """Raise InvalidArgument for a loss that trains a parameter beside these, since a retry could not undo that.
 
-    Parameters only: a leaf that is a plain tensor is usually made by the step itself, for a penalty on a gradient.
-    Raises InvalidArgument; ``parameters`` are those of the model and of the optimizer.
+    A leaf that is a plain tensor passes: the step has usually made it, for a penalty on a gradient.
     """
     known = {id(parameter) for parameter in parameters}
     for leaf in leaves_of_graph(loss):
@@ -218,7 +199,7 @@ def check_leaves(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> None
 
 
 def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:
-    """A warning where no optimizer was given, so that its memory is not counted."""
+    """Return a warning if no optimizer was given, so that its memory is not counted."""
     missing = (
         "no optimizer= was given: its state and its step are not counted; AdamW holds two more copies of the parameters"
     )
@@ -226,7 +207,7 @@ def warn_of_no_optimizer(workload: Workload) -> tuple[str, ...]:
 
 
 def leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors in which a backward pass from here adds up gradients, once each."""
+    """Yield the tensors in which a backward pass from here adds up gradients, once each."""
     waiting, seen = [loss.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -239,9 +220,9 @@ def leaves_of_graph(loss: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def check_model(model: Any) -> None:
-    """Raise InvalidArgument for what is no module, or is the class of one."""
+    """Raise InvalidArgument for an object that is not a module, or is the class of one."""
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"model={_show(model)} is no torch.nn.Module")
+        raise InvalidArgument(f"model={_show(model)} is not a torch.nn.Module")
 
 
 def _check_kinds(model: Any, step: Any, weigh: Any) -> None:
@@ -282,7 +263,7 @@ def _check_one_optimizer(optimizer: Any) -> None:
     are_groups = all(isinstance(one, Mapping) and "params" in one for one in listed)
     if not (are_groups and is_instance_with(optimizer, "step")):
         raise InvalidArgument(
-            f"optimizer={_show(optimizer)} is no optimizer: pass one of torch.optim or like it, or a list of several"
+            f"optimizer={_show(optimizer)} is not an optimizer: pass one like those of torch.optim, or a list of them"
         )
     if isinstance(optimizer, torch.optim.LBFGS) or not takes_none(optimizer, "step"):
         raise InvalidArgument(

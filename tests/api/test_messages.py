@@ -275,7 +275,7 @@ TABLE = [
         (
             lambda model=model: autobatch.predict(model, ROWS, gpu="L4"),
             "InvalidArgument",
-            f"{shown} is no torch.nn.Module",
+            f"{shown} is not a torch.nn.Module",
         )
         for model, shown in (
             (None, "model=None"),
@@ -449,7 +449,7 @@ TABLE = [
         lambda: fit(step=lambda m, b: m(b[0])),
         "InvalidArgument",
         (
-            "step() returned a loss of shape (2, 4); take its mean first: a scalar is needed; what is no loss goes "
+            "step() returned a loss of shape (2, 4); take its mean first: a scalar is needed; other values go "
             "beside it, as (loss, aux)"
         ),
     ),
@@ -518,7 +518,7 @@ TABLE = [
         "InvalidArgument",
         (
             "the term 'logits' of step() returned a loss without a graph (detached, under no_grad, or every "
-            "parameter is frozen); what is no loss goes beside it: return (losses, aux)"
+            "parameter is frozen); other values go beside it: return (losses, aux)"
         ),
     ),
     (

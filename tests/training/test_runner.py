@@ -846,9 +846,9 @@ def test_a_plan_made_with_weigh_needs_it_in_training():
     ("changes", "message"),
     [
         ({"plan": "plan.json"}, "plan is a str"),
-        ({"model": None}, "model=None is no torch.nn.Module"),
+        ({"model": None}, "model=None is not a torch.nn.Module"),
         ({"step": "step"}, "step='step' cannot be called"),
-        ({"optimizer": {}}, "optimizer=a dict is no optimizer"),
+        ({"optimizer": {}}, "optimizer=a dict is not an optimizer"),
         ({"weigh": 3}, "weigh=3 cannot be called"),
         ({"scaler": True}, "scaler is a bool"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1'"),

@@ -233,7 +233,7 @@ def share(model):
         (lambda model: [], r"^optimizer=\[\] holds none"),
         (lambda model: [None], r"^optimizer=\[None\] holds none"),
         (lambda model: (None, None), r"^optimizer=\[None, None\] holds none"),
-        (lambda model: [torch.optim.SGD(model.parameters()), 3], r"^optimizer=3 is no optimizer"),
+        (lambda model: [torch.optim.SGD(model.parameters()), 3], r"^optimizer=3 is not an optimizer"),
         (lambda model: [torch.optim.SGD(nn.Linear(1, 1).parameters())] * 1, "holds none of the parameters"),
         (
             lambda model: [
