@@ -15,21 +15,6 @@ from autobatch._bounds import LARGEST, MOST_MICRO_BATCHES, MOST_SAMPLES
 from autobatch._formatting import show_value
 from autobatch.errors import InvalidArgument
 
-__all__ = [
-    "SIZES",
-    "as_sequence",
-    "check_choice",
-    "check_count",
-    "check_micro_batches",
-    "check_path",
-    "check_switch",
-    "check_target",
-    "is_instance_with",
-    "parse_bytes",
-    "read_bytes",
-    "takes_none",
-]
-
 SIZES = "pass bytes as an int, or a text such as '8GiB' or '512MiB'"
 
 _BYTES = TypeAdapter(ByteSize)
@@ -38,7 +23,7 @@ _WHOLE_TEXT = re.compile(r"\s*\d*\.?\d+\s*[a-zA-Z]*\s*")
 
 
 def read_bytes(value: Any) -> int | None:
-    """Bytes from an int or a text; ``None`` where it is neither, not positive, or more than any device has."""
+    """Return bytes from an int or a text; ``None`` for another value, or one that no device can have."""
     half_read = isinstance(value, str) and not _WHOLE_TEXT.fullmatch(value)
     if half_read or isinstance(value, bool):
         return None
@@ -50,7 +35,7 @@ def read_bytes(value: Any) -> int | None:
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """The same, but what is no size raises ``InvalidArgument``, which names the argument."""
+    """Return bytes from an int or a text; raise ``InvalidArgument`` for another value."""
     size = read_bytes(value)
     if size is None:
         raise InvalidArgument(f"{name}={show_value(value)} is no size: {SIZES}")
@@ -58,14 +43,14 @@ def parse_bytes(name: str, value: Any) -> int:
 
 
 def check_count(name: str, value: Any, counted: str = "samples") -> int:
-    """A number of samples, or of what else is ``counted``, at least 1, as a Python int."""
+    """Return a number of at least 1 as a Python int; ``counted`` names what it counts."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise InvalidArgument(f"{name}={show_value(value)} must be an int of at least 1: it counts {counted}")
     return int(value)
 
 
 def check_target(value: Any) -> int:
-    """The samples of an optimizer step: at least 1 and at most ``MOST_SAMPLES``."""
+    """Return the samples of an optimizer step: at least 1 and at most ``MOST_SAMPLES``."""
     target = check_count("target_batch", value)
     if target > MOST_SAMPLES:
         raise InvalidArgument(
@@ -76,7 +61,7 @@ def check_target(value: Any) -> int:
 
 
 def check_micro_batches(target: int, size: int) -> None:
-    """At most ``MOST_MICRO_BATCHES`` in one optimizer step: a plan lists them one by one."""
+    """Refuse more than ``MOST_MICRO_BATCHES`` in one optimizer step, since a plan lists them one by one."""
     count = -(-target // size)
     if count > MOST_MICRO_BATCHES:
         raise InvalidArgument(
@@ -87,19 +72,19 @@ def check_micro_batches(target: int, size: int) -> None:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """One of a few values, and of the same type."""
+    """Check that a value is one of a few, of the same type."""
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise InvalidArgument(f"{name}={show_value(value)} is not known; one of {', '.join(map(repr, choices))}")
 
 
 def check_switch(name: str, value: Any) -> None:
-    """``True`` or ``False``: a text such as ``"no"`` would be true."""
+    """Check that a value is ``True`` or ``False``; a text such as ``"no"`` would be true."""
     if not isinstance(value, bool):
         raise InvalidArgument(f"{name}={show_value(value)} must be True or False")
 
 
 def check_path(call: str, value: Any) -> Path:
-    """A path from a text or an ``os.PathLike``; ``call`` is named in the message."""
+    """Return a path from a text or an ``os.PathLike``; the message names ``call``."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str) or "\0" in text:
         raise InvalidArgument(f"{call}({show_value(value)}): pass a path, such as 'plan.json'")
@@ -107,12 +92,12 @@ def check_path(call: str, value: Any) -> Path:
 
 
 def is_instance_with(value: Any, *methods: str) -> bool:
-    """Whether it is an instance with these methods: a class has them too, and cannot be called like one."""
+    """Return whether a value is an instance, not a class, with these methods."""
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
 
 def takes_none(value: Any, method: str) -> bool:
-    """Whether a method can be called without an argument, as its class declares it; ``True`` where that is not known.
+    """Return whether a method can be called without an argument; ``True`` if its class does not show that.
 
     A scheduler of torch replaces the ``step`` of its optimizer by a function that shows one argument too many
     (``torch/optim/lr_scheduler.py``, ``patch_track_step_called``), so the instance itself is not asked.
@@ -129,7 +114,7 @@ def takes_none(value: Any, method: str) -> bool:
 
 
 def as_sequence(value: Any) -> tuple[Any, ...]:
-    """What an argument holds that takes one or a list of several; nothing for ``None``."""
+    """Return the values of an argument that takes one or a list of several; none for ``None``."""
     if isinstance(value, list | tuple):
         return tuple(value)
     return () if value is None else (value,)

@@ -1,8 +1,8 @@
 """Bounds the numbers, texts and lists of records, so that one from a file is as safe to show as one made here.
 
-A number beyond its bound is refused everywhere. A text is one line: in JSON a control character or too many letters are
-refused, as an attempt to look like something else; in a record that is made here, such a text of a driver's or a user's
-is escaped and cut, since a plan must not be lost for it.
+A number beyond its bound is refused everywhere. A text is one line. A file with control characters or too many letters
+in a text is refused. A record that is made here escapes and cuts such a text of a driver or a user, since a plan must
+not be lost for it.
 """
 
 from __future__ import annotations
@@ -13,34 +13,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, Strict, ValidationInfo
 
-__all__ = [
-    "LARGEST",
-    "LISTED",
-    "LONGEST_LIST",
-    "LONGEST_TEXT",
-    "MOST_MICRO_BATCHES",
-    "MOST_SAMPLES",
-    "SHORTEST",
-    "Bytes",
-    "Count",
-    "Flag",
-    "Moment",
-    "Ratio",
-    "Samples",
-    "Seconds",
-    "Steps",
-    "Target",
-    "Text",
-    "Whole",
-    "is_one_line",
-]
-
 MOST_SAMPLES = 10**8  # of one optimizer step: sizes are searched among twice the root of it
 MOST_MICRO_BATCHES = 10**6  # of one optimizer step: a plan lists them one by one
 LONGEST_TEXT = 4000  # letters
 LONGEST_LIST = 10_000  # entries; trials, ranges of steps and warnings are far fewer
 LARGEST = 2**63 - 1  # what SQLite holds; no device has as many bytes
-SHORTEST = 1e-9  # seconds; no rate is worked out from less, since it would be no number
+SHORTEST = 1e-9  # seconds; a rate over less might be infinite
 _LAST_MOMENT = 253_402_214_400.0  # the last day of the year 9999: the calendar ends there, in any time zone
 
 _STEERING = re.compile(
@@ -52,7 +30,7 @@ _STEERING = re.compile(
 
 
 def is_one_line(text: str) -> bool:
-    """Whether nothing in it steers a terminal, ends the line or cannot be written."""
+    """Return whether a text has no character that steers a terminal, ends the line or cannot be written."""
     return _STEERING.search(text) is None
 
 
@@ -70,7 +48,7 @@ def _check_text(text: str, info: ValidationInfo) -> str:
 def _check_ratio(value: float) -> float:
     if value < 0:
         raise ValueError("Input should be greater than or equal to 0")
-    return math.inf if math.isnan(value) else value  # of numbers that are none nothing is known to be small
+    return math.inf if math.isnan(value) else value  # nan is not known to be small
 
 
 Text = Annotated[str, AfterValidator(_check_text)]  # one line of at most LONGEST_TEXT letters

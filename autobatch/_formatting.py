@@ -9,8 +9,6 @@ from typing import Any
 
 from autobatch._bounds import is_one_line
 
-__all__ = ["describe_fields", "format_bytes", "name_type", "plural", "show_value", "spell", "with_article"]
-
 _LONGEST_VALUE = 80  # characters of a value in a message, which is one line
 _LONGEST_INT = 10**40
 _LONGEST_FIELD = 40  # characters of a value in a record's repr
@@ -53,12 +51,12 @@ def with_article(name: str) -> str:
 
 
 def name_type(value: Any) -> str:
-    """What kind of object it is: ``"an int"``; a class itself is ``"the class SGD"``."""
+    """Return the kind of an object: ``"an int"``; a class itself is ``"the class SGD"``."""
     return f"the class {value.__name__}" if isinstance(value, type) else with_article(type(value).__name__)
 
 
 def show_value(value: Any) -> str:
-    """An argument as its user wrote it, in one short line; its type where that takes more than a line.
+    """Show an argument as its user wrote it, in one short line, or its type if that takes more.
 
     Python writes no int of more than 4300 digits (``sys.set_int_max_str_digits``), and ``repr`` of a user's own class
     may raise.
@@ -75,7 +73,7 @@ def show_value(value: Any) -> str:
 
 
 def describe_fields(kind: str, fields: Iterable[tuple[str, Any]]) -> str:
-    """``Trial(micro_batch_size=43, outcome='fits', peak_reserved=18.0 GiB, ...)``, in one line that is never long."""
+    """``Trial(micro_batch_size=43, outcome='fits', peak_reserved=18.0 GiB, ...)``, in one short line."""
     line = f"{kind}("
     for name, value in fields:
         shown = f"{name}={_show_field(name, value)}"

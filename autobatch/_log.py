@@ -1,15 +1,12 @@
-"""Names this package in front of its warnings where the application has set up no logging.
+"""Names this package in front of its warnings if the application has set up no logging.
 
-Python's own handler of last resort prints the message alone, and nobody could tell whose it is. Where logging is set
-up, the name is the logger's, so that no message repeats it.
+Python's own handler of last resort prints the message alone, without the name of the logger.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-
-__all__ = ["LOGGER", "LastResort"]
 
 LOGGER = logging.getLogger("autobatch")
 
@@ -22,7 +19,7 @@ class LastResort(logging.Handler):
         self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the line; a process without a stderr has none."""
+        """Write the line, if the process has a stderr."""
         others = [*LOGGER.handlers, *(logging.getLogger().handlers if LOGGER.propagate else ())]
         if sys.stderr is not None and not any(handler is not self for handler in others):
             sys.stderr.write(f"{self.format(record)}\n")

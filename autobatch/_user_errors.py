@@ -1,7 +1,4 @@
-"""Lets errors of the user's functions pass as they were raised, with one note that says where.
-
-Covers the note, and blocks that such an error leaves. Which errors get a note is for their callers to decide.
-"""
+"""Lets errors of the user's functions pass unchanged, with one note that names the function."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from typing import ParamSpec, TypeVar
 
 from autobatch._formatting import plural
 
-__all__ = ["add_note", "contextmanager", "note_where"]
-
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
@@ -22,17 +17,17 @@ _BEGINS, _NAMES = "raised in ", ", called by autobatch"
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note as ``BaseException.add_note`` does, which Python 3.10 lacks: it does not print the note."""
+    """Add a note like ``BaseException.add_note``, which Python 3.10 lacks; that version does not print notes."""
     _write_notes(error, [*_notes_of(error), note])
 
 
 def note_where(error: BaseException, function: str, called_by: str, samples: int = 0) -> None:
-    """Note which of the user's functions raised this; a later note of this kind replaces an earlier one.
+    """Note which of the user's functions raised an error; a later note of this kind replaces an earlier one.
 
     Args:
-        error: The user's. The same object may be raised several times.
-        function: As the user knows it, such as ``your weigh(batch)``.
-        called_by: The public function that called it.
+        error: Error of the user's function. The same object may be raised several times.
+        function: Name of the function for the user, such as ``your weigh(batch)``.
+        called_by: Public function that called it.
         samples: Number of samples in its batch; 0 if unknown.
     """
     size = f" with {plural(samples, 'sample')}" if samples else ""
@@ -78,9 +73,9 @@ class _Block(AbstractContextManager[_Made]):
 
 
 def contextmanager(function: Callable[_Given, Iterator[_Made]]) -> Callable[_Given, AbstractContextManager[_Made]]:
-    """Make a block of a generator function, as ``contextlib.contextmanager`` does, for errors of any class.
+    """Make a context manager of a generator function, like ``contextlib.contextmanager``, for errors of any class.
 
-    contextlib assigns ``error.__traceback__``. Frozen dataclasses refuse that, and FrozenInstanceError would come out.
+    contextlib assigns ``error.__traceback__``. A frozen dataclass refuses that with a FrozenInstanceError.
     """
 
     @wraps(function)

@@ -1,15 +1,12 @@
-"""Finds the user's own objects inside the wrappers that frameworks put around them.
+"""Finds the user's own objects inside the wrappers of Lightning, Lightning Fabric and accelerate.
 
-Those of Lightning, Lightning Fabric and accelerate are recognised by name, as nothing of theirs is imported; wrappers
-of other kinds stay as they are.
+It knows these wrappers by name, so that it need not import the frameworks. Other wrappers are left alone.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import attrgetter
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
@@ -19,21 +16,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autobatch._formatting import name_type
 from autobatch.errors import InvalidArgument
-
-__all__ = [
-    "SeveralOptimizers",
-    "is_accumulating",
-    "is_optimizer",
-    "members_of",
-    "own_table",
-    "state_of",
-    "unwrap_for_training",
-    "unwrap_members",
-    "unwrap_model",
-    "unwrap_optimizer",
-    "unwrap_scheduler",
-    "warn_of_wrapper",
-]
 
 _LIGHTNING = {
     ("lightning", "LightningOptimizer"),  # lightning/pytorch/core/optimizer.py; step() counts trainer.global_step
@@ -46,7 +28,7 @@ _ACCELERATE_SCHEDULER = ("accelerate", "AcceleratedScheduler")  # accelerate/sch
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The user's own module, whose signature and class name the wrappers hide."""
+    """Return the user's own module, whose signature and class name the wrappers hide."""
     while True:
         is_parallel = isinstance(model, (DistributedDataParallel, DataParallel))
         inner = model.module if is_parallel else getattr(model, "_orig_mod", None)
@@ -59,42 +41,39 @@ class SeveralOptimizers:
     """Several optimizers as one: their groups and their state together, and one step of each.
 
     Attributes:
-        members: They, in the order in which they step.
+        members: The optimizers, in the order in which they step.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
-        """Hold these."""
+        """Hold the optimizers."""
         self.members = tuple(members)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of all."""
-        return [*chain.from_iterable(map(_GROUPS, self.members))]
+        """The groups of all optimizers."""
+        return [group for member in self.members for group in member.param_groups]
 
     @property
     def state(self) -> dict[Any, Any]:
-        """That of all, to be read: what is put into it reaches none of them."""
+        """A copy of the state of all optimizers, to be read."""
         return {key: value for member in self.members for key, value in state_of(member).items()}
 
     def step(self, closure: None = None) -> None:
-        """Step each once."""
+        """Step each optimizer once."""
         for member in self.members:
             member.step()
 
 
-_GROUPS = attrgetter("param_groups")
-
-
 def own_table(value: Any) -> dict[str, Any]:
-    """Return an object's ``__dict__`` without running its code; an empty one where it has none.
+    """Return an object's ``__dict__`` without running its code; an empty one if it has none.
 
-    A client that connects when it is first asked, or makes whatever it is asked for, must not notice.
+    A client that connects at the first access, or a mock that makes any attribute, must not be touched.
     """
     return object.__getattribute__(value, "__dict__") if _HAS_TABLE[type(value)] else {}
 
 
 class _HasTable(dict[type, bool]):
-    """Whether objects of each type have a ``__dict__`` that no code of their class stands in front of."""
+    """Whether objects of each type have a plain ``__dict__``, not one that code of their class computes."""
 
     def __missing__(self, found: type) -> bool:
         table = next((vars(base)["__dict__"] for base in found.__mro__ if "__dict__" in vars(base)), None)
@@ -106,12 +85,12 @@ _HAS_TABLE = _HasTable()
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether it has ``param_groups``, by its class and its own attributes alone: its code may answer anything."""
+    """Return whether the object or its class has ``param_groups``, without running its code."""
     return "param_groups" in own_table(value) or any("param_groups" in vars(base) for base in type(value).__mro__)
 
 
 def state_of(optimizer: Any, depth: int = 3) -> Mapping[Any, Any]:
-    """Return what an optimizer holds for its parameters; of a wrapper without ``state``, what those inside hold."""
+    """Return the state of an optimizer, or of the optimizers inside a wrapper without ``state``."""
     state = getattr(optimizer, "state", None)
     if isinstance(state, Mapping):
         return state
@@ -120,13 +99,13 @@ def state_of(optimizer: Any, depth: int = 3) -> Mapping[Any, Any]:
 
 
 def _held_by(owner: Any) -> list[Any]:
-    """Values of an object's attributes, and the entries of lists among them."""
+    """Return the values of an object's attributes, and the entries of lists among them."""
     values = own_table(owner).values()
     return [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
 
 
 def members_of(optimizer: Any) -> tuple[Any, ...]:
-    """The optimizers that were given: none, one, or several."""
+    """Return the optimizers that were passed: none, one, or several."""
     if isinstance(optimizer, list | tuple):
         return tuple(optimizer)
     if isinstance(optimizer, SeveralOptimizers):
@@ -135,10 +114,7 @@ def members_of(optimizer: Any) -> tuple[Any, ...]:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The optimizer that does the arithmetic, without what a framework's loop adds to its ``step()``.
-
-    Of several, in a list, one that stands for all.
-    """
+    """Return the optimizer that does the arithmetic, without the wrapper of a framework; several become one object."""
     if isinstance(optimizer, list | tuple):
         if all(member is None for member in optimizer):
             raise InvalidArgument(f"optimizer={[*optimizer]} holds none: pass optimizers, or None")
@@ -151,7 +127,7 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def unwrap_members(optimizer: Any, scaler: Any | None) -> tuple[tuple[Any, ...], Any | None]:
-    """What a training step calls ``step()`` of, one after the other, and the gradient scaler that belongs to all."""
+    """Return the optimizers that a training step has to step, and their gradient scaler."""
     found = []
     for member in members_of(optimizer):
         inner, scaler = unwrap_for_training(member, scaler)
@@ -160,10 +136,10 @@ def unwrap_members(optimizer: Any, scaler: Any | None) -> tuple[tuple[Any, ...],
 
 
 def unwrap_for_training(optimizer: Any, scaler: Any | None) -> tuple[Any, Any | None]:
-    """What a training step calls ``step()`` of, and the gradient scaler that belongs to it.
+    """Return the optimizer that a training step has to step, and its gradient scaler.
 
-    Lightning's wrappers are stepped, since ``trainer.global_step`` and callbacks count on that. accelerate's is not:
-    inside ``accelerator.accumulate()`` its ``step()`` does nothing, and with a scaler it unscales a second time, since
+    Lightning's wrapper is stepped itself, since ``trainer.global_step`` and callbacks depend on that. accelerate's is
+    not: its ``step()`` does nothing inside ``accelerator.accumulate()``. With a scaler it unscales a second time, since
     ``GradScaler`` counts by the identity of the optimizer.
     """
     while _is_accelerate(optimizer):
@@ -183,27 +159,28 @@ def unwrap_for_training(optimizer: Any, scaler: Any | None) -> tuple[Any, Any | 
 
 
 def unwrap_scheduler(scheduler: Any) -> Any:
-    """The scheduler inside accelerate's, whose ``step()`` does nothing inside ``accelerator.accumulate()``."""
+    """Return the scheduler inside accelerate's, whose ``step()`` does nothing inside ``accelerator.accumulate()``."""
     while _name(type(scheduler)) == _ACCELERATE_SCHEDULER:
         scheduler = scheduler.scheduler
     return scheduler
 
 
 def is_accumulating() -> bool:
-    """Whether the step() of accelerate's optimizers does nothing now, as inside ``accelerator.accumulate()``."""
+    """Return whether ``accelerator.accumulate()`` turns the ``step()`` of accelerate's optimizers off now."""
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     return state is not None and not state._shared_state.get("sync_gradients", True)  # noqa: SLF001 - to make one would begin it
 
 
 def warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
-    """One sentence where trials step an optimizer that wraps another one in a way that is not known here."""
-    return tuple(chain.from_iterable(map(_warn_of_wrapper, members_of(unwrap_optimizer(optimizer)))))
+    """Return a warning if trials step an unknown wrapper around another optimizer."""
+    members = members_of(unwrap_optimizer(optimizer))
+    return tuple(warning for member in members for warning in _warn_of_wrapper(member))
 
 
 def _warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
     own = own_table(optimizer)
     inner = next((part for part in _held_by(optimizer) if isinstance(part, torch.optim.Optimizer)), None)
-    # A torch optimizer by itself, as SAM and Lookahead are, changes only what is its own.
+    # A torch optimizer, such as SAM and Lookahead, changes only its own attributes.
     if inner is None or (isinstance(optimizer, torch.optim.Optimizer) and "_optimizer_step_pre_hooks" in own):
         return ()
     warning = (
@@ -215,7 +192,7 @@ def _warn_of_wrapper(optimizer: Any) -> tuple[str, ...]:
 
 
 def _is_lightning(optimizer: Any) -> bool:
-    # Both derive a class of their own for each wrapped one, so the name is that of a base.
+    # Both derive a new class for each wrapped optimizer, so a base has the name.
     return any(_name(base) in _LIGHTNING for base in type(optimizer).__mro__)
 
 
@@ -225,4 +202,4 @@ def _is_accelerate(optimizer: Any) -> bool:
 
 
 def _name(kind: type) -> tuple[str, str]:
-    return str(kind.__module__).partition(".")[0], kind.__name__  # it may be anything, as a property
+    return str(kind.__module__).partition(".")[0], kind.__name__  # __module__ may be any object, such as a property

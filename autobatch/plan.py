@@ -1,8 +1,7 @@
-"""Defines ``Plan``: what ``fit`` returns and ``Runner`` applies.
+"""Defines ``Plan``, which ``fit`` returns and ``Runner`` applies.
 
-A user prints, explains, saves and loads it, makes a loader of it, and translates it into another framework's settings.
-The data is ``planning.plan_record``, the texts are ``report``. Other frameworks' loops take one fixed size and cannot
-run ragged micro-batches, so theirs is the largest exact divisor of the share.
+Loops of other frameworks take one fixed size and cannot run ragged micro-batches, so their settings have the largest
+exact divisor of the share.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from autobatch.report.text import explain_plan, summarise_plan
 
 __all__ = ["Plan"]
 
-# What each framework calls the target batch, the micro-batch size and the accumulation steps; None where it works that
-# out of the others.
+# Names of the target batch, the micro-batch size and the accumulation steps in each framework; None if the framework
+# computes that from the others.
 _SETTINGS: dict[str, tuple[str | None, str, str | None]] = {
     "huggingface": (None, "per_device_train_batch_size", "gradient_accumulation_steps"),
     "lightning": (None, "batch_size", "accumulate_grad_batches"),
@@ -33,12 +32,12 @@ _SETTINGS: dict[str, tuple[str | None, str, str | None]] = {
     "megatron": ("global_batch_size", "micro_batch_size", None),  # --global-batch-size, --micro-batch-size
 }
 _TORCHTITAN_TOKENS = ("num_tokens_per_train_step", "num_tokens_per_microbatch_per_dp_rank")
-"""What replaced its two sizes in torchtitan 0.4, which packs samples into rows of tokens."""
+"""Names of its two sizes in torchtitan 0.4, which packs samples into rows of tokens."""
 _LARGEST_FILE = 64 * 2**20  # four times what the most micro-batches take
 
 
 class Plan(PlanRecord):
-    """How one optimizer step is divided so that it fits, and the measurements behind it; frozen, and equal by content.
+    """Division of one optimizer step that fits, and the measurements behind it; frozen, and compared by content.
 
     Example:
         >>> plan = autobatch.fit(model, target_batch=256)  # doctest: +SKIP
@@ -47,37 +46,37 @@ class Plan(PlanRecord):
     """
 
     def __str__(self) -> str:
-        """The plan in one line."""
+        """Return the plan in one line."""
         return summarise_plan(self)
 
     def __repr__(self) -> str:
-        """The same line, in a REPL too."""
+        """Return the same line in a REPL."""
         return str(self)
 
     def explain(self) -> str:
-        """All that is known as text: trials, curve, where the memory goes, what would help, warnings."""
+        """Return the plan as text: trials, curve, use of memory, what would help, warnings."""
         return explain_plan(self)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows for a plan: the report's pictures and tables."""
+        """Return the report's pictures and tables, for a notebook."""
         from autobatch.report.html import render_fragment  # noqa: PLC0415 - a tenth of the time of `autobatch plans`
 
         return render_fragment(self)
 
     def settings(self, framework: str, *, sequence_length: int | None = None) -> dict[str, int]:
-        """The same plan as settings of another framework; size x accumulation x world size is the target exactly.
+        """Return the plan as settings of another framework; size x accumulation x world size is the target exactly.
 
         Args:
             framework: ``"huggingface"``, ``"lightning"``, ``"accelerate"``, ``"deepspeed"``, ``"torchtitan"`` (its
-                section ``training``) or ``"megatron"``. The last two work out the accumulation steps from the ranks
-                that share the data, so these have to be as many as the plan's ranks.
-            sequence_length: Tokens in one sample, for torchtitan 0.4 and later, which counts tokens: the settings are
-                then ``num_tokens_per_train_step`` and ``num_tokens_per_microbatch_per_dp_rank``. Without it they are
+                section ``training``) or ``"megatron"``. The last two compute the accumulation steps from the ranks that
+                share the data, which have to be as many as the plan's ranks.
+            sequence_length: Tokens in one sample, for torchtitan 0.4 and later, which counts tokens:
+                ``num_tokens_per_train_step`` and ``num_tokens_per_microbatch_per_dp_rank``. Without it the settings are
                 those of torchtitan up to 0.3, ``global_batch_size`` and ``local_batch_size``, in samples.
 
         Raises:
-            InvalidArgument: The framework is not known or does not count tokens, the target cannot be shared equally by
-                the ranks, or a rank's share not divided into equal micro-batches that the model can run.
+            InvalidArgument: The framework is unknown or does not count tokens, or the ranks have unequal shares. Or a
+                share cannot be divided into equal micro-batches that the model can run.
         """
         if not isinstance(framework, str) or framework not in _SETTINGS:
             known = ", ".join(map(repr, _SETTINGS))
@@ -113,18 +112,18 @@ class Plan(PlanRecord):
     def loader(
         self, dataset: Any, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False, **options: Any
     ) -> Any:
-        """Make a DataLoader whose batches are what one step of this rank has.
+        """Make a DataLoader whose batches have the samples of one step of this rank.
 
         Args:
             dataset: A dataset. With several ranks it must be map-style: a ``ShareSampler`` gives each rank its share.
-            shuffle: Whether each epoch has an order of its own. Of an iterable dataset the order is the dataset's.
-            seed: With several ranks, of these orders. On one rank pass ``generator=``.
-            drop_last: Whether a last batch smaller than the target is left out.
+            shuffle: Whether each epoch has another order. An iterable dataset sets the order itself.
+            seed: Seed of these orders with several ranks. On one rank pass ``generator=``.
+            drop_last: Whether to leave out a last batch that is smaller than the target.
             **options: More arguments of ``DataLoader``, such as ``num_workers``, ``collate_fn``, or on one rank
                 ``sampler`` in place of ``shuffle``.
 
         Raises:
-            InvalidArgument: An option is the plan's to choose, or the dataset cannot be shared by the ranks.
+            InvalidArgument: The plan sets an option itself, or the ranks cannot share the dataset.
         """
         from autobatch.distributed.share_sampler import make_loader  # noqa: PLC0415 - plans are read without torch
 
@@ -134,12 +133,12 @@ class Plan(PlanRecord):
         """Write the plan as JSON.
 
         Args:
-            path: A file; it is replaced as a whole, so a reader never sees half a plan. Through a link its target is;
-                what is no file, such as ``/dev/null``, is written to.
+            path: A file, or a link to one. It is replaced as a whole, so a reader never sees half a plan. A device such
+                as ``/dev/null`` is written to.
 
         Raises:
-            InvalidArgument: It is no path.
-            OSError: It cannot be written; the file that was there stays.
+            InvalidArgument: The argument is not a path.
+            OSError: The file cannot be written; an earlier file stays.
         """
         content = self.model_dump_json(indent=2) + "\n"
         target = check_path("Plan.save", path).resolve()
@@ -159,20 +158,20 @@ class Plan(PlanRecord):
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan that ``save`` wrote.
 
-        Whatever the file holds, what comes back can be printed, explained, shown, translated and saved.
+        Any plan that is returned can be printed, explained, shown, translated and saved.
 
         Raises:
-            InvalidArgument: It is no path, or the file holds no plan, or one of a version that this one cannot read, or
-                more than 64 MiB.
+            InvalidArgument: The argument is not a path, or the file is larger than 64 MiB or does not hold a plan that
+                this version reads.
             OSError: The file cannot be read.
         """
         with check_path("Plan.load", path).open("rb") as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
-            raise InvalidArgument(f"{path} is no plan: it is larger than {format_bytes(_LARGEST_FILE)}")
+            raise InvalidArgument(f"{path} is not a plan: it is larger than {format_bytes(_LARGEST_FILE)}")
         try:
             return cls.model_validate_json(content)
         except ValidationError as error:
             raise InvalidArgument(
-                f"{path} is no plan that this version reads ({spell_invalid(error)}); run fit() again and save it"
+                f"{path} is not a plan that this version reads ({spell_invalid(error)}); run fit() again and save it"
             ) from None

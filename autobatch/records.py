@@ -1,4 +1,4 @@
-"""Defines the frozen records that one stage hands to the next: devices, trials, verdicts; plans are ``plan_record``."""
+"""Defines the frozen records that one stage hands to the next: devices, trials, verdicts."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ _LONGEST_REASON = 200  # of each half of a reason: a field's name may come from 
 
 Outcome = Literal["fits", "oom", "thrash"]
 
-# The parts of a training step in which memory can end, in their order.
+# The parts of a training step that can run out of memory, in their order.
 Phase = Literal["forward", "backward", "gradients", "optimizer state", "update"]
 
-# What a step may do already to save memory.
+# Ways in which a step may already save memory.
 Saving = Literal["activation checkpointing", "autocast", "16-bit parameters"]
 
 
 class Record(BaseModel):
-    """A frozen value: compared by content, refused when it holds an undeclared field."""
+    """A frozen value that is compared by content; an undeclared field is refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     def __repr__(self) -> str:
-        """One line: fields that have their default are left out, and long ones only counted."""
+        """Return one line without fields that have their default; long fields are only counted."""
         fields = type(self).model_fields
         shown = ((name, value) for name, value in self if fields[name].repr and value != fields[name].get_default())
         return describe_fields(type(self).__name__, shown)
 
 
 def spell_invalid(error: ValidationError) -> str:
-    """The first thing that is wrong with a record, in one short line: ``"target_batch: Input should be ..."``."""
+    """Return the first fault of a record in one short line: ``"target_batch: Input should be ..."``."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     field = ".".join(map(str, first["loc"])) or "the file"
     return f"{_shorten(field)}: {_shorten(first['msg'].removeprefix('Value error, '))}"
@@ -65,9 +65,9 @@ class Tenant(Record):
     """Another process that holds memory of the same device.
 
     Attributes:
-        pid: The process, as the driver numbers it.
-        used_bytes: What it holds, in bytes.
-        name: Its command, where the driver reports one.
+        pid: Number of the process, from the driver.
+        used_bytes: Bytes that it holds.
+        name: Its command, if the driver reports one.
     """
 
     pid: Count
@@ -76,15 +76,15 @@ class Tenant(Record):
 
 
 class DeviceInfo(Record):
-    """What a device is, at the moment it was asked.
+    """Description of a device at one moment.
 
     Attributes:
         kind: The torch device type: ``"cuda"``, ``"cpu"``, ``"mps"``...
-        name: What a person calls it: ``"NVIDIA L4"``, ``"CPU"``.
-        total_bytes: All memory of the device (a container's limit counts as all), 0 where that is not known.
-        uuid: The driver's identifier of the card or of its MIG slice, where there is one.
+        name: Name for people: ``"NVIDIA L4"``, ``"CPU"``.
+        total_bytes: All memory of the device (a container's limit counts as all); 0 if it is unknown.
+        uuid: The driver's identifier of the card or of its MIG slice, if there is one.
         tenants: Other processes on it.
-        driver: The version of the driver, where it reports one.
+        driver: Version of the driver, if it reports one.
     """
 
     kind: Text
@@ -109,26 +109,25 @@ class MemoryUsage(Record):
 class Trial(Record):
     """One measured attempt at one micro-batch size: two micro-batches accumulated, then the optimizer's step.
 
-    The two peaks cover the whole attempt. An attempt that ran out of memory holds what was reached before it ended.
+    The two peaks cover the whole attempt. An attempt that ran out of memory has the values up to that point.
 
     Attributes:
         micro_batch_size: Samples in each of the two micro-batches.
         outcome: ``"fits"``, ``"oom"``, or ``"thrash"``: it ran, but the allocator had to free memory and ask again, or
             the driver moved memory to the host.
         peak_allocated: Most bytes in tensors at once.
-        peak_reserved: Most bytes held by the allocator at once: what meets the limit.
+        peak_reserved: Most bytes held by the allocator at once; the limit applies to them.
         optimizer_peak: Most bytes in tensors at once during ``optimizer.step()``; 0 without an optimizer.
-        alloc_retries: How often the allocator had to free its cache to go on.
+        alloc_retries: Number of times that the allocator had to free its cache.
         seconds: Wall time of the two micro-batches and the step.
-        backward_allocated: ``peak_allocated`` of the forward and backward passes alone: what grows with the size.
+        backward_allocated: ``peak_allocated`` of the forward and backward passes alone, which grows with the size.
         backward_reserved: ``peak_reserved`` up to the end of the backward passes.
         resident_bytes: Bytes in tensors before the first micro-batch: parameters, buffers, optimizer state, batch.
-        held_bytes: Bytes of activations of the step before, which the model holds in attributes, or a hook in a list:
-            in the peaks, but not in ``resident_bytes``.
-        ended_in: Where memory ended, if it did. ``"gradients"``: in a backward pass, where the gradients alone are more
-            than the limit beside what was there before it. ``"optimizer state"``: where the optimizer made it, which
-            some do in the course of their first step.
-        length: What the samples were trimmed to, where ``fit`` was given ``lengths``.
+        held_bytes: Bytes of activations of the step before, which attributes or hooks still hold. They are in the
+            peaks, but not in ``resident_bytes``.
+        ended_in: Phase that ran out of memory; ``None`` if none did. ``"gradients"``: a backward pass whose gradients
+            alone exceed the limit. ``"optimizer state"``: the optimizer made its state.
+        length: Length to which ``fit`` trimmed the samples, with ``lengths``.
     """
 
     micro_batch_size: Samples
@@ -147,17 +146,17 @@ class Trial(Record):
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of both micro-batches over the attempt's wall time; 0 where no time was taken."""
+        """Samples of both micro-batches over the attempt's wall time; 0 if no time was taken."""
         return 2 * self.micro_batch_size / self.seconds if self.seconds > SHORTEST else 0.0
 
 
 class SizeAtLength(Record):
-    """How many samples of up to one length a micro-batch may have: as many as a trial ran at that length.
+    """Number of samples of up to one length that a micro-batch may have; a trial ran as many at that length.
 
     Attributes:
-        length: What the trial's samples were trimmed to.
-        micro_batch_size: How many they were.
-        peak_bytes: The most bytes that the allocator held; 0 where the device does not measure.
+        length: Length of the trial's samples.
+        micro_batch_size: Number of the trial's samples.
+        peak_bytes: Most bytes that the allocator held; 0 if the device does not measure.
     """
 
     length: Samples
@@ -166,12 +165,12 @@ class SizeAtLength(Record):
 
 
 class Padding(Record):
-    """Where the padding of a batch is.
+    """Position of the padding in a batch.
 
     Attributes:
-        dims: The dimensions of each padded tensor that have the padded length, by path; empty where samples are in
-            lists, each of its own length.
-        side: Where padding comes: after (``"right"``) or before (``"left"``) a sample's own values.
+        dims: Dimensions of each padded tensor that have the padded length, by path. Empty if samples are in lists, each
+            of its own length.
+        side: ``"right"`` if padding comes after a sample's own values, ``"left"`` if it comes before them.
     """
 
     dims: dict[Text, tuple[Samples, ...]] = Field(default_factory=dict)
@@ -179,17 +178,17 @@ class Padding(Record):
 
 
 class ModelIdentity(Record):
-    """What a plan's model and optimizer are recognised by, without running anything.
+    """Identity of a plan's model and optimizer.
 
-    The same for a model that is compiled, wrapped for data parallelism, moved, cast to another dtype or trained on:
-    names, dtypes and values do not count.
+    It does not depend on names, dtypes and values. So it stays the same if the model is compiled, wrapped for data
+    parallelism, moved, cast to another dtype or trained.
 
     Attributes:
-        tensors: Parameters, each once however often it is shared.
-        parameters: Numbers in them.
-        trained: Numbers in those that require a gradient.
+        tensors: Number of parameters; a shared one counts once.
+        parameters: Number of values in them.
+        trained: Number of values in those that require a gradient.
         shapes: A digest of all shapes.
-        optimizer: The class of the torch optimizer; empty where there was none.
+        optimizer: Class of the torch optimizer; empty without one.
     """
 
     tensors: Count
@@ -200,11 +199,11 @@ class ModelIdentity(Record):
 
 
 class ModuleError(Record):
-    """How far one module's gradient is off in a split.
+    """Error of one module's gradient in a split.
 
     Attributes:
-        module: Its path in the model; the model's type where parameters are the model's own.
-        relative_error: ``|split - whole| / |whole|`` of its worst parameter; 1 where the whole has no gradient.
+        module: Its path in the model, or the model's type for parameters of the model itself.
+        relative_error: ``|split - whole| / |whole|`` of its worst parameter; 1 if the whole has no gradient.
     """
 
     module: Text
@@ -215,17 +214,17 @@ class Verdict(Record):
     """Whether splitting a step gives the gradient of the whole batch, and why not.
 
     Attributes:
-        exact: Whether every division tried gave it, to 1e-4 in each parameter; false also where none could be checked.
+        exact: Whether every division gave it, to 1e-4 in each parameter; false also if none could be checked.
         relative_error: ``|split - whole| / |whole|`` of the worst parameter in the worst division; may be infinite.
-        causes: What makes it inexact, each with what to do.
-        samples: How many samples were compared.
-        partitions: The sizes of the parts of each division that was tried.
+        causes: Reasons why it is inexact, each with the remedy.
+        samples: Number of samples that were compared.
+        partitions: Sizes of the parts of each division.
         seconds: Wall time of the check.
-        unchecked: Why no verdict could be given; empty where one was.
-        modules: Which modules differ, the worst first.
+        unchecked: Reason why nothing was compared; empty after a comparison.
+        modules: Modules that differ, the worst first.
         larger_partition: Sizes of the parts of one more exact division, of as many samples as there are or as fit.
-            Empty where ``samples`` were all of them, or no more fit.
-        not_compared: How many samples the largest comparison had, and why not all; empty where it had all.
+            Empty if ``samples`` were all of them, or no more fit.
+        not_compared: Number of samples in the largest comparison, and why it had not all; empty if it had all.
     """
 
     exact: Flag

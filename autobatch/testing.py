@@ -54,15 +54,15 @@ class FakeDevice(Device):
         """Make a device.
 
         Args:
-            curve: Peak bytes of a micro-batch by its samples; ``curve(0)`` is what is resident.
+            curve: Peak bytes of a micro-batch by its samples; ``curve(0)`` is the resident memory.
             total_bytes: An int or a text such as ``"24GiB"``. Beyond it, or beyond a budget, the micro-batch raises
                 ``torch.OutOfMemoryError``.
-            measures: ``False``: a device that reports nothing, where running out is the only signal.
+            measures: ``False``: a device that reports nothing; then only an error shows that memory ran out.
             thrashes_from: From this size on each micro-batch counts one allocator retry.
-            tenants: Other processes; what they hold is not available.
+            tenants: Other processes, whose memory is not available.
 
         Raises:
-            InvalidArgument: The curve cannot be called, the total is no size, or another argument is of the wrong kind.
+            InvalidArgument: The curve cannot be called, or another argument cannot be used.
         """
         if not callable(curve):
             raise InvalidArgument(f"curve={show_value(curve)} must be a function from samples to peak bytes")
@@ -82,16 +82,16 @@ class FakeDevice(Device):
         self._retries = 0
 
     def describe(self) -> DeviceInfo:
-        """A fake of its own kind."""
+        """Describe a device of the kind ``"fake"``."""
         return DeviceInfo(kind="fake", name="fake device", total_bytes=self.total_bytes, tenants=self.tenants)
 
     def available_bytes(self) -> int:
-        """The total less what the tenants hold; 0 (unknown) where the device does not measure."""
+        """Return the total without the tenants' memory; 0 (unknown) if the device does not measure."""
         return self.total_bytes - sum(tenant.used_bytes for tenant in self.tenants) if self.measures else 0
 
     @contextmanager
     def limit(self, budget_bytes: int) -> Iterator[None]:
-        """Enforce the smaller of the budget and what is available."""
+        """Enforce the budget, or the available memory if that is less."""
         outer, self._budget = self._budget, budget_bytes if self.measures else self.total_bytes
         try:
             yield
@@ -114,11 +114,11 @@ class FakeDevice(Device):
         yield
 
     def reset_peak(self) -> None:
-        """The peak begins at what is resident."""
+        """Let the peak begin at the resident memory."""
         self._peak = self.usage().allocated
 
     def usage(self) -> MemoryUsage:
-        """Zeros where the device does not measure."""
+        """Return the memory in use; zeros if the device does not measure."""
         if not self.measures:
             return MemoryUsage()
         resident = self._evaluate(0)
@@ -128,7 +128,7 @@ class FakeDevice(Device):
         )
 
     def _evaluate(self, samples: int) -> int:
-        """Bytes by the formula, which may have been replaced since."""
+        """Return the bytes of a micro-batch by the present curve."""
         found = self.curve(samples)
         if isinstance(found, bool) or not isinstance(found, numbers.Real) or not 0 <= found < math.inf:
             raise InvalidArgument(
@@ -138,7 +138,7 @@ class FakeDevice(Device):
         return min(int(found), LARGEST)
 
     def reclaim(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as nothing is cached."""
 
 
 class _OutOfMemoryAt(DispatchMode):
@@ -152,7 +152,7 @@ class _OutOfMemoryAt(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or raise before it."""
-        # Views, copies into memory that is there (how state is put back), marks of the profiler: they cannot run out.
+        # Views, copies into existing memory and marks of the profiler cannot run out.
         aliases = [value.alias_info for value in func._schema.returns]  # noqa: SLF001 - nothing public has it
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if not (is_view or func is torch.ops.aten.copy_.default or func.namespace == "profiler"):
@@ -169,14 +169,14 @@ def oom_at(*positions: int) -> Iterator[_OutOfMemoryAt]:
     """Raise ``torch.OutOfMemoryError`` at the n-th operation inside the block, in forward, backward or update.
 
     Args:
-        positions: Counted from 1 over torch's operations inside the block, without views, in-place copies and the
-            profiler's marks, which allocate nothing; several make several errors.
+        positions: Numbers of operations inside the block, from 1; each makes one error. Views, in-place copies and the
+            profiler's marks allocate nothing and are not counted.
 
     Yields:
-        An object with ``operations`` (how many were counted) and ``raised`` (the operators that failed).
+        An object with ``operations`` (their number) and ``raised`` (the operators that failed).
 
     Raises:
-        InvalidArgument: A position is no int of at least 1.
+        InvalidArgument: A position is not an int of at least 1.
     """
     wrong = [p for p in positions if isinstance(p, bool) or not isinstance(p, numbers.Integral) or p < 1]
     if wrong or not positions:
@@ -191,11 +191,11 @@ def tenant(byte_count: int | str, device: Device | torch.device | str = "cpu") -
     """Hold so many bytes of a device inside the block, as another model, an evaluation or another process would.
 
     Args:
-        byte_count: An int or a text such as ``"32MiB"``. Really allocated, so it counts against every budget.
-        device: Where; on a ``FakeDevice`` nothing is allocated, another process is said to hold it.
+        byte_count: An int or a text such as ``"32MiB"``. The bytes are allocated, so they count against every budget.
+        device: Device to hold them on. A ``FakeDevice`` allocates nothing, and gets another tenant.
 
     Raises:
-        InvalidArgument: It is no size, or no device that is here.
+        InvalidArgument: The size or the device cannot be used.
     """
     memory = open_device(device)
     size = parse_bytes("byte_count", byte_count)

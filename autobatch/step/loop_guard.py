@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from autobatch._user_errors import contextmanager
 from autobatch._wrappers import is_optimizer, own_table
 from autobatch.errors import InvalidArgument
 from autobatch.step.gradient_hooks import remove_hook, table_of
@@ -67,15 +68,15 @@ class LoopGuard:
         if kind is not None:
             self._to_watch = max(self._to_watch, 1)
 
-    def call(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the step; raise InvalidArgument if it does the loop's work, even if it catches the refusal."""
-        if not self._is_watching:
-            return step(*arguments)
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch one call; raise InvalidArgument if it does the loop's work, even if the step catches the refusal."""
         refused: list[str] = []
         try:
             with ExitStack() as stack:
-                self._refuse(refused, stack)
-                returned = step(*arguments)
+                if self._is_watching:
+                    self._refuse(refused, stack)
+                yield
         except Exception as error:
             calls = [message for message in refused if message is not _ZERO_GRAD]
             if calls and str(error) != calls[0]:
@@ -83,7 +84,6 @@ class LoopGuard:
             raise
         if refused:  # a call says more than a changed gradient
             raise InvalidArgument(next((message for message in refused if message is not _ZERO_GRAD), _ZERO_GRAD))
-        return returned
 
     def _refuse(self, refused: list[str], stack: ExitStack) -> None:
         """Refuse the loop's calls until the stack is closed, and note the message of each."""

@@ -20,7 +20,8 @@ from autobatch.errors import InvalidArgument
 from autobatch.step.default_step import default_step
 from autobatch.step.gradient_hooks import refuse_hooks
 from autobatch.step.loop_guard import LoopGuard
-from autobatch.step.losses import Term, Weigh, read_terms, read_weights
+from autobatch.step.losses import Term, read_terms, read_weights
+from autobatch.step.losses import Weigh as Weigh  # noqa: PLC0414 - callers take both types from here
 from autobatch.step.model_info import name_optimizer
 from autobatch.step.reachable import find_outside
 from autobatch.torch_internals.storages import bytes_of
@@ -150,7 +151,8 @@ class Workload:
         if not guard.is_entered:
             with self.guard(self.parameters()):
                 return self.call_step(micro_batch)
-        return guard.call(self.step, self.model, micro_batch)
+        with guard.watch():
+            return self.step(self.model, micro_batch)
 
     def guard(self, parameters: Sequence[torch.Tensor]) -> LoopGuard:
         """Return the context of one step; no backward pass of the user's may reach these parameters in it."""

@@ -1105,7 +1105,7 @@ def test_a_bad_plan_file_names_the_first_thing_wrong(tmp_path, text, place):
     """The path, the field, and what to do."""
     with pytest.raises(errors.InvalidArgument) as caught:
         save_and_load(text, tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / 'plan.json'} is no plan that this version reads ({place}")
+    assert str(caught.value).startswith(f"{tmp_path / 'plan.json'} is not a plan that this version reads ({place}")
     assert str(caught.value).endswith("run fit() again and save it")
 
 

@@ -178,14 +178,14 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_refused_in_one_line(tmp_path, name):
     """Soon, whatever its size."""
-    assert "is no plan that this version reads" in load(HOSTILE[name], tmp_path)
+    assert "is not a plan that this version reads" in load(HOSTILE[name], tmp_path)
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path, monkeypatch):
     """Nor one without an end."""
     monkeypatch.setattr(plan_module, "_LARGEST_FILE", 10_000)
     assert "is larger than" in load(b" " * 10_001 + fields(), tmp_path)
-    with pytest.raises(InvalidArgument, match="is no plan: it is larger than"):
+    with pytest.raises(InvalidArgument, match="is not a plan: it is larger than"):
         Plan.load("/dev/zero")
 
 

@@ -114,7 +114,7 @@ def test_a_file_that_holds_no_plan_is_named(tmp_path, content):
     """The path and the first thing that is wrong, and what to do."""
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(InvalidArgument, match=r"other\.json is no plan that this version reads .*run fit\(\) again"):
+    with pytest.raises(InvalidArgument, match=r"other\.json is not a plan that this version reads .*run fit\(\) again"):
         Plan.load(path)
 
 
@@ -189,7 +189,7 @@ def test_a_binary_file_is_no_plan(tmp_path, content):
     """A checkpoint given by mistake is refused like any other file that holds no plan."""
     path = tmp_path / "model.pt"
     path.write_bytes(content)
-    with pytest.raises(InvalidArgument, match=r"model\.pt is no plan that this version reads .*run fit\(\) again"):
+    with pytest.raises(InvalidArgument, match=r"model\.pt is not a plan that this version reads .*run fit\(\) again"):
         Plan.load(path)
 
 
