@@ -153,7 +153,7 @@ def test_a_plan_that_contradicts_itself_is_refused(tmp_path, field, changes):
     """Counts, sums and bytes that cannot be, made here or read from a file, are named by their field."""
     path = tmp_path / "plan.json"
     path.write_text(make_plan().model_copy(update=changes).model_dump_json())
-    with pytest.raises(InvalidArgument, match=rf"no plan that this version reads \((the file: )?{field}"):
+    with pytest.raises(InvalidArgument, match=rf"not a plan that this version reads \((the file: )?{field}"):
         Plan.load(path)
     with pytest.raises(ValidationError, match=field):
         Plan(**{**dict(make_plan()), **changes})
