@@ -158,9 +158,19 @@ def fit(
                         accumulate_in_float32=accumulate_in_float32,
                         limit_bytes=allowance.limit_bytes,
                     )
-                    asked = wanted, source_of(batch), _read_lengths(lengths, division)
-                    options = progress_hooks(progress=progress), remembered, budget is not None
-                    request = Request(workload, memory, allowance, state, division, *asked, *options)
+                    request = Request(
+                        workload=workload,
+                        memory=memory,
+                        allowance=allowance,
+                        state=state,
+                        division=division,
+                        wanted=wanted,
+                        batch=source_of(batch),
+                        lengths=_read_lengths(lengths, division),
+                        hooks=progress_hooks(progress=progress),
+                        ledger=remembered,
+                        budget_passed=budget is not None,
+                    )
                     found = search(request)
                     rates.append({"rate": found.rate})
                 with all_or_none(ranks, "fit(), the check", is_last=True) as plans:
