@@ -43,7 +43,6 @@ LOOP_GUARD = "autobatch/step/loop_guard.py"
 REUSE = "autobatch/planning/reuse.py"
 SEARCH = "autobatch/fitting/size_search.py"
 PACING = "autobatch/planning/pacing.py"
-SETBACK = "autobatch/planning/setback.py"
 RUN_RECORDER = "autobatch/ledger/run_recorder.py"
 WRAPPERS = "autobatch/_wrappers.py"
 PREDICTION = "autobatch/prediction/"
@@ -390,8 +389,8 @@ MUTANTS = (
     Mutant(
         "a resumed Runner forgets what failed",
         RUNNER_STATE,
-        "tuple(Setback(**saved.model_dump()) for saved in self.setbacks)",
-        "()",
+        "            ceiling=self.ceiling,\n",
+        "",
         RUNNER_STATE_TESTS,
     ),
     Mutant(
@@ -1496,16 +1495,16 @@ MUTANTS = (
     ),
     Mutant(
         "a size that fails again waits no longer",
-        SETBACK,
-        "min(max(2 * self.wait, least_wait), LONGEST_WAIT)",
-        "least_wait",
+        PACING,
+        "min(max(2 * old.wait, next_wait), LONGEST_WAIT)",
+        "next_wait",
         PACING_TESTS,
     ),
     Mutant(
         "a wait is never short again",
-        SETBACK,
-        "        wait = self.wait // 2\n",
-        "        wait = self.wait\n",
+        PACING,
+        '{"wait": ceiling.wait // 2}',
+        "{}",
         PACING_TESTS,
     ),
     Mutant(
