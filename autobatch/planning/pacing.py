@@ -45,7 +45,7 @@ _Wait = Annotated[Count, Field(le=LONGEST_WAIT)]
 
 
 class Ceiling(Record):
-    """What runs since the plan's size failed, and when the plan's size is on trial again.
+    """The size that runs since the plan's size failed, and the wait until the plan's size is on trial again.
 
     Attributes:
         ran: Largest size that has run since.
@@ -70,7 +70,7 @@ class Ceiling(Record):
 
 @dataclass(frozen=True)
 class _Shortage:
-    """What ran out of memory in the step that is under way."""
+    """The shortages of the running step."""
 
     failed: int  # smallest size that failed
     is_foreseen: bool  # whether the curve and the free memory explain each failure
@@ -90,10 +90,10 @@ class Pace:
         smallest: Fewest samples that the model can run.
         patience: Clean steps before the size may grow. 0 if a change costs nothing, more for compiled models.
         reason: Why the size last changed.
-        ceiling: What runs since the plan's size failed.
+        ceiling: State since the plan's size failed.
         clean_steps: Number of clean steps at this size.
         thrashed_steps: Number of steps in a row that thrashed.
-        shortage: What ran out of memory in the step that is under way.
+        shortage: Shortages of the running step.
     """
 
     ladder: tuple[int, ...]
@@ -136,8 +136,8 @@ class Pace:
         A smaller size than the goal stays while it fits, so that it does not follow each change of another process.
 
         Args:
-            most_bytes: What the step can reach at most, with what is resident.
-            limit_bytes: That less the headroom.
+            most_bytes: Most bytes that the step can reach, resident ones included.
+            limit_bytes: The same less the headroom.
         """
         goal = size = self.goal
         if self.curve is not None and most_bytes is not None and self.curve.peak_reserved(goal) > most_bytes:
@@ -155,11 +155,11 @@ class Pace:
         return _move(self, size, "less is free" if size < self.size else "grown back")
 
     def after_shortage(self, failed: int, limit_bytes: int | None, least: int = 1) -> Pace:
-        """Choose the size with which a step goes on after a micro-batch ran out of memory (rule 2).
+        """Choose the next size of a step after a micro-batch ran out of memory (rule 2).
 
         Args:
             failed: Number of samples in that micro-batch.
-            limit_bytes: What the step may hold now, with what is resident.
+            limit_bytes: Bytes that the step may hold now, resident ones included.
             least: Fewest samples into which the step can be divided.
 
         Raises:

@@ -55,13 +55,11 @@ def test_import_leaves_torch_alone(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", _modules_under("**/*.py"))
-def test_every_module_says_what_it_makes_public(module: str) -> None:
-    """Each module has a docstring, and an ``__all__`` of which every name is there."""
+def test_every_module_says_what_it_does(module: str) -> None:
+    """Each module has a docstring, and every name of its ``__all__`` if it has one."""
     loaded = importlib.import_module(module)
     assert loaded.__doc__
-    if module == "autobatch" or Path(str(loaded.__file__)).name != "__init__.py":
-        assert loaded.__all__
-        assert [name for name in loaded.__all__ if not hasattr(loaded, name)] == []
+    assert [name for name in getattr(loaded, "__all__", ()) if not hasattr(loaded, name)] == []
 
 
 def test_public_names_are_listed_and_unknown_ones_refused() -> None:
